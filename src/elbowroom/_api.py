@@ -89,8 +89,9 @@ def saving(
                 see `elbowroom.plan.Coat`).
                 "actnn", with bits and group_size: group codes with `bits` bits on average. Each
                 tensor gets bits according to its sensitivity (see `elbowroom.adaptive.ActNN`).
-                "offload", with tier, directory and from_nbytes: exact actions first. All other
-                tensors go to pinned host memory or, from the CPU, to a temporary file
+                "offload", with tier, directory, from_nbytes and codec: exact actions first. All
+                other tensors go to pinned host memory or, from the CPU, to a temporary file. With
+                a codec, what tolerates its error is encoded before
                 (see `elbowroom.plan.OffloadRest`).
                 The id of a codec, with its fields as keywords, or a codec: this codec is used
                 wherever the op that saves the tensor tolerates an error.

@@ -21,6 +21,7 @@ from elbowroom.runtime.handles import (
     EncodeHandle,
     Handle,
     KeepHandle,
+    MovedCodeHandle,
     OffloadHandle,
     RebuildHandle,
 )
@@ -67,11 +68,19 @@ def offloaded(x: Tensor) -> Handle:
     return handle
 
 
+def moved(x: Tensor) -> Handle:
+    """A code whose largest buffer is away already."""
+    handle = perform(Encode(Dither(levels=16), moved=Offload("file")), x, Need.LOSSY, None, 3)
+    file_tier().flush()
+    return handle
+
+
 HANDLES: dict[str, Callable[[Tensor], Handle]] = {
     "keep": lambda x: KeepHandle(x, "because"),
     "encode, lossless": encoded(SparseLossless()),
     "encode, lossy": encoded(Dither(levels=16)),
     "encode, group": encoded(Group(bits=2)),
+    "encode, moved": moved,
     "offload": offloaded,
     "offload, on its way": lambda x: OffloadHandle(file_tier(), x),
     "rebuild, exact": rebuilt(lambda x: KeepHandle(x, "")),
@@ -186,6 +195,8 @@ def test_counts_its_bytes(make):
         assert (handle.nbytes, handle.full_nbytes) == (0, 4096)
     if isinstance(handle, EncodeHandle):
         assert handle.nbytes == handle._encoded.nbytes < 4096 + 200
+    if isinstance(handle, MovedCodeHandle):
+        assert (handle.nbytes, handle.full_nbytes - handle.nbytes) == (36, 512)
 
 
 @EVERY_HANDLE

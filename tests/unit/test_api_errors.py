@@ -48,7 +48,7 @@ def test_the_lean_policy():
     [
         (
             {"wrong": 1},
-            r"policy 'offload' has no field 'wrong'; it has tier, directory, from_nbytes\.$",
+            r"policy 'offload' has no field 'wrong'; it has tier, directory, from_nbytes, codec\.$",
         ),
         ({"teir": "file"}, r"Did you mean 'tier'\?"),
         ({"tier": "disk"}, r"tier='disk' is not possible; tier is 'host', 'file', or None"),

@@ -12,8 +12,8 @@ from following import Entered, Tracer, total
 CEILINGS = {
     "`er.saving()`, the first step: rebuilt": (16, 670),
     "`er.saving()`, later steps: rebuilt": (6, 212),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (20, 624),
-    '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (8, 244),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (20, 627),
+    '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (8, 245),
     "`er.fit`, a step that learns: rebuilt": (18, 618),
     "`er.fit`, a settled step: rebuilt": (5, 193),
 }

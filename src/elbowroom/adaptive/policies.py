@@ -14,6 +14,7 @@ from elbowroom.adaptive.actnn import ActNN
 from elbowroom.adaptive.lean import LeanBudget
 from elbowroom.adaptive.noise_budget import NoiseBudget
 from elbowroom.codecs import Codec, codec, codecs
+from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.registry import nearest
 from elbowroom.errors import UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
@@ -93,7 +94,9 @@ def _uniform(name: str, rebuild: bool, fields: dict[str, Any]) -> Policy:
 
 
 def _offload(rebuild: bool, fields: dict[str, Any]) -> OffloadRest:
-    _check_fields("offload", fields, ["tier", "directory", "from_nbytes"])
+    _check_fields("offload", fields, ["tier", "directory", "from_nbytes", "codec"])
+    if isinstance(fields.get("codec"), str):
+        fields = {**fields, "codec": setting_named(fields["codec"])}
     policy = OffloadRest(**fields, rebuild=rebuild)
     if policy.directory is not None and not os.path.isdir(policy.directory):
         raise UnknownField(

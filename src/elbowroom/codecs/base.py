@@ -321,6 +321,21 @@ class Codec(ABC):
         layout = self._layout(prod(shape), dtype, facts)
         return sum(expected.nbytes for expected in layout)
 
+    def largest_nbytes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts | None = None
+    ) -> int:
+        """Returns the bytes of the largest buffer, or an upper bound if `fixed_size` is False.
+
+        A bitmap of zeros is not counted, as masks are read from it. This is the buffer that is
+        moved where a code is offloaded.
+        """
+        facts = self._seen(shape, torch.empty(shape, device="meta").stride(), facts or NOTHING)
+        layout = list(self._layout(prod(shape), dtype, facts))
+        bits = Expected(torch.uint8, (-(-prod(shape) // 8),))
+        if facts.has_zeros and self.keeps_zeros and bits in layout:
+            layout.remove(bits)
+        return max((expected.nbytes for expected in layout), default=0)
+
     def fixed_size(self, facts: Facts | None = None) -> bool:
         """Returns whether `encoded_nbytes` is exact.
 

@@ -28,6 +28,7 @@ class Encode:
     curved      if it is read by a GELU or SiLU
     rows        normalized by their own mean and std, where a reader divides by their size
     least       what is below is encoded as this: of log-probabilities, whose readers take exp
+    moved       where the code itself is moved to; None: it stays on the tensor's device
     """
 
     codec: Codec
@@ -38,6 +39,7 @@ class Encode:
     curved: Codec | None = None
     rows: Rows | None = None
     least: float | None = None
+    moved: "Offload | None" = None
 
     @property
     def may_change(self) -> bool:

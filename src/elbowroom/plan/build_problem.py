@@ -15,9 +15,10 @@ import numpy as np
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
-from elbowroom.plan.menu import OFFLOAD, Menu, noise_again, options, shared_s, spared
+from elbowroom.plan.composed import gated
+from elbowroom.plan.menu import Menu, noise_again, options, shared_s, spared
+from elbowroom.plan.offload_rest import Tier
 from elbowroom.plan.precision_floor import LEAST_AGAIN
-from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.registered import all_settings
@@ -48,6 +49,7 @@ def build_problem(
     exact: bool,
     recompute: bool = True,
     offload: str | None = None,
+    whole: bool = True,
     codecs: tuple[Codec, ...] | None = None,
 ) -> BuiltProblem:
     """The problem of a profiled step.
@@ -55,12 +57,14 @@ def build_problem(
     exact      only actions that change no bit
     recompute  modules may run a second time
     offload    "file" or "host": a place for tensors outside of the device's memory
+    whole      tensors may be moved there as they are, not only their codes
     codecs     the settings of codes that are allowed where it is not exact; None: all
     """
     weighed = all_settings() if codecs is None and not exact else codecs
-    asked = exact, recompute, offload, codecs is None, weighed  # more may be registered meanwhile
+    # More may be registered meanwhile.
+    asked = exact, recompute, offload, whole, codecs is None, weighed
     if asked not in profile.problems:
-        profile.problems[asked] = _built(profile, exact, recompute, offload, codecs)
+        profile.problems[asked] = _built(profile, exact, recompute, offload, whole, codecs)
     built: BuiltProblem = profile.problems[asked]
     return built
 
@@ -70,13 +74,16 @@ def _built(
     exact: bool,
     recompute: bool,
     offload: str | None,
+    whole: bool,
     codecs: tuple[Codec, ...] | None,
 ) -> BuiltProblem:
-    menu = Menu(() if exact else codecs, _places(profile, offload))
+    menu = Menu(() if exact else codecs, _tier(profile, offload), whole=whole)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
-    again = _made_from(profile)
+    again, norms = _made_from(profile), set() if exact else gated(profile)
     profile = _with_sources(profile)
-    items = tuple(_item(profile, i, menu, again[i], exact=exact) for i in planned)
+    items = tuple(
+        _item(profile, i, menu, again[i], exact=exact, is_gated=i in norms) for i in planned
+    )
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
         taken = profiled_level(profile.storages[i], len(base))
@@ -103,16 +110,16 @@ def _built(
     )
 
 
-def _places(profile: Profile, offload: str | None) -> tuple[Preset, ...]:
+def _tier(profile: Profile, offload: str | None) -> Tier | None:
     if offload is None:
-        return ()
+        return None
     if f"out {offload}" not in profile.rates:
         raise PlanError(
             f"this profile has no speed of the {offload}, because there is none for "
             f"{profile.device[0]} tensors on the machine where it was measured; plan without "
             "offload"
         )
-    return (OFFLOAD[offload],)
+    return "host" if offload == "host" else "file"
 
 
 def _link(profile: Profile, name: str) -> Link:
@@ -167,15 +174,19 @@ def _with_sources(profile: Profile) -> Profile:
     return replace(profile, storages=tuple(storages))
 
 
-def _item(profile: Profile, index: int, menu: Menu, again: int, *, exact: bool) -> Item:
+def _item(
+    profile: Profile, index: int, menu: Menu, again: int, *, exact: bool, is_gated: bool
+) -> Item:
     storage = profile.storages[index]
+    presets = menu.of(storage, is_gated=is_gated)
+    found = options(profile, storage, presets, again=again, is_gated=is_gated)
     return Item(
         nbytes=storage.nbytes,
         born=storage.born,
         used=storage.used,
         needs=tuple((need, need) for need in storage.needs),
         freed=storage.freed,
-        options=tuple(options(profile, storage, menu.of(storage), again=again).values()),
+        options=tuple(found.values()),
         spared=() if exact else tuple(spared(profile, storage).items()),
     )
 

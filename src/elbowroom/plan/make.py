@@ -15,6 +15,7 @@ from elbowroom.plan.problem import (
     Choice,
     Item,
     Option,
+    Problem,
     Solution,
     cost,
     keep_all,
@@ -65,6 +66,7 @@ def make_plan(
     of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
+    most, place = in_flight, offload
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
     asks = finest < inf
     least = bool(exact) if asks else None  # how little would do with exact actions alone
@@ -76,19 +78,27 @@ def make_plan(
         other = solve(staying.problem, budget - margin, exact=True, solver=solver, least=least)
         if other.feasible or (exact and other.peak < found.peak + in_flight):
             built, found, offload, in_flight = staying, other, None, 0
-    margin += in_flight  # of what is moved, one tensor is on its way at any time
-    allowed = budget - margin
     if exact is False or not (exact or found.feasible):
-        freely = build_problem(
-            profile, exact=False, recompute=recompute, offload=offload, codecs=codecs
+        freely, other, flies = min(
+            _with_codes(
+                profile,
+                budget - margin,
+                most,
+                recompute=recompute,
+                offload=place,
+                codecs=codecs,
+                variance=inf if noise is None else noise,
+                solver=solver,
+                least=asks or None,
+            ),
+            key=_rank,
         )
-        variance = inf if noise is None else noise
-        other = solve(freely.problem, allowed, variance=variance, solver=solver, least=asks or None)
         if not found.feasible or (
             other.feasible
             and cost(freely.problem, other.choice) < cost(built.problem, found.choice)
         ):
-            built, found = freely, other
+            built, found, in_flight = freely, other, flies
+    margin += in_flight  # of what is moved, one tensor or code is on its way at any time
     if not found.feasible:
         least_nbytes = found.peak
         if asks and solver not in BASELINES:
@@ -116,7 +126,53 @@ def make_plan(
             least_is=least_is,
             is_least=asks,
         )
-    return _plan(profile, built, found, allowed + in_flight, in_flight)
+    return _plan(profile, built, found, budget - margin + in_flight, in_flight)
+
+
+def _with_codes(
+    profile: Profile,
+    budget: int,
+    in_flight: int,
+    *,
+    recompute: bool,
+    offload: str | None,
+    codecs: tuple[Codec, ...] | None,
+    variance: float,
+    solver: str,
+    least: bool | None,
+) -> Iterator[tuple[BuiltProblem, Solution, int]]:
+    """Yields solutions in which codes may be lossy, each with the bytes that are on their way.
+
+    in_flight: these bytes, where whole tensors are moved. Codes take less, and nothing is on its
+    way where all stays, which leaves more of the budget for the step.
+    """
+    places = [(offload, True), (offload, False), (None, False)]
+    for tier, whole in places if offload is not None else places[-1:]:
+        built = build_problem(
+            profile, exact=False, recompute=recompute, offload=tier, whole=whole, codecs=codecs
+        )
+        travels = in_flight if whole else _most_travelling(built.problem)
+        found = solve(
+            built.problem, budget - travels, variance=variance, solver=solver, least=least
+        )
+        yield built, found, travels
+
+
+def _rank(one: tuple[BuiltProblem, Solution, int]) -> tuple[bool, float]:
+    """Sorts solutions: those that fit by their cost, and before others, by their peak.
+
+    one: with its problem, and the bytes that are on their way beside it
+    """
+    built, found, travels = one
+    if found.feasible:
+        return False, cost(built.problem, found.choice)
+    return True, found.peak + travels
+
+
+def _most_travelling(problem: Problem) -> int:
+    """Returns the bytes of the largest code or tensor that may be moved."""
+    items = problem.items
+    return max((item.travels(o) for item in items for o in item.options if o.link), default=0)
 
 
 def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> tuple[int, Solution]:
@@ -314,8 +370,11 @@ def _why(storage: Storage, option: Option) -> str:
 def _gain(item: Item, option: Option) -> str:
     """Returns the gain of an option over the next that hold more and less, in words.
 
-    It is "" for exact options.
+    It is "" for exact options. Of a code that is moved it is what it spares the link.
     """
+    if option.link and option.travels is not None:
+        travels, whole = show_nbytes(option.travels), show_nbytes(item.nbytes)
+        return f"{travels} travel in place of {whole}"
     if option.exact or option.link:
         return ""
     more = [one for one in item.options if one.nbytes > option.nbytes]

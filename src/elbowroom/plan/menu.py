@@ -8,22 +8,33 @@ does it serve the next op?
     exact     bits for masks, small integers for indices, what its op can make again not at all
     a code    the same, and for what tolerates an error a setting of a codec: "dither, 4 levels"
     offload   exact, and what that would keep, from 1 MiB on, in a file or in host memory
+    both      a code that is moved there: "dither, 16 levels, to file"
+    lean      of a norm's input, the code that serves the norm, its ReLU and the next layer
 
 All registered codecs are weighed (`registered.py`).
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
 
-from elbowroom.codecs import BitMask, Codec, Dither
+from elbowroom.codecs import BitMask, Codec, Dither, Sided
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.offload_rest import OffloadRest
-from elbowroom.plan.policy import Exact, KeepAll, Lossy
+from elbowroom.plan.composed import (
+    LEAN_LEVELS,
+    RELUS,
+    beside_mask,
+    is_composed,
+    is_no_worse,
+    levels_of_upper,
+)
+from elbowroom.plan.offload_rest import OffloadRest, Tier
+from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
 from elbowroom.plan.precision_floor import ATTENTION, keeps_rows_apart, suffices
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
@@ -34,47 +45,73 @@ from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Rows, Site
 
 KEEP = Preset("keep", KeepAll(), exact=True)
 EXACT_MENU = (Preset("exact", Exact(), exact=True),)
-OFFLOAD: dict[str, Preset] = {
+OFFLOAD: dict[Tier, Preset] = {
     "file": Preset("offload to file", OffloadRest("file"), exact=True),
     "host": Preset("offload to host", OffloadRest("host"), exact=True),
 }
 _FIXED = {preset.name: preset for preset in (KEEP, *EXACT_MENU, *OFFLOAD.values())}
+_TO: dict[Tier, str] = {"file": ", to file", "host": ", to host"}
+_LEAN = re.compile(r"lean, (\d+) levels")
 
 
 @cache
 def preset_named(name: str) -> Preset:
     """The preset of this name, as plans and their files have it. Raises CodecError, ValueError."""
-    known = _FIXED.get(name)
-    return known or Preset(name, Lossy(setting_named(name)), exact=False)
+    if name in _FIXED:
+        return _FIXED[name]
+    for tier, suffix in _TO.items():
+        if name.endswith(suffix):
+            codec = setting_named(name.removesuffix(suffix))
+            return Preset(name, OffloadRest(tier, codec=codec), exact=False)
+    lean = _LEAN.fullmatch(name)
+    if lean:
+        levels = int(lean[1])
+        return Preset(name, Lean(upper=levels, plain=levels), exact=False)
+    return Preset(name, Lossy(setting_named(name)), exact=False)
 
 
-def presets_for(codecs: Sequence[Codec]) -> tuple[Preset, ...]:
-    """A preset for each of these settings."""
-    return tuple(preset_named(setting_name(codec)) for codec in codecs)
+def presets_for(codecs: Sequence[Codec], tier: Tier | None = None) -> tuple[Preset, ...]:
+    """A preset for each of these settings. tier: where their codes are moved to."""
+    suffix = "" if tier is None else _TO[tier]
+    return tuple(preset_named(setting_name(codec) + suffix) for codec in codecs)
 
 
 class Menu:
     """The presets of each storage of a profile.
 
     codecs  the settings of codes that are allowed; None: all that are registered; (): none
-    places  presets besides
+    tier    where tensors and their codes may be moved to; None: nowhere
+    whole   tensors may be moved as they are, not only their codes
     """
 
-    def __init__(self, codecs: tuple[Codec, ...] | None, places: tuple[Preset, ...] = ()) -> None:
-        self._codecs, self._places, self._named = codecs, places, codecs is not None
+    def __init__(
+        self, codecs: tuple[Codec, ...] | None, tier: Tier | None = None, *, whole: bool = True
+    ) -> None:
+        self._codecs, self._tier, self._named = codecs, tier, codecs is not None
+        self._places = () if tier is None or not whole else (OFFLOAD[tier],)
         self._known: dict[tuple[object, ...], tuple[Preset, ...]] = {}
 
-    def of(self, storage: Storage) -> tuple[Preset, ...]:
-        """Returns the presets of a storage, the mildest first; storages of a kind have the same."""
+    def of(self, storage: Storage, *, is_gated: bool = False) -> tuple[Preset, ...]:
+        """Returns the presets of a storage, the mildest first; storages of a kind have the same.
+
+        is_gated: it is the input of a norm whose gradient comes through one ReLU
+        """
         if self._codecs == ():
             return EXACT_MENU + self._places
         site = storage.saves[0].site
-        kind = site.dtype, len(site.shape) >= 4, site.facts.has_zeros
+        kind = site.dtype, len(site.shape) >= 4, site.facts.has_zeros, is_gated
         if kind not in self._known:
             settings = all_settings() if self._codecs is None else self._codecs
             taken = weighed(settings, site.dtype, site.facts, maps=kind[1], named=self._named)
             # Of masks and indices no code is made: any setting does the same with them.
-            self._known[kind] = presets_for(taken or settings[:1]) + self._places
+            presets = presets_for(taken or settings[:1]) + self._places
+            if self._tier is not None:
+                # Their bytes here are nearly none, so a few errors to choose from are enough.
+                few = dict.fromkeys(taken[n] for n in (0, len(taken) // 2, -1)) if taken else ()
+                presets += presets_for(tuple(few), self._tier)
+            if is_gated and any(isinstance(one, Sided) for one in settings):
+                presets += tuple(preset_named(f"lean, {n} levels") for n in LEAN_LEVELS)
+            self._known[kind] = presets
         return self._known[kind]
 
 
@@ -87,6 +124,7 @@ class _Held:
     zeros  that code has a bitmap of them, which serves as bits
     mapped it is made again from a code, element by element
     rows   that were normalized before, each by its own mean and std
+    travels bytes of the code that are moved over `link`; None: those of the tensor
     """
 
     nbytes: int = 0
@@ -99,6 +137,7 @@ class _Held:
     rebuilt: bool = False
     mapped: bool = False
     link: str = ""
+    travels: int | None = None
     codec: Codec | None = None
     zeros: bool = False
     rows: Rows | None = None
@@ -137,10 +176,13 @@ class _Held:
         return True
 
 
-def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0) -> Option:
+def option(
+    profile: Profile, storage: Storage, preset: Preset, *, again: int = 0, is_gated: bool = False
+) -> Option:
     """Returns what one preset would hold for one storage, and the time it would take.
 
-    again: how often it is restored for what is made from it, beside its own needs.
+    again: how often it is restored for what is made from it, beside its own needs. is_gated: as in
+    `Menu.of`.
 
     A variance of v shares of that of mini-batches makes a step worth 1 / (1 + v) steps (their
     noise adds up), so it is priced at v times the seconds of a step.
@@ -148,7 +190,7 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
     held = _Held()
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
-            _set_held(held, preset, save.site, storage, profile)
+            _set_held(held, preset, save.site, storage, profile, is_gated=is_gated)
     nbytes = held.nbytes + held.bits_nbytes
     direct = _direct_needs(storage, held, exact=preset.exact)
     return Option(
@@ -166,10 +208,11 @@ def option(profile: Profile, storage: Storage, preset: Preset, *, again: int = 0
             (at, _additional_nbytes(profile, storage, at, reads)) for at, reads in direct.items()
         ),
         levels=_levels(held.codec, storage.saves[0].site)
-        if held.value == "lossy" and held.codec
+        if held.value == "lossy" and held.codec and not held.codec.is_rough_elsewhere
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
         rebuild_s=held.restore_s if held.rebuilt else 0.0,
+        travels=held.travels,
     )
 
 
@@ -267,18 +310,33 @@ def _share(storage: Storage) -> float:
 
 
 def options(
-    profile: Profile, storage: Storage, presets: Sequence[Preset], *, again: int = 0
+    profile: Profile,
+    storage: Storage,
+    presets: Sequence[Preset],
+    *,
+    again: int = 0,
+    is_gated: bool = False,
 ) -> dict[str, Option]:
     """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first.
 
-    again: as in `option`.
+    Of composed ones, all that are better in some way than each other preset: in the bytes that are
+    held or travel, in time, or in noise.
+
+    again, is_gated: as in `option`.
     """
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
+    composed = {}
     for preset in presets:
-        made = option(profile, storage, preset, again=again)
-        least = min(known.nbytes for known in found.values())
-        if made.nbytes < least:
+        made = option(profile, storage, preset, again=again, is_gated=is_gated)
+        if is_composed(preset):
+            composed[preset.name] = made
+        elif made.nbytes < min(known.nbytes for known in found.values()):
             found[preset.name] = made
+    for name, made in composed.items():
+        if not any(is_no_worse(other, made, storage) for other in found.values()):
+            worse = [n for n in composed if n in found and is_no_worse(made, found[n], storage)]
+            found = {n: other for n, other in found.items() if n not in worse}
+            found[name] = made
     return found
 
 
@@ -293,13 +351,24 @@ def action_name(preset: Preset, storage: Storage) -> str:
                 names["rebuild" if save.site.need is not Need.SHAPE else "shape"] = None
             case Offload(tier):
                 names[f"offload to {tier}"] = None
-            case Encode(codec):
+            case Encode(gated=Sided()):
+                names[preset.name] = None
+            case Encode(codec, moved=moved):
+                suffix = "" if moved is None else f", to {moved.tier}"
                 mask = save.site.need is Need.MASK
-                names["bits" if mask else setting_name(codec)] = None
+                names["bits" if mask else setting_name(codec) + suffix] = None
     return " + ".join(names)
 
 
-def _set_held(held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile) -> None:
+def _set_held(
+    held: _Held,
+    preset: Preset,
+    site: Site,
+    storage: Storage,
+    profile: Profile,
+    *,
+    is_gated: bool = False,
+) -> None:
     if preset.exact and site.rebuildable is Rebuildable.LOSSY:
         site = replace(site, rebuildable=Rebuildable.EXACT)  # its source is exact as well then
     if not preset.exact and (site.need is Need.EXACT or site.consumer == ATTENTION):
@@ -307,12 +376,11 @@ def _set_held(held: _Held, preset: Preset, site: Site, storage: Storage, profile
     match preset.policy(site):
         case Keep():
             held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
-            held.codec = None
+            held.codec, held.link, held.travels = None, "", None
         case Offload(tier):
             held.value, held.nbytes, held.error, held.link = "exact", 0, 0.0, tier or ""
-            if profile.device[0] == "cpu":  # the threads that copy take their time from the step
-                held.forward_s += storage.nbytes / profile.rates[f"out {tier}"]
-                held.restore_s += storage.nbytes / profile.rates[f"in {tier}"]
+            held.travels = None
+            _add_travel(held, storage.nbytes, profile)
         case Rebuild() if site.need is Need.SHAPE:
             held.shape = True
         case Rebuild():
@@ -320,25 +388,44 @@ def _set_held(held: _Held, preset: Preset, site: Site, storage: Storage, profile
             again_s = storage.producer_s + profile.fixed_s.get(RESTORE, 0.0)
             held.nbytes, held.restore_s, held.rebuilt = 0, again_s, True
             held.codec, held.mapped = None, held.value == "lossy" and site.producer in _MAPS
+            held.link, held.travels = "", None
         case Encode(codec) if site.need is Need.MASK:
             held.bits_nbytes = -(-prod(site.shape) // 8)
             held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
             held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
-        case Encode(codec, facts):
+        case Encode(codec, facts, moved=moved) as action:
+            if is_gated and isinstance(action.gated, Sided):
+                codec = action.gated
             rows = None if site.consumer in NORMS else site.rows
             if rows is not None:
                 codec, rows = rows.coded(codec, by_size=site.by_size)
-            held.nbytes = expected_nbytes(codec, site.shape, site.dtype, facts)
+            held.nbytes = (
+                beside_mask(codec, prod(site.shape))
+                if isinstance(codec, Sided) and is_gated
+                else expected_nbytes(codec, site.shape, site.dtype, facts)
+            )
             held.value, held.codec = "exact" if codec.lossless else "lossy", codec
-            held.rows = rows
+            held.rows, held.link, held.travels = rows, "", None
             if rows is not None:
                 held.nbytes += rows.nbytes
                 held.forward_s += site.nbytes / profile.rates.get(ROWS, _UNMEASURED)
+            if moved is not None and moved.tier is not None:
+                largest = codec.largest_nbytes(site.shape, site.dtype, facts)
+                held.link, held.travels = moved.tier, min(held.nbytes, largest)
+                held.nbytes -= held.travels
+                _add_travel(held, held.travels, profile)
             if facts.has_zeros and codec.keeps_zeros:
                 held.bits_nbytes, held.zeros = 0, True
             held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
             held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
             held.error = 0.0 if codec.lossless else _error(codec, site, profile)
+
+
+def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:
+    """Count the time of a transfer: on a CPU, threads that copy take theirs from the step."""
+    if profile.device[0] == "cpu":
+        held.forward_s += nbytes / profile.rates[f"out {held.link}"]
+        held.restore_s += nbytes / profile.rates[f"in {held.link}"]
 
 
 def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
@@ -353,7 +440,7 @@ def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
 ROWS = "rows"  # the rate at which the means and sizes of rows are found
 ATTENTION_LOOK = "attention levels"  # the rate at which it is found how fine its codes must be
 RESTORE = "decode bitmask"  # the fixed seconds of what does nearly nothing else
-_MAPS = ("relu", "relu_", "batch_norm")  # what they make of a code has parts
+_MAPS = (*RELUS, "batch_norm")  # what they make of a code has parts
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _TYPICAL = 32  # levels of a code that a module runs again from
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
@@ -387,6 +474,8 @@ def _levels(codec: Codec, site: Site) -> float:
     """Returns the levels of the dither that makes an error as large as this code."""
     if isinstance(codec, Dither):
         return codec.levels
+    if isinstance(codec, Sided) and codec.is_rough_elsewhere:
+        return levels_of_upper(codec)  # the rough values have no gradient of their own
     return quality_of(codec, maps=len(site.shape) >= 4).levels
 
 

@@ -13,13 +13,14 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
-from elbowroom.codecs import Codec
+from elbowroom.codecs import Codec, Sided
 from elbowroom.codecs.names import setting_name
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
-from elbowroom.plan.menu import EXACT_MENU, OFFLOAD, preset_named
-from elbowroom.plan.policy import Lossy
+from elbowroom.plan.menu import EXACT_MENU, preset_named
+from elbowroom.plan.offload_rest import OffloadRest
+from elbowroom.plan.policy import Lean
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
@@ -199,8 +200,18 @@ class Plan:
     @property
     def codecs(self) -> set[Codec]:
         """The settings of codecs that the plan uses."""
-        policies = (preset_named(known.preset).policy for known in self.sites.values())
-        return {policy.codec for policy in policies if isinstance(policy, Lossy)}
+        policies = {preset_named(known.preset).policy for known in self.sites.values()}
+        found = {getattr(policy, "codec", None) for policy in policies}
+        shared = {policy.upper for policy in policies if isinstance(policy, Lean)}
+        found |= {one for one in Sided.settings() if isinstance(one, Sided) and one.upper in shared}
+        return {codec for codec in found if codec is not None}
+
+    @property
+    def tier(self) -> str | None:
+        """The tier to which tensors or their codes are moved; None: nothing is moved."""
+        policies = {preset_named(known.preset).policy for known in self.sites.values()}
+        tiers = (policy.tier for policy in policies if isinstance(policy, OffloadRest))
+        return next(tiers, None)
 
     @property
     def held_nbytes(self) -> int:
@@ -305,9 +316,8 @@ def check_plan(
             f"this plan has codes that codecs= leaves out, as '{name}'; make it with the same "
             "codecs="
         )
-    places = {known.preset for known in plan.sites.values()} & {r.name for r in OFFLOAD.values()}
-    if places and offload is None:
-        place = next(place for place, preset in OFFLOAD.items() if preset.name in places)
+    place = plan.tier
+    if place is not None and offload is None:
         raise PlanError(
             f"this plan moves tensors to the {place}, and offload=None lets none leave; give "
             f"offload='{place}', or make the plan without"

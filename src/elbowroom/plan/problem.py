@@ -7,6 +7,7 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
     keep         nbytes                 nbytes                  nbytes
     else         nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes
                                                                 (a.nbytes + its own, a.direct)
+    code away    nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes + a.travels
     recomputed   nbytes                 0                       nbytes, from the start of its region
 
 for `used` is the last moment of forward that reads it anyway. A recomputed region needs its inputs
@@ -39,8 +40,9 @@ class Option:
     variance    added to the gradient, as a share of what mini-batches vary by
     noise_s     what that is worth: seconds that one would give to be rid of it
     exact       no bit of any gradient changes
-    link        the name of the link that `nbytes` of the item travel, out and in; "" for none
-    ahead       so many moments before a need it is back in memory already (prefetched)
+    link        the name of the link that the item travels, out and in; "" for none
+    travels     bytes of a code that travel in its place; None: those of the item itself
+    ahead       so many moments before a need that is back in memory already (prefetched)
     values      all its values come back, not only what backward asks of them (as from a bitmap)
     levels      of the dithered code that all its values come back from, or of one with the same
                 error; 0 where they do not, or are exact
@@ -65,6 +67,7 @@ class Option:
     levels: float = 0.0
     shared: tuple[int, ...] = ()
     rebuild_s: float = 0.0
+    travels: int | None = None
 
     @property
     def cost_s(self) -> float:
@@ -96,6 +99,10 @@ class Item:
     freed: int
     options: tuple[Option, ...]
     spared: tuple[tuple[int, int], ...] = ()
+
+    def travels(self, option: Option) -> int:
+        """Returns the bytes that travel the option's link, out and in."""
+        return self.nbytes if option.travels is None else option.travels
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,8 @@ def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[
         return [*held, (item.born, freed, item.nbytes)]
     held += [(item.born, freed, chosen.nbytes), (item.born, item.used, item.nbytes)]
     held += [(moment, moment, nbytes) for moment, nbytes in chosen.direct if nbytes]
+    if chosen.travels is not None:
+        held += [(first, last, chosen.travels) for first, last in _back(item, chosen, starts)]
     return held + [(first, last, item.nbytes) for first, last in _whole(item, chosen, starts)]
 
 
@@ -239,12 +248,26 @@ def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[in
     for start in starts:  # what a region makes again holds its input until that is read
         asked.append((start, next((last for _, last in item.needs if last >= start), start)))
     whole: list[tuple[int, int]] = []
-    done = item.used
+    done, ahead = item.used, option.ahead if option.travels is None else 0
     for first, last in sorted(asked):
         if last > done:
-            whole.append((max(first - option.ahead, done + 1), last))
+            whole.append((max(first - ahead, done + 1), last))
             done = last
     return whole
+
+
+def _back(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int, int]]:
+    """Returns the moments after forward at which a code is back to be read, without overlaps.
+
+    That is at each need, those included for which the item is not restored.
+    """
+    back: list[tuple[int, int]] = []
+    done = item.used
+    for first, last in sorted([*item.needs, *((start, start) for start in starts)]):
+        if last > done:
+            back.append((max(first - option.ahead, done + 1), last))
+            done = last
+    return back
 
 
 def region_spans(problem: Problem, region: Region) -> list[Span]:
@@ -326,20 +349,26 @@ def stalls(problem: Problem, choice: Choice, name: str) -> tuple[float, float]:
     Out, that is at the end of forward; in, at the worst need.
     """
     starts = region_starts(problem, choice.recomputed)
-    moved = [i for i, option in held_options(problem, choice) if option.link == name]
-    return lateness(problem, name, [(problem.items[i], starts.get(i, ())) for i in moved])
+    moved = [(i, option) for i, option in held_options(problem, choice) if option.link == name]
+    return lateness(
+        problem,
+        name,
+        [(problem.items[i], problem.items[i].travels(o), starts.get(i, ())) for i, o in moved],
+    )
 
 
 def lateness(
-    problem: Problem, name: str, moved: Iterable[tuple[Item, Collection[int]]]
+    problem: Problem, name: str, moved: Iterable[tuple[Item, int, Collection[int]]]
 ) -> tuple[float, float]:
-    """Computes `stalls` for items that travel, each with the starts of regions it is an input of.
+    """Computes `stalls` for items that travel.
+
+    moved: each with the bytes that do, and the starts of the regions that it is an input of
 
     Each copy starts when its item is last used, one after another; each must be back when it is
     first asked for. One number a direction is enough: a delay moves all later deadlines along.
     """
     link = problem.links[name]
-    sizes = [(item.used, due(item, starts), item.nbytes) for item, starts in moved]
+    sizes = [(item.used, due(item, starts), nbytes) for item, nbytes, starts in moved]
     return (
         _late(
             [(-used, nbytes / link.out_rate) for used, _, nbytes in sizes],

@@ -18,7 +18,7 @@ from math import ceil, prod
 
 import torch
 
-from elbowroom.codecs import Codec, Dither, Facts, codec_class, codecs
+from elbowroom.codecs import Cast, Codec, Dither, Facts, Sided, codec_class, codecs
 from elbowroom.codecs.quality import lie_of, quality_of
 from elbowroom.errors import PlanError
 
@@ -27,6 +27,13 @@ _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
 _LESS = 0.97  # of the bytes of what is milder
 _NEAR = 1.25  # times the error: as fine
 _MORE = 1.25  # of the bytes of a normal: what may come where a size depends on the values
+
+# What two policies of `er.saving` fix is chosen here for each tensor: of `lean` the levels of a
+# norm's input, and of others; of `coat` the number of elements that share a scale.
+_SYSTEMS: dict[str, tuple[Codec, ...]] = {
+    "lean": (*Sided.settings(), *(Dither(levels=levels) for levels in (16, 8, 6, 4, 3))),
+    "coat": tuple(Cast("fp8_e4m3", group_size) for group_size in (32, 128, 256)),
+}
 
 Codecs = Sequence[str | Codec]
 
@@ -83,7 +90,7 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
                 )
             found |= dict.fromkeys((one,) if torch.float32 in one.dtypes else ())
         else:
-            found |= dict.fromkeys(settings_of(one))
+            found |= dict.fromkeys(_SYSTEMS.get(one) or settings_of(one))
     shown = [one if isinstance(one, str) else one.id for one in given]
     if exact:
         raise PlanError(

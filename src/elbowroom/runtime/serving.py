@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elbowroom.codecs.base import Seed
+from elbowroom.codecs.base import Encoded, Seed
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import (
@@ -50,14 +50,17 @@ from elbowroom.runtime.handles import (
     EncodeHandle,
     Handle,
     KeepHandle,
+    MovedCodeHandle,
     OffloadHandle,
     RebuildHandle,
 )
+from elbowroom.runtime.handles.encode import largest
 from elbowroom.runtime.handles.rebuild import Ready, Recipe
 from elbowroom.runtime.identity import Identity, covering
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.observer import Listener, Recorder, Watch
+from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.saturated import WHY as DIVIDED
 from elbowroom.runtime.saturated import Saturated, divided, tell_late
 from elbowroom.runtime.sites import (
@@ -70,6 +73,7 @@ from elbowroom.runtime.sites import (
 )
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import layout_of, statistics_of
+from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.tiers import tier_for
 
 _MOST_WAITING = 8  # of a kind
@@ -432,13 +436,16 @@ def perform(
             coder, room = None, None
             if context is not None and would_wait(base):
                 room = context.capacities.room((name, codec, base.numel()))
-            elif context is not None:
+            elif context is not None and action.moved is None:  # whose code is one run of bytes
                 coder = context.coders.of(codec, x, facts)
             if coder is None or isinstance(seed, Tensor):
                 encoded = codec.encode(x, seed, facts, affine, room)
             else:
                 encoded = coder.encode(x, seed, affine)
-            return EncodeHandle(encoded, base, on_outlived, None if encoded.raw else normal)
+            own = on_outlived, None if encoded.raw else normal
+            if action.moved is not None and (move := _move(action.moved, encoded, name, context)):
+                return MovedCodeHandle(encoded, base, *own, move)
+            return EncodeHandle(encoded, base, *own)
         case Rebuild():
             assert ready is not None
             return RebuildHandle.of(ready, base, need)
@@ -446,13 +453,27 @@ def perform(
             tier = tier_for(action, base)
             if isinstance(tier, str):
                 return KeepHandle(base, tier)
-            prefetcher = None if context is None else context.prefetcher
-            return OffloadHandle(tier, base, prefetcher, name, on_outlived)
+            return OffloadHandle(tier, base, _prefetcher(context), name, on_outlived)
         case _:
             raise PlanError(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
+
+
+def _prefetcher(context: Context | None) -> Prefetcher | None:
+    return None if context is None else context.prefetcher
+
+
+def _move(
+    action: Offload, encoded: Encoded, name: SiteName, context: Context | None
+) -> Callable[[Tensor], OffloadHandle] | None:
+    """Returns what moves the largest buffer of a code; None: no tier takes it, or it is a view."""
+    buffer = encoded.buffers[largest(encoded)]
+    tier = tier_for(action, buffer)
+    if isinstance(tier, str) or not buffer.numel() or storage_nbytes(buffer) != buffer.nbytes:
+        return None
+    return lambda moved: OffloadHandle(tier, moved, _prefetcher(context), name)
 
 
 def _from(least: float, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from elbowroom.codecs import Affine, BitMask, Encoded, Facts
 from elbowroom.errors import ElbowroomError, NothingHeld, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.handles.encode import EncodeHandle
+from elbowroom.runtime.handles.encode import EncodeHandle, MovedCodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry, NoEntry
 from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
@@ -32,6 +32,7 @@ from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 
 # A named tuple's own way to make one is a function of Python's.
 _new: "Callable[[type[Geometry], Any], Geometry]" = tuple.__new__
+_Moved = OffloadHandle | MovedCodeHandle
 _MANY_VIEWS = 8
 _MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
 
@@ -296,8 +297,8 @@ class Slot:
         elif isinstance(value, KeepHandle):
             self.entry.why = value.why
         self._tell()
-        if isinstance(value, OffloadHandle):
-            value.when_away(partial(self.entry.move_away, value.full_nbytes))
+        if isinstance(value, _Moved):
+            value.away.when_away(partial(self.entry.move_away, value.away.full_nbytes))
 
     def drop(self) -> None:
         """Lets go of the value, if there is one: from bits alone nothing could be made again."""
@@ -327,7 +328,7 @@ class Slot:
         value, bits, nbytes = self.value, self.bits, 0
         if value is not None:
             entry.action = value.label
-            nbytes = value.full_nbytes if isinstance(value, OffloadHandle) else value.nbytes
+            nbytes = value.full_nbytes if isinstance(value, _Moved) else value.nbytes
         elif bits is not None:
             entry.action = "bits"
         else:

@@ -72,7 +72,7 @@ def fits(problem: Problem, choice: Choice, limits: Limits) -> bool:
 
 def away_nbytes(problem: Problem, held: list[tuple[int, Option]], name: str) -> int:
     """Bytes that lie at the end of a link."""
-    return sum(problem.items[i].nbytes for i, option in held if option.link == name)
+    return sum(problem.items[i].travels(option) for i, option in held if option.link == name)
 
 
 def regions_agree(problem: Problem, choice: Choice) -> bool:

@@ -201,7 +201,10 @@ class Model:
             self.program.row([(c, v * scale) for c, v in lossy if v], high=_ALLOWED)
         for name, link in self.problem.links.items():
             if link.room is not None:
-                moved = [(c, items[i].nbytes / self.unit) for i, _, c in self._moved(name)]
+                moved = [
+                    (c, items[i].travels(items[i].options[a]) / self.unit)
+                    for i, a, c in self._moved(name)
+                ]
                 self.program.row(moved, high=link.room / self.unit)
 
     def _region_noises(self) -> list[tuple[int, float]]:
@@ -266,9 +269,10 @@ class Model:
         back: _Queue = defaultdict(list)
         for i, a, column in self._moved(name):
             item = problem.items[i]
-            out[-item.used].append((column, _MS * item.nbytes / link.out_rate))
+            nbytes = item.travels(item.options[a])
+            out[-item.used].append((column, _MS * nbytes / link.out_rate))
             for moment, c, sign in self._dues(i, a, column):
-                back[moment].append((c, sign * _MS * item.nbytes / link.in_rate))
+                back[moment].append((c, sign * _MS * nbytes / link.in_rate))
         self._lateness(out, lambda moment: time_to_leave(problem, -moment))
         self._lateness(back, lambda moment: time_to_return(problem, moment))
 

@@ -25,7 +25,7 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.plan.solve.limits import Limits, outer
 
-_Traffic = dict[tuple[str, int], list[int] | None]
+_Traffic = dict[tuple[str, int], tuple[int, list[int]] | None]
 
 
 class Move(NamedTuple):
@@ -42,7 +42,8 @@ class Effect:
     nbytes    [moments] from `first` on
     seconds   added to the step
     variance  added
-    traffic   (link, item): the starts of the regions it is an input of, or None: travels no more
+    traffic   (link, item): the bytes that travel, and the starts of the regions it is an input of;
+              None: it travels no more
     shared    by how many more options each of the problem's shared seconds is named
     """
 
@@ -62,10 +63,13 @@ class PartialSolution:
         self.options, self.recomputed = list(choice.options), choice.recomputed
         self.level = levels(problem, choice)
         self.variance = added_variance(problem, choice)
-        self._traffic: dict[str, dict[int, list[int]]] = {name: {} for name in problem.links}
+        self._traffic: dict[str, dict[int, tuple[int, list[int]]]] = {
+            name: {} for name in problem.links
+        }
         for i, option in held_options(problem, choice):
             if option.link:
-                self._traffic[option.link][i] = self._starts(i, self.recomputed)
+                travels = problem.items[i].travels(option)
+                self._traffic[option.link][i] = travels, self._starts(i, self.recomputed)
         self._named = [0] * len(problem.shared_s)  # by how many options
         for _, option in held_options(problem, choice):
             for n in option.shared:
@@ -206,7 +210,7 @@ class PartialSolution:
         for n in chosen.shared:
             effect.shared[n] = effect.shared.get(n, 0) + sign
         if chosen.link:
-            effect.traffic[chosen.link, i] = starts if sign > 0 else None
+            effect.traffic[chosen.link, i] = (item.travels(chosen), starts) if sign > 0 else None
         if starts:
             return option_spans(item, option, starts)
         if (i, option) not in self._spans:
@@ -297,22 +301,25 @@ class PartialSolution:
 
     def _has_room(self, name: str, traffic: _Traffic) -> bool:
         room = self.problem.links[name].room
-        away = self._travelling(name, traffic) if room is not None else ()
-        return room is None or sum(self.problem.items[i].nbytes for i in away) <= room
+        if room is None:
+            return True
+        return sum(nbytes for nbytes, _ in self._travelling(name, traffic).values()) <= room
 
-    def _travelling(self, name: str, traffic: _Traffic) -> dict[int, list[int]]:
-        """The items that travel a link after a change."""
+    def _travelling(self, name: str, traffic: _Traffic) -> dict[int, tuple[int, list[int]]]:
+        """The items that travel a link after a change, as in `Effect.traffic`."""
         travelling = dict(self._traffic[name])
-        for (link, i), starts in traffic.items():
+        for (link, i), how in traffic.items():
             if link == name:
                 travelling.pop(i, None)
-                if starts is not None:
-                    travelling[i] = starts
+                if how is not None:
+                    travelling[i] = how
         return travelling
 
     def _stalls(self, name: str, traffic: _Traffic) -> float:
         moved = self._travelling(name, traffic).items()
-        return sum(lateness(self.problem, name, [(self.problem.items[i], s) for i, s in moved]))
+        return sum(
+            lateness(self.problem, name, [(self.problem.items[i], *how) for i, how in moved])
+        )
 
     def _within_any(self, i: int, recomputed: frozenset[int]) -> bool:
         return i in self.regions_with and not recomputed.isdisjoint(self.regions_with[i])

@@ -6,6 +6,8 @@ handle          holds                                   restore()
 KeepHandle      the tensor itself                       the tensor, after a version check
 EncodeHandle    an `Encoded`                            decodes; or the original, if something else
                                                         keeps it alive
+MovedCodeHandle an `Encoded` without its largest        brings that back, and decodes
+                buffer, and a ticket for it
 OffloadHandle   a ticket of another tier                brings the bytes back; or the original, as
                                                         above
 DropHandle      nothing                                 never: the forward only counted
@@ -15,6 +17,7 @@ CastHandle      a parameter, which exists anyway        casts it again
 
 from elbowroom.runtime.handles.cast import CastHandle as CastHandle
 from elbowroom.runtime.handles.encode import EncodeHandle as EncodeHandle
+from elbowroom.runtime.handles.encode import MovedCodeHandle as MovedCodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle as OffloadHandle
 from elbowroom.runtime.handles.rebuild import RebuildHandle as RebuildHandle
 from elbowroom.runtime.slot import DropHandle as DropHandle

@@ -3,9 +3,13 @@
 Encoding frees bytes only if nobody else holds the storage, which cannot be known when it is saved.
 So a weak reference stays: if the storage is still there at restore, and unchanged, it is given back
 as it is, exactly and for nothing, and `on_outlived` is told, so that the site is kept next time.
+
+The largest buffer of a code may lie in another tier (`MovedCodeHandle`). It comes back each time
+the code is read, and is let go after that.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,6 +17,7 @@ from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.codecs.compact import Compact
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
+from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
 from elbowroom.runtime.storage import WeakStorage, counted, storage_nbytes, version_of, witness_of
 
@@ -118,7 +123,7 @@ class EncodeHandle:
         The value is that of `restore` or `restore_mapped`. Returns None where the code cannot be
         decoded in parts.
         """
-        encoded, undo = self._encoded, None if self._normal is None else self._normal.undo()
+        encoded, undo = self._code(), None if self._normal is None else self._normal.undo()
         both = affine if undo is None else undo if affine is None else undo.then(affine)
         composed = both is not None or (undo is None and affine is None)
         if not encoded.has_parts or not composed or (both is not None and both.scale.dim() > 1):
@@ -140,7 +145,7 @@ class EncodeHandle:
         normal = self._normal
         if normal is None or normal.keep_zeros or normal.rows or not self.is_needed():
             return None
-        return self._encoded, normal.statistics
+        return self._code(), normal.statistics
 
     def factors(self) -> tuple[Tensor, float] | None:
         """Bits and a number, if the tensor is that number where a bit is set and 0 elsewhere."""
@@ -148,10 +153,14 @@ class EncodeHandle:
         value = encoded.facts.value if isinstance(encoded.codec, BitMask) else None
         if value is None or encoded.raw or not self.is_needed():
             return None
-        return encoded.buffers[0], value
+        return self._code().buffers[0], value
+
+    def _code(self) -> Encoded:
+        """Returns the code, to be read."""
+        return self._encoded
 
     def _decoded(self, affine: Affine | None, bits: Tensor | None) -> Tensor:
-        encoded = self._encoded
+        encoded = self._code()
         if isinstance(encoded, Compact):
             return encoded.decoded(affine, bits)
         room = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
@@ -178,4 +187,52 @@ class EncodeHandle:
             None
             if restored is None
             else counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
+        )
+
+
+def largest(encoded: Encoded) -> int:
+    """Returns the number of the largest buffer of a code, a bitmap of zeros aside."""
+    bits = encoded.bitmap
+    address = -1 if bits is None else bits.data_ptr()
+    nbytes = [-1 if one.data_ptr() == address else one.nbytes for one in encoded.buffers]
+    return nbytes.index(max(nbytes))
+
+
+class MovedCodeHandle(EncodeHandle):
+    """Holds a code whose largest buffer has been moved to another tier."""
+
+    __slots__ = ("_which", "away")
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        base: Tensor,
+        on_outlived: Callable[[], None] | None,
+        normal: Normalized | None,
+        move: Callable[[Tensor], OffloadHandle],
+    ) -> None:
+        """move: moves a buffer. away: the handle that it gives."""
+        self._which = largest(encoded)
+        self.away = move(encoded.buffers[self._which])
+        nothing = encoded.buffers[self._which].new_empty(0)
+        super().__init__(self._with(nothing, encoded), base, on_outlived, normal)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the tensor's own device: without the buffer, once that is away."""
+        return super().nbytes + self.away.nbytes
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the code, wherever they are."""
+        return super().nbytes + self.away.full_nbytes
+
+    def _code(self) -> Encoded:
+        return self._with(self.away.restore(), self._encoded)
+
+    def _with(self, buffer: Tensor, encoded: Encoded) -> Encoded:
+        """Returns the code with this buffer in the place of the one that was moved."""
+        buffers = encoded.buffers
+        return replace(
+            encoded, buffers=(*buffers[: self._which], buffer, *buffers[self._which + 1 :])
         )

@@ -96,6 +96,11 @@ class OffloadHandle:
         return 0 if self._ticket.source is None else self._full_nbytes
 
     @property
+    def away(self) -> "OffloadHandle":
+        """What is moved: this."""
+        return self
+
+    @property
     def full_nbytes(self) -> int:
         """Bytes of the tensor, wherever they are."""
         return self._full_nbytes

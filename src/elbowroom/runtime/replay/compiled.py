@@ -373,8 +373,9 @@ def _cast_or_keep(deed: Deed) -> Do:
 
 def _encode(deed: Deed, action: Encode) -> Do:
     """Encode by a coder of tensors of this shape, where the codec has one."""
-    is_known = deed.mask == NOWHERE and action.least is None and not deed.varies
-    if not is_known:  # bits of this forward; other values; another number of rows
+    is_longer = action.least is not None or action.moved is not None
+    if deed.mask != NOWHERE or is_longer or deed.varies:
+        # Bits of this forward; other values, or another place; another number of rows.
         return _perform(deed)
     codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
     by_rows, perform_it = action.rows is not None, _perform(deed)

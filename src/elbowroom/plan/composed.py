@@ -1,0 +1,80 @@
+"""Compositions in the menu: codes that are moved to another tier, and `lean`'s shared code.
+
+    moved   the code's largest buffer lies in a file or in host memory: fewer bytes travel than if
+            the tensor did, and none but its ranges stay
+    lean    one code of a batch norm's input serves the norm, the ReLU behind it, whose mask is held
+            anyway, and what reads the ReLU's result (`codecs/sided.py`)
+
+Neither has a place on the ladder from milder codes to smaller ones, so they are weighed by all that
+they take: an option is left out only where another is as good in bytes, traffic, time and noise.
+"""
+
+from collections import Counter
+from math import ceil
+
+from elbowroom.codecs import Sided
+from elbowroom.kernels.layout import TILE, codes_nbytes
+from elbowroom.plan.offload_rest import OffloadRest
+from elbowroom.plan.policy import Lean
+from elbowroom.plan.presets import Preset
+from elbowroom.plan.problem import Option
+from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.site import Need
+
+LEAN_LEVELS = 16, 8, 4  # of what the ReLU lets pass
+RELUS = ("relu", "relu_")  # as producers
+_HALF = 1.8  # times the levels, less one: one side of a normal then has the error of the whole
+_MORE = 1.25  # of the bytes that are likely, as they depend on the values
+
+
+def gated(profile: Profile) -> set[int]:
+    """Returns the inputs of batch norms whose output one ReLU makes to what is saved, by index.
+
+    As far as a profile tells; forward knows whether anything else reads that output
+    (`runtime/deferred.py`), and gives the norm's input a larger code if so.
+    """
+    storages, found, sources = profile.storages, set[int](), Counter[int]()
+    for storage in storages:
+        sources.update(storage.made_of)
+        sites = [save.site for save in storage.saves]
+        if len(storage.made_of) != 1 or not any(site.producer in RELUS for site in sites):
+            continue
+        (at,) = storage.made_of
+        norm = storages[at].saves[0].site
+        has_mask = any(site.need is Need.MASK or site.facts.has_zeros for site in sites)
+        if has_mask and len(storages[at].saves) == 1 and norm.consumer == "batch_norm":
+            found.add(at)
+    return {at for at in found if sources[at] == 1}
+
+
+def is_composed(preset: Preset) -> bool:
+    """Returns whether a preset has no place between milder ones and smaller ones."""
+    policy = preset.policy
+    is_moved = isinstance(policy, OffloadRest) and policy.codec is not None
+    return is_moved or isinstance(policy, Lean)
+
+
+def is_no_worse(one: Option, other: Option, storage: Storage) -> bool:
+    """Returns whether one option is as good as another in every way."""
+    first, second = (
+        (
+            option.nbytes,
+            0 if not option.link else storage.nbytes if option.travels is None else option.travels,
+            option.cost_s,
+            option.variance,
+        )
+        for option in (one, other)
+    )
+    return all(a <= b for a, b in zip(first, second, strict=True))
+
+
+def levels_of_upper(codec: Sided) -> float:
+    """Returns the levels of the dither with the error of what the mask sets, on normal data."""
+    return 1 + (codec.upper - 1) * _HALF
+
+
+def beside_mask(codec: Sided, n: int) -> int:
+    """Bytes of a code of n elements, half of which its mask sets, and a quarter more."""
+    each = 16 / codec.group_size
+    upper, lower = (8 * codes_nbytes(one, TILE) / TILE for one in (codec.upper, codec.lower))
+    return ceil(_MORE / 8 * n * ((upper + each) / 2 + (lower + each) / 2 / codec.fold + 1 / 32))
