@@ -32,7 +32,7 @@ from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownF
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_OPTIONS = ("budget", "exact", "noise")
+_OPTIONS = ("budget", "exact", "noise", "offload")
 _UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is said as a warning
 
 
@@ -47,6 +47,7 @@ class Settings:
     min_nbytes     values below are not coded, where `levels` are given
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
+    offloads       whether saved values may leave the device's memory
     """
 
     room_nbytes: int | None = None
@@ -55,6 +56,7 @@ class Settings:
     levels: int | None = None
     min_nbytes: int = 32768
     noise: float | None = None
+    offloads: bool = False
 
     @property
     def limit(self) -> float | None:
@@ -154,9 +156,13 @@ class Regions:
         self._buckets += 1
         return (frame, self._buckets), True
 
-    def restrict(self, room_nbytes: int, *, counts_inputs: bool = False) -> None:
-        """Sets the bytes that regions may take from now on."""
-        self.settings = replace(self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs)
+    def restrict(
+        self, room_nbytes: int, *, counts_inputs: bool = False, offloads: bool = False
+    ) -> None:
+        """Sets the bytes that regions may take from now on, and whether values may be moved."""
+        self.settings = replace(
+            self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs, offloads=offloads
+        )
 
     def decided(self, decision: "Decision") -> None:
         """Records what was decided for a region; the logger "elbowroom" says it in one line."""
@@ -168,12 +174,13 @@ class Regions:
         if self.settings.room_nbytes is not None:
             _log.info(
                 "compiled region %d: estimated peak %s (plain torch.compile: %s), %s held, "
-                "%d ops run again",
+                "%d ops run again%s",
                 len(self.decisions),
                 show_nbytes(decision.peak_nbytes),
                 show_nbytes(decision.plain_nbytes),
                 show_nbytes(decision.saved_nbytes),
                 decision.recomputed,
+                f", {show_nbytes(decision.away_nbytes)} moved" if decision.away_nbytes else "",
             )
             if decision.is_lossy:
                 _log.log(
@@ -214,6 +221,7 @@ def compile_region(
         settings.min_nbytes,
         held,
         settings.noise,
+        settings.offloads,
     )
     patches = {**options, "custom_partitioner_fn": partitioner}
     made: list[Decision] = []
@@ -303,12 +311,13 @@ def elbowroom(
              codes, if the budget needs them; False: whatever is fastest. "noise": the most that
              codes may add to the variance of the gradient, as a share of what mini-batches vary by
              (0.1: a tenth), estimated from sizes (`noise.py`); None: as much as the budget needs.
-             All other names are Inductor's
+             "offload": "file" on a CPU, "host" on a GPU: saved values may be moved there if the
+             budget needs it, before any code; None: they stay. All other names are Inductor's
     mode     as in torch.compile
     """
     given = {} if options is None else options
     try:
-        settings, inductor = read_options(given, _device_of(example_inputs))
+        settings, inductor = read_options(given, device_of_inputs(example_inputs))
     except (ElbowroomError, ValueError) as error:
         return refusal(error)
     if mode not in (None, "default"):
@@ -350,7 +359,27 @@ def read_options(
             f'backend "elbowroom" takes noise=0.1 for a tenth of what mini-batches vary by, or '
             f"None; got {noise!r}."
         )
-    return Settings(_room(ours.get("budget"), device), exact=exact, noise=noise), rest
+    offloads = may_offload(ours.get("offload"), device)
+    room = _room(ours.get("budget"), device)
+    return Settings(room, exact=exact, noise=noise, offloads=offloads), rest
+
+
+def may_offload(where: Any, device: torch.device) -> bool:
+    """Returns whether values may leave the device. Raises PlanError for where they cannot go."""
+    if where is None:
+        return False
+    possible = place_of(device)
+    if where != possible:
+        raise PlanError(
+            f"inside torch.compile, offload={possible!r} moves what a model on {device.type} "
+            f"saves; got {where!r}"
+        )
+    return True
+
+
+def place_of(device: torch.device) -> str:
+    """Where saved tensors of a compiled model on this device can be moved."""
+    return "file" if device.type == "cpu" else "host"
 
 
 def _room(budget: Any, device: torch.device) -> int | None:
@@ -368,6 +397,7 @@ def _room(budget: Any, device: torch.device) -> int | None:
     return int(found.fraction * total)
 
 
-def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+def device_of_inputs(example_inputs: Sequence[Any]) -> torch.device:
+    """Returns the device of the first tensor that a region is given; the CPU without one."""
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")

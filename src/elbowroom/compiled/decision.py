@@ -23,6 +23,7 @@ class Decision:
     is_plain            whether all is as in plain torch.compile
     fuses_alike         whether bits depend on which loops are fused
     noise               variance that codes add to the gradient, as a share of that of mini-batches
+    away_nbytes         held in a file or in host memory between forward and backward
     """
 
     peak_nbytes: int
@@ -35,6 +36,7 @@ class Decision:
     is_plain: bool = True
     fuses_alike: bool = False
     noise: float = 0.0
+    away_nbytes: int = 0
 
 
 def too_small(

@@ -28,7 +28,7 @@ from torch._functorch import partitioners
 from torch._inductor import custom_graph_pass
 
 from elbowroom.compiled.aten import expand
-from elbowroom.compiled.collect import nbytes_of
+from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import MinCut, Search, choose, judge_all_cuts
 from elbowroom.compiled.decision import Decision as Decision
@@ -86,6 +86,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     held_nbytes    the most that may be held between forward and backward, if that can be; None: all
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
+    offloads       whether saved values may leave the device's memory
     """
 
     room_nbytes: int | None = None
@@ -95,6 +96,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     min_nbytes: int = 32768
     held_nbytes: int | None = None
     noise: float | None = None
+    offloads: bool = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -200,6 +202,13 @@ class _Answer:
         step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
         if step.peak_nbytes <= room and exact is not False:
             return step, plain, search, 0.0
+        held = self._settings.held_nbytes
+        held_nbytes = inf if held is None else held
+        offloads = self._settings.offloads and not search.rounded
+        if offloads and exact is None:  # before roundings change
+            moved, *_ = code(search, step, room, exact=True, held_nbytes=held_nbytes, offloads=True)
+            if moved is not None:
+                return moved, plain, search, 0.0
         if exact is not True and (changes.without_sums() or search.rounded):
             # The next best: other roundings.
             is_moved = changes.reordered() or is_moved
@@ -207,14 +216,14 @@ class _Answer:
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
                 return step, plain, search, 0.0
-        held = self._settings.held_nbytes
         coded, least, noise = code(
             search,
             step,
             room,
             exact=exact,
             noise=self._settings.noise,
-            held_nbytes=inf if held is None else held,
+            held_nbytes=held_nbytes,
+            offloads=offloads,
         )
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
@@ -298,6 +307,7 @@ def _report_decision(
         is_plain=step is plain,
         fuses_alike=fuses_alike,
         noise=noise,
+        away_nbytes=sum(nbytes_of(n) for n in joint.graph.nodes if is_away(n)),
     )
     for listener in _thread.listeners:
         listener(decision)
