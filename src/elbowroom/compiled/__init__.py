@@ -18,6 +18,7 @@
     sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps
+    written.py     ... and what the code that it has written takes
     decision.py    ... in figures
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")

@@ -38,6 +38,7 @@ from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
+from elbowroom.compiled.written import Held
 from elbowroom.errors import BudgetTooSmall
 
 _TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step is looked for that holds less
@@ -308,9 +309,25 @@ def _report_decision(
         fuses_alike=fuses_alike,
         noise=noise,
         away_nbytes=sum(nbytes_of(n) for n in joint.graph.nodes if is_away(n)),
+        held=_held(joint, step),
     )
     for listener in _thread.listeners:
         listener(decision)
+
+
+def _held(joint: Joint, step: Step) -> Held:
+    """What backward of a step begins with, apart from parameters and inputs."""
+    facts = joint.facts
+    fixed = {facts[n].storage for n in (*joint.forward_outputs, *joint.tangents)} - joint.outside
+    saved = {n.name: facts[n].storage for n in step.saved}
+    return Held(
+        sum(facts[s].nbytes for s in fixed),
+        {
+            name: (storage.name, facts[storage].nbytes)
+            for name, storage in saved.items()
+            if storage not in fixed | joint.outside
+        },
+    )
 
 
 def _too_small(
