@@ -27,7 +27,7 @@ from elbowroom._checks import (
 from elbowroom.adaptive import Adaptive
 from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec, Dither
-from elbowroom.compiled import GROUP_SIZE, Held
+from elbowroom.compiled import GROUP_SIZE, Held, place_of
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
@@ -476,8 +476,8 @@ def fit(
                 CPU, its other parameters are not counted
     compile     True: forwards run through torch.compile, and the plan is made inside the compiled
                 graph (`elbowroom.fitting.compiled`). A model that was compiled with Inductor is
-                treated in the same way without this argument, unless worst, plan, offload, codecs
-                or solver are given, because these work only in eager mode
+                treated in the same way without this argument, unless worst, plan, codecs, solver
+                or, on a GPU, offload="file" are given, because these work only in eager mode
     codecs      the lossy codecs that may be used, as in `er.plan`
     solver      the solver, as in `er.plan`: codecs=["division"], solver="delta" with exact=False is
                 DIVISION's code with DELTA's rule
@@ -517,7 +517,8 @@ def fit(
     losses = losses_of(loss, model)
     release(model)
     how = compile_settings(model) or (CompileSettings() if compile else None)
-    is_plain = all(one is None for one in (worst, plan, offload, codecs))
+    is_plain = all(one is None for one in (worst, plan, codecs))
+    is_plain &= offload is None or offload == place_of(_home(model))
     if how is not None and is_plain and solver == "auto":
         if losses:
             raise PlanError(
@@ -528,8 +529,8 @@ def fit(
         return model
     if compile:
         raise PlanError(
-            "compile=True plans inside torch.compile; leave worst, plan, offload, codecs and "
-            "solver out"
+            "compile=True plans inside torch.compile; leave worst, plan, codecs, solver and, for a "
+            "model on a GPU, offload='file' out"
         )
     given = None if plan is None else replace(plan, strangers=Counter())  # counted for this fit
     fitting = Fitting(model, options, optimizer, given)

@@ -3,16 +3,23 @@
     write .NAME.PID.part -> sync its bytes to the disk -> rename it to NAME -> sync the folder
 
 If the process is killed before the rename, the old file stays, and `.NAME.PID.part` may be deleted.
+
+And files without a name, for bytes that end with the process (`open_unlinked`).
 """
 
+import ctypes
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
+
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def save_checkpoint(checkpoint: Any, path: str | Path) -> None:
@@ -78,3 +85,39 @@ def _sync_folder(folder: Path) -> None:
 def beside(path: Path) -> Path:
     """Returns the path that this process writes to before it replaces `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def open_unlinked(directory: str) -> int:
+    """A descriptor of a new file in `directory` that has no name: a crash leaves nothing."""
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError:
+            if not os.path.isdir(directory):
+                raise
+    descriptor, path = tempfile.mkstemp(prefix="elbowroom-", dir=directory)  # mode 0600
+    os.unlink(path)
+    return descriptor
+
+
+def is_in_memory(descriptor: int) -> bool:
+    """Returns whether the file system of an open file lies in RAM."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return False
+    for line in mounts.splitlines():
+        fields, _, kind = line.partition(" - ")
+        if fields.split(" ")[2] == number:
+            return kind.split(" ")[0] in _IN_MEMORY
+    return False
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat CPU tensor of bytes. It does not keep the tensor alive.
+
+    Unlike `flat.numpy()`, which marks the storage as not resizable for as long as it lives.
+    """
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")

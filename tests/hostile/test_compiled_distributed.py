@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime.attach import opener_of
 from uncompiled import inductor_without_codegen
 
@@ -74,6 +75,12 @@ def work(rank: int, way: str, port: int, out: str, generates: bool) -> None:
                 peak = max(sum(s for _, s in runs[:n]) + p for n, (p, _) in enumerate(runs))
                 budget = held + int(0.8 * peak)
             assert opener_of(called).eager is None
+    if generates:  # what cannot fit is refused by both, at once
+        torch._dynamo.reset()
+        called = wrapped(Net(), way)
+        er.fit(called, budget=held + 1000 if way == "ddp" else held // 2 + 1000, exact=True)
+        with pytest.raises(BudgetTooSmall, match="Give"):
+            train(called, called, rank)
     if rank == 0:
         torch.save((states, said), out)
     dist.destroy_process_group()
@@ -109,7 +116,12 @@ needs_a_compiler = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("way", "generates"),
-    [("ddp", False), ("fully_shard", False), pytest.param("ddp", True, marks=needs_a_compiler)],
+    [
+        ("ddp", False),
+        ("fully_shard", False),
+        pytest.param("ddp", True, marks=needs_a_compiler),
+        pytest.param("fully_shard", True, marks=needs_a_compiler),
+    ],
 )
 def test_two_processes_keep_their_bits_at_a_smaller_peak(
     way: str, generates: bool, tmp_path: Path, monkeypatch

@@ -109,6 +109,18 @@ class Mutating(Net):
         return super().forward(x), x[0]
 
 
+class Changing(nn.Module):
+    """Changes its input, part by part, before it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0].add_(1)
+        return self.blocks(x.relu_())
+
+
 class Complex(nn.Module):
     """A spectrum, filtered by complex weights, and an index of integers."""
 
@@ -143,6 +155,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "attention with dropout": lambda: Attention(0.1),
     "batch norm": Convolutions,
     "mutation": Mutating,
+    "mutation in parts": Changing,
     "complex": Complex,
 }
 WAYS: dict[str, dict[str, Any]] = {

@@ -7,16 +7,18 @@
     boundaries.py  the ends of blocks
     cut.py         minimum cuts, by a faster way than torch's
     decide.py      the choice: the fastest whose peak stays inside the budget
-    lossy.py       codes, where saving less does not reach the budget
+    lossy.py       codes, where saving less does not reach the budget, and what leaves memory
     readers.py     ... and which values may have them: what backward does with each
     noise.py       ... and what these add to the gradient
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the kernels of kernels/ops.py
     aten.py        ... written out in aten ops, for GPUs
+    away.py        memory in a file
     order.py       gradients of weights as soon as they can be made
     sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps
+    written.py     ... and what the code that it has written takes
     decision.py    ... in figures
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")
@@ -27,9 +29,11 @@ Nothing of torch._dynamo or torch._inductor is imported before something is comp
 from elbowroom.compiled.backend import Regions as Regions
 from elbowroom.compiled.backend import Settings as Settings
 from elbowroom.compiled.backend import compile_region as compile_region
+from elbowroom.compiled.backend import device_of_inputs as device_of_inputs
 from elbowroom.compiled.backend import elbowroom as elbowroom
 from elbowroom.compiled.backend import frame_of as frame_of
 from elbowroom.compiled.backend import in_whole as in_whole
+from elbowroom.compiled.backend import place_of as place_of
 from elbowroom.compiled.backend import refusal as refusal
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE

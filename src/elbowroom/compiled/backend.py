@@ -19,7 +19,6 @@ Settings are read from the options of each call, and nothing is kept but the sha
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,11 +27,14 @@ from torch import fx
 
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
+from elbowroom.compiled.written import Check, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_OPTIONS = ("budget", "exact", "noise")
+_OPTIONS = ("budget", "exact", "noise", "offload")
+_ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
+_NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
 _UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is said as a warning
 
 
@@ -47,6 +49,7 @@ class Settings:
     min_nbytes     values below are not coded, where `levels` are given
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
+    offloads       whether saved values may leave the device's memory
     """
 
     room_nbytes: int | None = None
@@ -55,6 +58,7 @@ class Settings:
     levels: int | None = None
     min_nbytes: int = 32768
     noise: float | None = None
+    offloads: bool = False
 
     @property
     def limit(self) -> float | None:
@@ -154,9 +158,13 @@ class Regions:
         self._buckets += 1
         return (frame, self._buckets), True
 
-    def restrict(self, room_nbytes: int, *, counts_inputs: bool = False) -> None:
-        """Sets the bytes that regions may take from now on."""
-        self.settings = replace(self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs)
+    def restrict(
+        self, room_nbytes: int, *, counts_inputs: bool = False, offloads: bool = False
+    ) -> None:
+        """Sets the bytes that regions may take from now on, and whether values may be moved."""
+        self.settings = replace(
+            self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs, offloads=offloads
+        )
 
     def decided(self, decision: "Decision") -> None:
         """Records what was decided for a region; the logger "elbowroom" says it in one line."""
@@ -168,12 +176,13 @@ class Regions:
         if self.settings.room_nbytes is not None:
             _log.info(
                 "compiled region %d: estimated peak %s (plain torch.compile: %s), %s held, "
-                "%d ops run again",
+                "%d ops run again%s",
                 len(self.decisions),
                 show_nbytes(decision.peak_nbytes),
                 show_nbytes(decision.plain_nbytes),
                 show_nbytes(decision.saved_nbytes),
                 decision.recomputed,
+                f", {show_nbytes(decision.away_nbytes)} moved" if decision.away_nbytes else "",
             )
             if decision.is_lossy:
                 _log.log(
@@ -198,14 +207,78 @@ def compile_region(
     with its own type: what a backend raises, Dynamo would wrap. raises: at once, for a caller who
     catches it.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    from elbowroom.compiled.partition import Partitioner, check_torch, told
-    from elbowroom.compiled.scheduling import in_order
+    from elbowroom.compiled.partition import check_torch
 
     check_torch()
     room, held = regions.room_of(gm)
     settings = regions.settings
+    try:
+        compiled = _corrected(gm, example_inputs, regions, room, held, options)
+    except BudgetTooSmall as error:
+        if (regions.elsewhere_nbytes or held is not None) and settings.room_nbytes is not None:
+            others = {OTHERS: regions.budget_for(error.least_nbytes) - error.least_nbytes}
+            error = in_whole(error, settings.room_nbytes, others, settings.limit)
+        if raises:
+            raise error from None
+        return refusal(error)
+    return compiled
+
+
+def _corrected(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    regions: Regions,
+    room: int | None,
+    held: int | None,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compiles a region; where the code that was written takes more than the room, plans again.
+
+    The next plan has less room by what was too much. Where no plan has so little, the first stays
+    if it is near enough, and is refused else.
+    """
+    tight, first_over = room, 0
+    for attempt in range(_ATTEMPTS):
+        check = Check(room, regions.settings.counts_inputs, raises=attempt + 1 < _ATTEMPTS)
+        try:
+            compiled = _compiled(gm, example_inputs, regions.settings, tight, held, options, check)
+            break
+        except BudgetTooSmall as error:
+            if tight == room or room is None:
+                raise
+            if first_over > _NEAR * room:
+                parts = {**error.parts, "not seen by the plan": first_over}
+                least = error.least_nbytes + first_over
+                limit = regions.settings.limit
+                raise too_small(room, least, parts, limit) from None
+            check = Check(room, regions.settings.counts_inputs, raises=False)
+            compiled = _compiled(gm, example_inputs, regions.settings, room, held, options, check)
+            break
+        except Exception:
+            if not check.over_nbytes or tight is None:
+                raise
+            first_over = first_over or check.over_nbytes
+            tight -= check.over_nbytes
+    for decision in check.made:
+        regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
+    return compiled
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    room: int | None,
+    held: int | None,
+    options: Mapping[str, Any],
+    check: Check,
+) -> Callable[..., Any]:
+    """Compiles a region by a plan for this room."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    from elbowroom.compiled.partition import Partitioner, told
+    from elbowroom.compiled.scheduling import in_order
+
     partitioner = Partitioner(
         room,
         settings.counts_inputs,
@@ -214,27 +287,22 @@ def compile_region(
         settings.min_nbytes,
         held,
         settings.noise,
+        settings.offloads,
     )
-    patches = {**options, "custom_partitioner_fn": partitioner}
-    made: list[Decision] = []
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        planned = [one for one in made if not one.is_plain]
-        with in_order(fuses_alike=planned[-1].fuses_alike) if planned else nullcontext():
+        planned = [one for one in check.made if not one.is_plain]
+        if not planned:
+            return compile_fx_inner(*args, **kwargs)
+        with in_order(fuses_alike=planned[-1].fuses_alike), watching(check):
             return compile_fx_inner(*args, **kwargs)
 
-    try:
-        with told(regions.decided), told(made.append):
-            compiled: Any = compile_fx(
-                gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
-            )
-    except BudgetTooSmall as error:
-        if (regions.elsewhere_nbytes or held is not None) and settings.room_nbytes is not None:
-            others = {OTHERS: regions.budget_for(error.least_nbytes) - error.least_nbytes}
-            error = in_whole(error, settings.room_nbytes, others, settings.limit)
-        if raises:
-            raise error from None
-        return refusal(error)
+    patches = {**options, "custom_partitioner_fn": partitioner}
+    with told(check.made.append):
+        compiled: Any = compile_fx(
+            gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
+        )
+    check.raises = False  # what is compiled later must not end a training
     return compiled  # type: ignore[no-any-return]
 
 
@@ -303,12 +371,13 @@ def elbowroom(
              codes, if the budget needs them; False: whatever is fastest. "noise": the most that
              codes may add to the variance of the gradient, as a share of what mini-batches vary by
              (0.1: a tenth), estimated from sizes (`noise.py`); None: as much as the budget needs.
-             All other names are Inductor's
+             "offload": "file" on a CPU, "host" on a GPU: saved values may be moved there if the
+             budget needs it, before any code; None: they stay. All other names are Inductor's
     mode     as in torch.compile
     """
     given = {} if options is None else options
     try:
-        settings, inductor = read_options(given, _device_of(example_inputs))
+        settings, inductor = read_options(given, device_of_inputs(example_inputs))
     except (ElbowroomError, ValueError) as error:
         return refusal(error)
     if mode not in (None, "default"):
@@ -350,7 +419,27 @@ def read_options(
             f'backend "elbowroom" takes noise=0.1 for a tenth of what mini-batches vary by, or '
             f"None; got {noise!r}."
         )
-    return Settings(_room(ours.get("budget"), device), exact=exact, noise=noise), rest
+    offloads = may_offload(ours.get("offload"), device)
+    room = _room(ours.get("budget"), device)
+    return Settings(room, exact=exact, noise=noise, offloads=offloads), rest
+
+
+def may_offload(where: Any, device: torch.device) -> bool:
+    """Returns whether values may leave the device. Raises PlanError for where they cannot go."""
+    if where is None:
+        return False
+    possible = place_of(device)
+    if where != possible:
+        raise PlanError(
+            f"inside torch.compile, offload={possible!r} moves what a model on {device.type} "
+            f"saves; got {where!r}"
+        )
+    return True
+
+
+def place_of(device: torch.device) -> str:
+    """Where saved tensors of a compiled model on this device can be moved."""
+    return "file" if device.type == "cpu" else "host"
 
 
 def _room(budget: Any, device: torch.device) -> int | None:
@@ -368,6 +457,7 @@ def _room(budget: Any, device: torch.device) -> int | None:
     return int(found.fraction * total)
 
 
-def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+def device_of_inputs(example_inputs: Sequence[Any]) -> torch.device:
+    """Returns the device of the first tensor that a region is given; the CPU without one."""
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")

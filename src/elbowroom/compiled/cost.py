@@ -1,6 +1,7 @@
 """Estimates the seconds of a schedule of kernels, to compare plans of the same graph.
 
     seconds(kernel) = max(flops / F, bytes / B) + heavy elements * H + coded elements * C
+                      + bytes that leave or come back * A
 
 F flops a second and B bytes a second are rough figures of a device: only their ratio, and only the
 difference between two plans of one graph, decides anything. They are constants, not measured, so
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import Facts, Kind, elements_of, known_size
+from elbowroom.compiled.collect import (
+    Facts,
+    Kind,
+    elements_of,
+    is_away,
+    known_size,
+    nbytes_of,
+)
 from elbowroom.compiled.liveness import Kernel
 
 
@@ -24,17 +32,19 @@ class Device:
     """Flops and bytes a second.
 
     heavy_s and coded_s are seconds for each element of exp, erf and the like, and of what is
-    encoded or decoded.
+    encoded or decoded; away_s is seconds for each byte that goes to a file or comes from there
+    (from a GPU: to host memory).
     """
 
     flops: float
     nbytes: float
     heavy_s: float
     coded_s: float
+    away_s: float
 
 
-_CPU = Device(5e10, 1e10, 1e-9, 1e-9)
-_GPU = Device(1e14, 1.5e12, 0.0, 1e-12)
+_CPU = Device(5e10, 1e10, 1e-9, 1e-9, 1e-9)
+_GPU = Device(1e14, 1.5e12, 0.0, 1e-12, 5e-11)
 
 
 def device_of(nodes: Iterable[fx.Node]) -> Device:
@@ -47,10 +57,10 @@ def device_of(nodes: Iterable[fx.Node]) -> Device:
 
 
 class _Work(NamedTuple):
-    """Seconds of a call: of its flops, of codes, and what comes besides either."""
+    """Seconds of a call: of its flops, of codes and moves, and what comes besides either."""
 
     flops_s: float
-    codes_s: float
+    moves_s: float
     besides_s: float
 
 
@@ -96,7 +106,7 @@ class Clock:
             heavy = sum([self._facts[n].elements for n in kernel.heavy])
             return seconds + heavy * self._device.heavy_s
         works = [self._work_of(node) for node in kernel.nodes]
-        seconds += sum([work.codes_s for work in works])
+        seconds += sum([work.moves_s for work in works])
         return max(seconds, sum([w.flops_s for w in works])) + sum([w.besides_s for w in works])
 
     def _work_of(self, node: fx.Node) -> _Work:
@@ -104,7 +114,7 @@ class Clock:
             device = self._device
             self._works[node] = _Work(
                 _flops(node) / device.flops,
-                _coded_elements(node) * device.coded_s,
+                _coded_elements(node) * device.coded_s + away_nbytes(node) * device.away_s,
                 _scores(node)[0] * device.heavy_s,
             )
         return self._works[node]
@@ -112,9 +122,15 @@ class Clock:
 
 def _coded_elements(node: fx.Node) -> int:
     """Returns the number of elements that an op of ours encodes or decodes."""
-    if getattr(node.target, "namespace", "") != "elbowroom_graph":
+    if getattr(node.target, "namespace", "") != "elbowroom_graph" or away_nbytes(node):
         return 0
     return max(elements_of(node), *(elements_of(n) for n in node.all_input_nodes), 0)
+
+
+def away_nbytes(node: fx.Node) -> int:
+    """Returns the bytes that an op moves out of the device's memory, or into it."""
+    is_fetched = str(node.target) == "elbowroom_graph.fetch.default"
+    return nbytes_of(node) if is_fetched or is_away(node) else 0
 
 
 def _scores(node: fx.Node) -> tuple[int, int]:

@@ -64,6 +64,8 @@ class Search:
         assert plain is not None, "the min-cut has left out what backward needs"
         self.plain = plain
         fixed += [node for node in joint.required if has_no_layout(node)]
+        # What is computed from an input that forward changes cannot be computed a second time.
+        fixed += [n for one in joint.changed for n in one.users if n in joint.required]
         self.rounded = rounded_values(joint) if self.same_bits else frozenset()
         if self.rounded:
             _, after = joint.parts(plain.saved)
@@ -81,6 +83,8 @@ class Search:
         key = frozenset(saved)
         if key not in self.known:
             step = self.joint.step(key)
+            if step is not None and self.joint.saves_changed(step.saved):
+                step = None
             if step is not None and self.rounded:
                 alike = rounds_alike(self.joint, self.plain, step, self.rounded)
                 step = step if alike else None

@@ -1,8 +1,9 @@
 """Figures of what was decided for a compiled region, and what is said of one that cannot fit."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elbowroom.compiled.written import Held
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
 
@@ -23,6 +24,8 @@ class Decision:
     is_plain            whether all is as in plain torch.compile
     fuses_alike         whether bits depend on which loops are fused
     noise               variance that codes add to the gradient, as a share of that of mini-batches
+    away_nbytes         held in a file or in host memory between forward and backward
+    held                what backward begins with, by name
     """
 
     peak_nbytes: int
@@ -35,6 +38,8 @@ class Decision:
     is_plain: bool = True
     fuses_alike: bool = False
     noise: float = 0.0
+    away_nbytes: int = 0
+    held: Held = field(default_factory=Held, compare=False, repr=False)
 
 
 def too_small(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from elbowroom.compiled.away import is_away
 from elbowroom.compiled.backend import Regions, Settings, compile_region
 from elbowroom.errors import RestoreError
 
@@ -150,7 +151,8 @@ class _Count(torch.autograd.graph.saved_tensors_hooks):
         address = _address(x)
         if address not in self._seen:
             self._seen.add(address)
-            self.nbytes += x.untyped_storage().nbytes() if address is not None else 0
+            counts = address is not None and not is_away(x)
+            self.nbytes += x.untyped_storage().nbytes() if counts else 0
         return x.detach(), x._version
 
 

@@ -120,6 +120,7 @@ class Joint:
         self.is_channels_last = _is_laid_out_anew(self.graph)
         copied = _copied(self.inputs) if self.is_channels_last else set()
         self.outside = {n for n in self.inputs if n not in copied}
+        self.changed = _changed(self.graph, self.inputs)
 
     def step(self, saved: Iterable[fx.Node], *, is_plain: bool = False) -> Step | None:
         """Judge a choice; None where backward cannot be computed from it.
@@ -170,6 +171,13 @@ class Joint:
         assert after is not None
         assert before is not None
         return before, after
+
+    def saves_changed(self, saved: Iterable[fx.Node]) -> bool:
+        """Returns whether forward changes one of these after it was saved.
+
+        The caller's tensor has the new value then when backward reads it.
+        """
+        return any(self.facts[n].storage in self.changed for n in saved)
 
     def gradients(self) -> set[fx.Node]:
         """All nodes that depend on a tangent."""
@@ -246,6 +254,15 @@ def is_random(node: fx.Node) -> bool:
     at = names.index("dropout_p")  # attention draws nothing where this is 0
     given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
     return bool(given != 0)
+
+
+def _changed(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """The inputs whose memory forward gives another value, in the graph or right after it."""
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    output = next(iter(graph.find_nodes(op="output")))
+    after = [getattr(one, "mutated_input", None) for one in output.meta.get("desc", ())]
+    targets = {node.args[0] for node in copies}
+    return {n for n in inputs if n in targets or n.meta.get("desc", n) in after}
 
 
 def _copied(inputs: Sequence[fx.Node]) -> set[fx.Node]:

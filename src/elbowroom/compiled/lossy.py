@@ -6,6 +6,10 @@ a function bends (exp, GELU) stays at 256 levels, and what backward cannot take 
 exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode in it.
 Where codes would add more to the gradient's variance than they may (`noise.py`), the largest values
 get more levels, and what cannot be held so is no choice.
+
+Where the user allows it, values leave the device's memory: with masks as bits before any code is
+tried, then beside codes, for what may have none. No bit changes, but on a CPU each byte takes far
+longer than running a loop again (`cost.py`), so as few leave as the room needs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +24,13 @@ from elbowroom.compiled.decide import Search, is_tensor, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
 from elbowroom.compiled.readers import Use, reading_of
-from elbowroom.compiled.rewrite import Coded, Rewriting
+from elbowroom.compiled.rewrite import AWAY, Coded, Rewriting
 
 LEVELS = (256, 16, 4)
 _FINE = 256
 _LEAST_NBYTES = 32768
+_LEAST_AWAY = 65536  # bytes: smaller values are not worth a file
+_TRIED = 16  # values that might stay, once it is known that something has to leave
 _MOST_BASES = 8
 _LEAST_GAIN = 0.98  # of the seconds: fewer levels have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +54,7 @@ def code(
     exact: bool | None,
     noise: float | None = None,
     held_nbytes: float = inf,
+    offloads: bool = False,
 ) -> tuple[Step | None, int, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
@@ -60,18 +67,21 @@ def code(
            takes as many more to average it out
     noise  the most that codes may add; None: as much as the room needs
     held_nbytes  the most that may be held between forward and backward, if that can be
+    offloads  whether values may leave the device's memory
     """
     reach = Reach(search.joint, search.plain)
     least = step.peak_nbytes
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
-    for levels in (0,) if exact else (0, *LEVELS):
+    moves = [(0, True)] if offloads else []
+    lossy = [] if exact else [(levels, offloads) for levels in LEVELS]
+    for levels, leaves in [(0, False), *moves, *lossy]:
         bound = bar
         for base in sorted(_bases(search, step), key=lambda one: one.seconds):
             if base.seconds >= bound:  # codes do not make it faster
                 continue
-            coded = _quiet(reach, base, list(_coded(search.joint, base, levels)), noise)
+            coded = _quiet(reach, base, list(_coded(search.joint, base, levels, leaves)), noise)
             if coded is None or _held_at_least(search.joint, base, coded) > max(room_nbytes, least):
                 continue
             judged = _judged(search.joint, base, coded)
@@ -141,6 +151,8 @@ def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
 
 def _bits_of(one: Coded) -> int:
     """Bits an element of the codes alone."""
+    if one.levels == AWAY:
+        return 0
     return (one.levels - 1).bit_length() if one.levels else 1
 
 
@@ -160,24 +172,33 @@ def _fewer(
 ) -> list[Coded]:
     """Leaves out codes of the largest values, as many as fit: each is time and noise.
 
+    So are values that would leave the device's memory.
+
     Masks stay: a comparison must not be made of a value that comes out of a code.
     """
     masks = [one for one in coded if not one.levels]
     large = [one for one in coded if one.levels]
     large.sort(key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
+
+    def fits(coded: list[Coded]) -> bool:
+        step = _judged(joint, base, coded)
+        if step is None or step.peak_nbytes > room_nbytes:
+            return False
+        return step.saved_nbytes <= held_nbytes
+
     first, last = 0, len(large) - 1
     while first < last:
         middle = (first + last + 1) // 2
-        step = _judged(joint, base, [*large[middle:], *masks])
-        if (
-            step is not None
-            and step.peak_nbytes <= room_nbytes
-            and step.saved_nbytes <= held_nbytes
-        ):
+        if fits([*large[middle:], *masks]):
             first = middle
         else:
             last = middle - 1
-    return [*large[first:], *masks]
+    chosen = [*large[first:], *masks]
+    for one in [one for one in chosen if one.levels == AWAY][:_TRIED]:  # each is far dearer
+        fewer = [other for other in chosen if other is not one]
+        if fewer and fits(fewer):
+            chosen = fewer
+    return chosen
 
 
 def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]:
@@ -240,12 +261,13 @@ def _with_what_codes_hold(search: Search, step: Step) -> Step:
     return search.judge({*step.saved, *more}) or step
 
 
-def _coded(joint: Joint, step: Step, levels: int) -> Iterator[Coded]:
-    """The codes of one choice. levels 0: masks only."""
+def _coded(joint: Joint, step: Step, levels: int, leaves: bool = False) -> Iterator[Coded]:
+    """The codes of one choice. levels 0: masks only; leaves: all else goes elsewhere."""
     _, after = joint.parts(step.saved)
     gradients = joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
     masks = {n for n in step.saved if _may_be_coded(joint, n, (torch.bool,), outputs)}
+    away = {n: Coded(n, AWAY) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)}
     for node in step.saved if levels else ():
         storage = joint.facts[node].storage
         shared = sum(joint.facts[n].storage is storage for n in step.saved) > 1
@@ -258,7 +280,9 @@ def _coded(joint: Joint, step: Step, levels: int) -> Iterator[Coded]:
         if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
             continue
         masks.update(bits)
+        away.pop(node, None)
         yield Coded(node, _FINE if reading.use is Use.CURVED else levels)
+    yield from (one for n, one in away.items() if n not in masks)
     yield from (Coded(n, 0) for n in sorted(masks, key=joint.place.__getitem__))
 
 
@@ -273,6 +297,27 @@ def _may_be_coded(
     return known_size(value.numel()) * value.dtype.itemsize >= _LEAST_NBYTES // (
         1 if value.dtype.is_floating_point else 4
     )
+
+
+def _may_leave(joint: Joint, step: Step, node: fx.Node, outputs: set[fx.Node]) -> bool:
+    """Returns whether a saved value may go elsewhere, and its memory is free once it has gone."""
+    storage = joint.facts[node].storage
+    if not is_tensor(node) or node.op != "call_function" or storage in outputs | joint.outside:
+        return False
+    value = tensors_of(node)[0]
+    if any(map(_is_unknown, value.shape)) or _has_any_layout(joint, value):
+        return False
+    views = sum(joint.facts[n].storage is storage for n in step.saved)
+    nbytes = known_size(value.numel()) * value.dtype.itemsize
+    return views == 1 and _LEAST_AWAY <= nbytes <= joint.facts[storage].nbytes
+
+
+def _has_any_layout(joint: Joint, value: torch.Tensor) -> bool:
+    """Returns whether a map lies in memory as all layouts have it; see `decide.has_no_layout`."""
+    if not joint.is_channels_last or value.dim() != 4:
+        return False
+    _, channels, *pixels = map(known_size, value.shape)
+    return channels == 1 or all(n == 1 for n in pixels)
 
 
 def _is_unknown(size: int | torch.SymInt) -> bool:

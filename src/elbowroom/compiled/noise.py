@@ -51,7 +51,7 @@ class Reach:
         shares = self._known.setdefault(frozenset(base.saved), {})
         total = 0.0
         for one in coded:
-            if not one.levels:
+            if one.levels < 1:
                 continue
             if one.node not in shares:
                 shares[one.node] = self._share(base, one.node)

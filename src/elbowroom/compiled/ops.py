@@ -1,4 +1,4 @@
-"""Ops that stand in compiled graphs: masks as bits, codes of floats, and the seed of their noise.
+"""Ops that stand in compiled graphs: masks as bits, codes of floats with their seed, and moves.
 
     draw()                                                   seed   a fresh one each run
     pack_mask(x, order)                                      bits
@@ -6,6 +6,8 @@
     unpack_bytes(bits, size, order)                          x, uint8: what loops on a CPU read fast
     encode(x, order, seed, number, levels, group_size)       codes, ranges, bounds
     decode(codes, ranges, bounds, seed, number, ..., size, order, dtype)   x~
+    offload(x, order)                                        x in a file, or in host memory
+    fetch(away, size, order, dtype, device)                  x
 
 All are functional, and call the kernels of `kernels/ops.py`. A value is read in the order of its
 dimensions in memory (`order`, outermost first), as the plan has it: Inductor chooses the layout of
@@ -23,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from elbowroom.compiled.away import in_file
 from elbowroom.kernels import ops, outputs
 
 _MASK = (1 << 64) - 1
@@ -36,6 +39,8 @@ _SCHEMAS = {
     "unpack_bytes": "(Tensor bits, SymInt[] size, int[] order) -> Tensor",
     "encode": f"(Tensor x, int[] order, {_GRID}) -> (Tensor, Tensor, Tensor)",
     "decode": f"({_CODES}, {_GRID}, SymInt[] size, int[] order, ScalarType dtype) -> Tensor",
+    "offload": "(Tensor x, int[] order) -> Tensor",
+    "fetch": "(Tensor away, SymInt[] size, int[] order, ScalarType dtype, Device device) -> Tensor",
 }
 
 
@@ -96,13 +101,19 @@ def _flat(x: Tensor, order: Sequence[int]) -> Tensor:
     return x.permute(list(order)).reshape(-1)
 
 
-def _laid_out(x: Tensor, size: Sequence[int], order: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Fresh memory for this size whose dimensions lie in this order, on the device of x."""
+def _laid_out(
+    x: Tensor,
+    size: Sequence[int],
+    order: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Fresh memory for this size whose dimensions lie in this order; device None: that of x."""
     strides, step = [0] * len(size), 1
     for dim in reversed(order):
         strides[dim] = step
         step *= size[dim]
-    return torch.empty_strided(list(size), strides, dtype=dtype, device=x.device)
+    return torch.empty_strided(list(size), strides, dtype=dtype, device=device or x.device)
 
 
 def _pack_mask(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -150,6 +161,31 @@ def _fake_encode(
     return outputs.dither(x, levels, group_size)
 
 
+def _offload(x: Tensor, order: Sequence[int]) -> Tensor:
+    flat = _flat(x, order).view(torch.uint8)
+    if x.device.type == "cpu":
+        return in_file(flat)
+    # On this stream: what fetches it comes later on the same one.
+    out = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+    return out.copy_(flat, non_blocking=True)
+
+
+def _fetch(
+    away: Tensor,
+    size: Sequence[int],
+    order: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    out = _laid_out(away, size, order, dtype, device)
+    _flat(out, order).view(torch.uint8).copy_(away, non_blocking=True)
+    return out
+
+
+def _fake_offload(x: Tensor, order: Sequence[int]) -> Tensor:
+    return torch.empty((x.numel() * x.dtype.itemsize,), dtype=torch.uint8, device="cpu")
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "draw": (_draw, lambda: torch.empty((), dtype=torch.int64)),
     "pack_mask": (_pack_mask, lambda x, order: outputs.bits(x)),
@@ -166,6 +202,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
         _decode,
         lambda codes, *rest: _laid_out(codes, rest[-3], rest[-2], rest[-1]),
     ),
+    "offload": (_offload, _fake_offload),
+    "fetch": (_fetch, _laid_out),
 }
 for _name, _schema in _SCHEMAS.items():
     _implementation, _fake = _IMPLEMENTATIONS[_name]
@@ -182,3 +220,4 @@ _graph = cast(Any, torch.ops.elbowroom_graph)
 DRAW, ENCODE, DECODE = _graph.draw.default, _graph.encode.default, _graph.decode.default
 PACK_MASK, UNPACK_MASK = _graph.pack_mask.default, _graph.unpack_mask.default
 UNPACK_BYTES = _graph.unpack_bytes.default
+OFFLOAD, FETCH = _graph.offload.default, _graph.fetch.default

@@ -28,7 +28,7 @@ from torch._functorch import partitioners
 from torch._inductor import custom_graph_pass
 
 from elbowroom.compiled.aten import expand
-from elbowroom.compiled.collect import nbytes_of
+from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import MinCut, Search, choose, judge_all_cuts
 from elbowroom.compiled.decision import Decision as Decision
@@ -38,6 +38,7 @@ from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
+from elbowroom.compiled.written import Held
 from elbowroom.errors import BudgetTooSmall
 
 _TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step is looked for that holds less
@@ -86,6 +87,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     held_nbytes    the most that may be held between forward and backward, if that can be; None: all
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
+    offloads       whether saved values may leave the device's memory
     """
 
     room_nbytes: int | None = None
@@ -95,6 +97,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     min_nbytes: int = 32768
     held_nbytes: int | None = None
     noise: float | None = None
+    offloads: bool = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -200,6 +203,13 @@ class _Answer:
         step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
         if step.peak_nbytes <= room and exact is not False:
             return step, plain, search, 0.0
+        held = self._settings.held_nbytes
+        held_nbytes = inf if held is None else held
+        offloads = self._settings.offloads and not search.rounded
+        if offloads and exact is None:  # before roundings change
+            moved, *_ = code(search, step, room, exact=True, held_nbytes=held_nbytes, offloads=True)
+            if moved is not None:
+                return moved, plain, search, 0.0
         if exact is not True and (changes.without_sums() or search.rounded):
             # The next best: other roundings.
             is_moved = changes.reordered() or is_moved
@@ -207,14 +217,14 @@ class _Answer:
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
                 return step, plain, search, 0.0
-        held = self._settings.held_nbytes
         coded, least, noise = code(
             search,
             step,
             room,
             exact=exact,
             noise=self._settings.noise,
-            held_nbytes=inf if held is None else held,
+            held_nbytes=held_nbytes,
+            offloads=offloads,
         )
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
@@ -298,9 +308,26 @@ def _report_decision(
         is_plain=step is plain,
         fuses_alike=fuses_alike,
         noise=noise,
+        away_nbytes=sum(nbytes_of(n) for n in joint.graph.nodes if is_away(n)),
+        held=_held(joint, step),
     )
     for listener in _thread.listeners:
         listener(decision)
+
+
+def _held(joint: Joint, step: Step) -> Held:
+    """What backward of a step begins with, apart from parameters and inputs."""
+    facts = joint.facts
+    fixed = {facts[n].storage for n in (*joint.forward_outputs, *joint.tangents)} - joint.outside
+    saved = {n.name: facts[n].storage for n in step.saved}
+    return Held(
+        sum(facts[s].nbytes for s in fixed),
+        {
+            name: (storage.name, facts[storage].nbytes)
+            for name, storage in saved.items()
+            if storage not in fixed | joint.outside
+        },
+    )
 
 
 def _too_small(

@@ -23,12 +23,17 @@ from elbowroom.compiled import ops
 from elbowroom.compiled.joint import Joint
 
 GROUP_SIZE = 64
+AWAY = -1
+_Plain = int | float | str | torch.dtype | torch.device
 _NUMBERED = {ops.ENCODE: 3, ops.DECODE: 4}  # the argument that says which code it is: of no size
 
 
 @dataclass(frozen=True)
 class Coded:
-    """One saved value to be held in fewer bytes; levels 0: a mask, held as bits."""
+    """One saved value to be held in fewer bytes.
+
+    levels  of its code; 0: a mask, held as bits; `AWAY`: the value itself, in another memory
+    """
 
     node: fx.Node
     levels: int
@@ -59,7 +64,7 @@ class Rewriting:
         before, after = joint.parts(saved)
         order = [n for n in joint.graph.nodes if n in after]
         self.saved = set(saved)
-        seed = None if all(not one.levels for one in coded) else self._draw()
+        seed = self._draw() if any(one.levels > 0 for one in coded) else None
         decoded = {one.node: self._code(number, one, seed) for number, one in enumerate(coded)}
         self._hand_over(decoded, order, before)
         joint.refresh(is_coded=True)
@@ -82,6 +87,11 @@ class Rewriting:
         x, value, order = one.node, one.node.meta["val"], self._joint.order_of(one.node)
         self.saved.discard(x)
         size, place = self._size_of(x, _latest(x, seed))
+        if one.levels == AWAY:
+            away = self._insert_call(place, ops.OFFLOAD, x, order)
+            self.saved.add(away)
+            given = (away, size, order, value.dtype, value.device)
+            return self._insert_call(away, ops.FETCH, *given)
         if not one.levels and value.device.type == "cpu":
             return self._code_bytes(x, size, order, place)
         if not one.levels:
@@ -183,7 +193,7 @@ def _key(value: Any) -> Any:
     """Says which value this is, without comparing tensors or symbols."""
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
-    return value if isinstance(value, int | float | str | torch.dtype) else id(value)
+    return value if isinstance(value, _Plain) else id(value)
 
 
 def _latest(x: fx.Node, seed: fx.Node | None) -> fx.Node:

@@ -40,6 +40,7 @@ from elbowroom.compiled import (
     frame_of,
     hearing,
     in_whole,
+    place_of,
 )
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import ModelState
@@ -184,7 +185,9 @@ class _Twin:
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
     ) -> Callable[..., Any]:
-        self.regions.restrict(room)
+        offload = self._fitting.options.offload
+        moves = offload is not None and offload == place_of(self._fitting.owned.device)
+        self.regions.restrict(room, offloads=moves)
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
         return counted(compile_region(gm, example_inputs, self.regions, options, True))

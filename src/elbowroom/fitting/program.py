@@ -16,7 +16,16 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import Decision, Regions, Settings, compile_region, in_whole, refusal
+from elbowroom.compiled import (
+    Decision,
+    Regions,
+    Settings,
+    compile_region,
+    device_of_inputs,
+    in_whole,
+    place_of,
+    refusal,
+)
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled import STANDING, planned
 from elbowroom.fitting.model_state import ModelState
@@ -96,7 +105,9 @@ class CompiledProgram:
         self._standing = self._standing or standing
         room = max(self.options.budget_nbytes - standing, 0)
         self.compiled += 1
-        self._regions.restrict(room, counts_inputs=not len(holder))
+        place, offload = place_of(device_of_inputs(example_inputs)), self.options.offload
+        moves = offload is not None and offload == place
+        self._regions.restrict(room, counts_inputs=not len(holder), offloads=moves)
         try:
             return compile_region(gm, example_inputs, self._regions, options, True)
         except BudgetTooSmall as error:

@@ -1,0 +1,178 @@
+"""Bytes that the code which Inductor has written for a graph takes, before any of it is compiled.
+
+The simulation (`liveness.py`) predicts what Inductor will fuse and when it will free. Where it is
+wrong, the code says so: its lines take memory, hand it over and free it, one after another.
+
+    backward starts with        what is held for it (`Held`), and with the gradients of the outputs
+    buf1 = empty(...)           + bytes
+    buf2 = buf1  # reuse        handed over
+    del buf1                    - bytes
+
+Memory that a library call takes while it runs is in no line, so the true peak may be higher. The
+lines are private to torch: where a version has others, nothing is known, and the plan stays.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+_log = logging.getLogger("elbowroom")
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What stands when backward of a planned graph begins, apart from parameters and inputs.
+
+    fixed_nbytes  stands until its end: outputs and their gradients
+    saved         by the name of each saved value: the name of its memory, and the bytes of that
+    """
+
+    fixed_nbytes: int = 0
+    saved: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+
+@contextmanager
+def watching(told: Callable[[Sequence[Any], Any], None]) -> Iterator[None]:
+    """Shows `told` the lines of each graph that Inductor writes inside this context, and the graph.
+
+    What `told` raises ends the compilation.
+    """
+    from torch._inductor.codegen import wrapper
+    from torch._inductor.virtualized import V
+
+    plan = getattr(wrapper.PythonWrapperCodegen, "run_wrapper_ir_passes", None)
+    if plan is None:
+        yield
+        return
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plan(self, *args, **kwargs)
+        told(self.lines, V.graph)
+        return result
+
+    with _lock, mock.patch.object(wrapper.PythonWrapperCodegen, "run_wrapper_ir_passes", run):
+        yield
+
+
+class Check:
+    """Compares what is written for a planned region with its room.
+
+    made         decisions of the region
+    peak_nbytes  the highest of its graphs
+    over_nbytes  what that is above the room, once it has raised
+    """
+
+    def __init__(self, room_nbytes: int | None, counts_inputs: bool, *, raises: bool) -> None:
+        self._room_nbytes, self._counts_inputs = room_nbytes, counts_inputs
+        self.raises = raises
+        self.made: list[Any] = []
+        self.peak_nbytes = self.over_nbytes = 0
+
+    def __call__(self, lines: Sequence[Any], graph: Any) -> None:
+        decision = self.made[-1] if self.made else None
+        if decision is None or decision.is_plain or self._room_nbytes is None:
+            return
+        peak = peak_of(lines, graph, decision.held if graph.is_backward else None)
+        if peak is None:
+            return
+        self.peak_nbytes = max(self.peak_nbytes, peak)
+        inputs = decision.inputs_nbytes if self._counts_inputs else 0
+        over = peak + inputs - self._room_nbytes
+        if over > 0 and self.raises:
+            self.over_nbytes = over
+            raise RuntimeError(f"the code of a compiled region takes {over} bytes too many")
+
+
+def peak_of(lines: Sequence[Any], graph: Any, held: Held | None) -> int | None:
+    """Returns the most bytes that stand while these lines run; None where that is not known.
+
+    held: what stands when they begin; None for a forward graph
+    """
+    try:
+        return _Walk(graph, held).run(lines)
+    except Exception as error:  # lines that are not known
+        _log.debug("the bytes of compiled code cannot be read: %r", error)
+        return None
+
+
+class _Walk:
+    """Bytes that stand, line by line."""
+
+    def __init__(self, graph: Any, held: Held | None) -> None:
+        self._graph = graph
+        self._alive: dict[str, tuple[str, int]] = {}  # name -> name of its memory, bytes
+        self._users: dict[str, int] = {}  # of each memory
+        held = held or Held()
+        self.level = self.highest = held.fixed_nbytes
+        for name in graph.graph_inputs:
+            if name in held.saved:
+                self._take(name, *held.saved[name])
+
+    def run(self, lines: Sequence[Any]) -> int:
+        for line in lines:
+            act = getattr(self, f"_{type(line).__name__}", None)
+            if act is not None:
+                act(line)
+        return self.highest
+
+    def _take(self, name: str, memory: str, nbytes: int) -> None:
+        self._alive[name] = memory, nbytes
+        users = self._users[memory] = self._users.get(memory, 0) + 1
+        if users == 1:
+            self.level += nbytes
+            self.highest = max(self.highest, self.level)
+
+    def _give(self, name: str) -> None:
+        memory, nbytes = self._alive.pop(name, ("", 0))
+        self._users[memory] = self._users.get(memory, 0) - 1
+        if not self._users[memory]:
+            self.level -= nbytes
+
+    def _make(self, buffer: Any) -> None:
+        name = buffer.get_name()
+        if name not in self._alive:
+            size = known_hint(self._graph, self._graph.get_allocation_storage_size(buffer))
+            self._take(name, name, size * buffer.get_dtype().itemsize)
+
+    def _AllocateLine(self, line: Any) -> None:  # noqa: N802
+        self._make(line.node)
+
+    def _ReuseLine(self, line: Any) -> None:  # noqa: N802
+        memory, nbytes = self._alive.get(line.node.get_name(), ("", 0))
+        if not memory:  # an input of the caller's
+            return
+        self._take(line.reused_as.get_name(), memory, nbytes)
+        if line.delete_old:
+            self._give(line.node.get_name())
+
+    def _FreeIfNotReusedLine(self, line: Any) -> None:  # noqa: N802
+        if not line.is_reused:
+            self._give(line.node.get_name())
+
+    def _FreeLine(self, line: Any) -> None:  # noqa: N802
+        self._give(line.node.get_name())
+
+    def _ExternKernelAllocLine(self, line: Any) -> None:  # noqa: N802
+        if type(line.node.layout).__name__ in ("FixedLayout", "FlexibleLayout"):
+            self._make(line.node)
+
+    def _MultiOutputLine(self, line: Any) -> None:  # noqa: N802
+        buffer = self._graph.get_buffer(line.result_name)
+        call = self._graph.get_buffer(line.arg_name)
+        is_away = str(getattr(call, "op_overload", "")) == "elbowroom_graph.offload.default"
+        if not is_away and not buffer.get_inputs_that_alias_output():
+            self._make(buffer)
+
+
+def known_hint(graph: Any, size: Any) -> int:
+    """A number of elements as an int; symbols count as what they are in the compiled call."""
+    if isinstance(size, int):
+        return size
+    sizevars = graph.sizevars
+    hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
+    return int(hint(size, fallback=0))
