@@ -1,15 +1,15 @@
 """The forwards of one step: a model may run more than once before its backward.
 
-Two twins of a siamese network, real and fake for a discriminator, losses that are added up: what
-autograd saves in all of them stands together. So a forward that begins while what the last one
-saved still waits for its backward goes on with that one's step: one ledger, one measurement, one
-plan.
+Examples are the two branches of a siamese network, the real and fake batches of a discriminator,
+and losses that are summed: the tensors that autograd saves in all of these forwards are alive at
+the same time. So a forward that begins while the saved tensors of the last one still wait for
+backward continues the step of that one: the step has one ledger, one measurement and one plan.
 
-How many there will be, nobody knows before the first step that has them. A forward that comes
-unexpected is rehearsed, which holds nothing, and gets what is left of the budget, or, if that does
-not do, as little as it can with a warning (`Rest`). Where codes are allowed, what the forwards
-before it hold is encoded first; where no plan of two such forwards is known, it is refused before
-it runs. From the next step on all are planned as one.
+The number of forwards is unknown before the first step that has several. An unexpected forward is
+rehearsed, which holds nothing, and gets the rest of the budget; if that is not enough, it gets as
+little as it can be run with, and a warning is logged (`Rest`). Where codes are allowed, the tensors
+that earlier forwards hold are encoded first; where no plan of two such forwards is known, the
+forward is refused before it runs. From the next step on, all of them are planned as one.
 """
 
 import sys
@@ -36,7 +36,7 @@ _PATIENCE = 5  # steps with fewer forwards than some had, until they count as th
 class _Later:
     """A forward that is not the first of its step.
 
-    seen         as it was rehearsed; None: never
+    seen         its rehearsed profile; None: it was never rehearsed
     """
 
     signature: Signature
@@ -46,7 +46,7 @@ class _Later:
 class Calls:
     """Forwards of the steps that share one `Planning`.
 
-    grew            this step has had a forward that nothing was planned for: learn again
+    grew            this step had a forward that was not planned, so the step is learned again
     before_it_grew  number of forwards in a step, as this step began
     """
 
@@ -54,7 +54,7 @@ class Calls:
         self._later: list[_Later] = []
         self._at = 0  # the forward that runs; 0: the first of its step
         self._fewer = 0  # steps in a row
-        self._is_small = False  # one of this step's is much smaller than it was
+        self._is_small = False  # one of this step's forwards is much smaller than before
         self.grew = False
         self.before_it_grew = 1
 
@@ -73,14 +73,14 @@ class Calls:
         return self._at < MOST_CALLS
 
     def go_on(self, signature: Signature, plan: Plan | None, *, rehearsed: bool) -> bool:
-        """Goes on with another forward of the step; returns whether the plan knew of it.
+        """Continues the step with another forward; returns whether the plan includes it.
 
-        plan: what stands; rehearsed: it comes from forwards alone
+        plan: the current plan; rehearsed: it was made from forwards alone
         """
         self._at += 1
         known = self._later[self._at - 1 : self._at]
         if self.grew:
-            return False  # nor was that which came between
+            return False  # nor was the forward in between
         if not known:
             return plan is not None and plan.has_call(self._at + 1)
         self._is_small |= signature.numel < _NEAR * known[0].signature.numel
@@ -103,7 +103,7 @@ class Calls:
     def is_whole(self) -> bool:
         """True if the last step can be learned from: no fewer forwards than usual, none smaller.
 
-        To be asked once a step. After several steps with fewer forwards, the others are forgotten.
+        Call this once a step. After several steps with fewer forwards, the others are forgotten.
         """
         if self._at >= len(self._later) and not self._is_small:
             self._fewer = 0
@@ -116,12 +116,12 @@ class Calls:
 
     @property
     def at(self) -> int:
-        """Number of the forward that runs; 0: the first of its step."""
+        """Index of the current forward in its step, from 0."""
         return self._at
 
     @property
     def are_seen(self) -> bool:
-        """True if steps have later forwards, and all of these have been rehearsed."""
+        """True if steps have several forwards, and all but the first have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
     def joined(self, first: ForwardProfile) -> ForwardProfile:
@@ -168,13 +168,13 @@ class Rest:
         return False
 
     def stray(self) -> None:
-        pass  # that it may be above the budget is said already
+        pass  # the user has been warned already that the step may exceed the budget
 
 
 def plan_rest(step: Profile, making: PlannerSettings) -> Plan | None:
-    """Plans one forward of a step, with the backward of all of it; None if nothing fits.
+    """Plans one forward of a step, with the backward of the whole step; None if nothing fits.
 
-    step: with what stands already as part of what is static
+    step: its static bytes include what earlier forwards hold
     """
     exact = making.options.exact
     allowed = (True, None) if exact is None else (exact,)

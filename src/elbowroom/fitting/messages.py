@@ -237,14 +237,14 @@ def refusal(
     least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
     saved = held_nbytes(least_preset, step)
     lossy_helps = _lossy_helps(saving, saved)
-    if saving.impossible:  # so much was held, whatever of it is alive now
+    if saving.impossible:  # bytes that were held, whether or not they are alive now
         saved = max(saved, saving.ledger.most_nbytes)
     other, kind = transient_nbytes, "measured"
     if other is None:  # an estimate, and rather too large than too small
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
     least = memory.static_nbytes + saved + other
-    # More was held at some moment than at the end, or than at this preset from the start, because a
-    # plan was followed before.
+    # More was held at some moment than at the end, or than with this preset from the start, because
+    # a plan was followed before.
     if least <= options.budget_nbytes:
         saved = saving.ledger.most_nbytes
         least = max(memory.static_nbytes + saved + other, options.budget_nbytes + 1)
@@ -292,7 +292,7 @@ def measured_refusal(
 def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     """Increases the budget that a refusal names, so that steps keep to it when it is given.
 
-    Peaks vary a little from step to step: a script may keep metrics of each step, and data differ.
+    Peaks vary a little from step to step: a training script may keep metrics, and data differ.
 
     others_nbytes: additional bytes that graphs of other models may take within a larger budget
     """

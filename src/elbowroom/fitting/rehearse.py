@@ -1,8 +1,8 @@
-"""A plan by a rehearsal, which is a forward alone: what is tried, in the order of regret.
+"""Plans from a rehearsal, which is a forward alone, in the order in which they are tried.
 
-A rehearsed plan is an estimate (`plan/rehearsal.py`), and is made again once its step was measured.
-Lossy codes are gone with the step then, while states that were encoded keep a mark: so encoded
-states come after all codes, and only what is optimistic about backward comes after them.
+A rehearsed plan is an estimate (`plan/rehearsal.py`), and is replaced once its step was measured.
+Lossy codes affect only that step, but encoded states keep their error: so encoded states are tried
+after all codes, and only optimistic estimates of backward are tried after them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +30,10 @@ from elbowroom.runtime.identity import is_touchable
 from elbowroom.units import show_nbytes
 
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
-_MARGIN = 0.03  # of what is not static, in what is named
-# Exact or lossy, with how much care, and whether modules may run again. A step in which none does
-# can be written down, which ends all guessing. Less care is optimistic, and comes last.
+_MARGIN = 0.03  # of the non-static bytes, in budgets that are named
+# Exact or lossy, with how much care, and whether modules may be recomputed. A step without
+# recomputation can be profiled, which replaces all estimates. Less care is optimistic, and comes
+# last.
 _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
     None: (
@@ -41,8 +42,8 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     ),
     False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
-_SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
-_FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
+_SURE = 0.7  # of the least budget by the graph: below it, a step is refused unmeasured
+_FIRST = 1.05  # of the budget, in a forward that held nothing: above it, it is refused, too
 
 
 def rehearsed(
@@ -55,9 +56,10 @@ def rehearsed(
 ) -> ForwardProfile | None:
     """Records a forward that holds nothing, and the graph that it has built.
 
-    None where it cannot be measured. after: that of an earlier forward of the same step, which is
-    left as it is. is_inside: another fitted model's graph waits, and what backward runs there is
-    that one's. It comes once, and is short: a measurement of another model gives way.
+    None where it cannot be measured. after: the context of an earlier forward of the same step,
+    which stays unchanged. is_inside: the waiting graph of another fitted model follows in backward,
+    and belongs to that model. A rehearsal is rare and short, so it interrupts a measurement of
+    another model.
     """
     Background.interrupt()
     stood = {x.untyped_storage()._cdata for x in owned.tensors() if is_touchable(x)}
@@ -72,7 +74,7 @@ def rehearsed(
             saving.drop_everything()
             graph = graph_of(out, recording.recorder, since, is_whole=is_whole)
         loss_nbytes, out_nbytes = _loss_nbytes(out), storage_nbytes(out)
-        seen = recording.finish()  # while what forward gives is there: the graph dies with it
+        seen = recording.finish()  # while forward's output exists: the graph is freed with it
         del out
     finally:
         recording.close()
@@ -82,7 +84,7 @@ def rehearsed(
 
 
 def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
-    """Bytes of the largest and of the smallest tensor that a loss may be taken of.
+    """Bytes of the largest and of the smallest tensor from which a loss may be computed.
 
     0 where one of them is the loss.
     """
@@ -102,7 +104,8 @@ def plan_by_forward(
 
     who: the planning it is for.
 
-    measures: the smallest is worth a step. Raises BudgetTooSmall where none can be expected to fit.
+    measures: the smallest may be measured. Raises BudgetTooSmall where no plan can be expected to
+    fit.
     """
     for one in _tries(making.options.exact):
         profile = step(one.care)
@@ -125,7 +128,7 @@ def plan_by_forward(
 
 @dataclass(frozen=True)
 class _Try:
-    """One set of settings to plan by. state: index of the state format, the mildest is 0."""
+    """One set of planner settings. state: index of the state format, the mildest is 0."""
 
     state: int
     exact: bool | None
@@ -143,19 +146,19 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 
 def _refusal(step: Step, states: States, who: object, making: PlannerSettings) -> BudgetTooSmall:
-    """Returns a refusal that names a budget that should do; a smaller one may do, too."""
+    """Returns a refusal that names a budget that should suffice; a smaller one may, too."""
     exact = making.options.exact
 
     def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
         formats = states.candidates(step(care), who)
         profile = formats[0 if exact else -1].profile
-        finest = making.options.budget_nbytes >> 8  # an estimate is not known better than that
+        finest = making.options.budget_nbytes >> 8  # the precision of an estimate
         asked = replace(making, least_is=least_is, finest=finest)
         try:
             plan = asked.make(profile, margin, exact=exact)
         except BudgetTooSmall as error:
             return error
-        # A solver that ran out of time before has found one now: the same budget, once more.
+        # A solver that ran out of time before has found a plan now: the same budget is used again.
         return BudgetTooSmall(
             f"no plan for {show_nbytes(plan.budget)} was found in time; give it again.",
             least_nbytes=plan.budget,

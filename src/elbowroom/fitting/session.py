@@ -5,18 +5,18 @@
   + transients           workspaces, restored tensors, fresh gradients              measured:
   <= budget                                                                         peak - the rest
 
-How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
-Forwards that wait for the same backward are one step (`calls.py`).
-Here each forward of the model runs. What is measured of its steps stands in `steps.py`,
-what follows where memory runs out in `shortage.py`. A forward is
+`planning.py` explains how a plan is found; each kind of forward has its own (`signature.py`).
+Forwards that wait for the same backward are one step (`calls.py`). This module runs each forward of
+the model. `steps.py` has the measurements of its steps, and `shortage.py` handles exhausted memory.
+A forward is
 
-    learning   looked at: one that would hold more than is allowed climbs the ladder
-    replaying  settled, and like the one before: its script is followed, and nothing looked at
-    off        the same, where the script does nothing, and there is ample room: no hook is open
+    learning   examined: if it would hold more than is allowed, it climbs the ladder
+    replaying  settled, and equal to the one before: its script is replayed without examination
+    off        the same, if the script does nothing and much memory is free: no hook is open
 
-A budget that nothing meets raises BudgetTooSmall with the least that would do: in forward, as soon
-as it is certain, or at the beginning of the step after the one that was measured. A forward that is
-refused counts to its end without holding anything, or to a backward of its own.
+A budget that no plan meets raises BudgetTooSmall with the least sufficient budget: in forward, as
+soon as this is certain, or at the beginning of the step after the measured one. A refused forward
+counts its bytes to its end, or to a backward inside it, without holding tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,13 +54,13 @@ from elbowroom.runtime.undo import Undo
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _forwards = count(1)  # of all models that are fitted
-_MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
+_MOST_REPEATED = 16  # known forwards after which resident bytes are counted again
 
 
 class Fitting(MeasuredSteps):
-    """The controller of one fitted model. It runs every forward.
+    """The controller of one fitted model, which runs every forward.
 
-    ran_at  number of its last forward, in the order of those of all models; 0: none yet
+    ran_at  number of its last forward, counted over all models; 0: none yet
     """
 
     ran_at = 0
@@ -72,20 +72,20 @@ class Fitting(MeasuredSteps):
         optimizer: Optimizer | None,
         plan: Plan | None = None,
     ) -> None:
-        """plan: what the first step begins with."""
+        """plan: the plan of the first step."""
         super().__init__(ModelState(model, optimizer), options)
         watch(self)
-        # Once a process; it loads the kernels, and no step waits.
+        # Once a process: this loads the kernels, so that no step waits for them.
         rates(self.owned.device.type, lossy=not options.exact)
         self._plannings = PlanCache(options, self.owned, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
-        self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
+        self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Counts its states from the next step on, which is learned anew if there are any."""
+        """Counts its states from the next step on; if it has any, learning begins anew."""
         before_nbytes = self._state_nbytes()
         self.owned.add(optimizer)
         if self._state_nbytes() > before_nbytes:
@@ -97,9 +97,10 @@ class Fitting(MeasuredSteps):
         return memory.static_nbytes + memory.unallocated_state_nbytes
 
     def meet(self, optimizer: Optimizer) -> None:
-        """Counts an optimizer that was not given, and is about to step, if it trains this model.
+        """Counts an optimizer that `fit` was not given as it first steps, if it trains this model.
 
-        One whose format `fit` is to choose has to be given to it, or to `er.add_optimizer`.
+        An optimizer whose state format `fit` is to choose must be passed to it, or to
+        `er.add_optimizer`.
         """
         if self.owned.is_trained_by(optimizer) and not is_auto(optimizer):
             self.add_optimizer(optimizer)
@@ -113,14 +114,14 @@ class Fitting(MeasuredSteps):
     ) -> Any:
         """Runs one forward of the model.
 
-        After an error that says there is no memory, plans with less.
+        After an out-of-memory error, plans with less.
         """
         self.ran_at = next(_forwards)
         return self._run_together(self._run_alone, model, forward, args, kwargs)
 
     @property
     def may_go_on(self) -> bool:
-        """True while what the last forward has saved waits for its backward."""
+        """True while the saved tensors of the last forward wait for backward."""
         last = self._last
         return last is not None and last.waits and self.planning.calls.may_go_on
 
@@ -194,7 +195,7 @@ class Fitting(MeasuredSteps):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Says what a refusal leaves out, and learns from an error that says there is no memory."""
+        """Completes the text of a refusal, and learns from an out-of-memory error."""
         try:
             yield
         except BudgetTooSmall as error:
@@ -206,9 +207,9 @@ class Fitting(MeasuredSteps):
             raise
 
     def _repeats(self, signature: Signature) -> bool:
-        """Returns whether this forward is the last one again, and nothing has to be looked after.
+        """Returns whether this forward equals the last one, and needs no examination.
 
-        Now and then all is looked after: what stands beside the model may have become more.
+        From time to time everything is examined: more may be resident beside the model.
         """
         self._repeated += 1
         alike = self.planning.now == signature and self._shortage.ran_out_nbytes is None
@@ -273,7 +274,7 @@ class Fitting(MeasuredSteps):
         before: FittedSaving | ReplayedForward,
         given: Given,
     ) -> Any:
-        """Runs the model once more in the same step (`calls.py`)."""
+        """Runs another forward of the model in the same step (`calls.py`)."""
         planning = self.planning
         is_known = planning.go_on(signature)
         learns = planning.state.may_rehearse
@@ -313,7 +314,7 @@ class Fitting(MeasuredSteps):
         return out
 
     def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
-        """Runs the forward as it is, if there is room; else undoes it, and plans by a rehearsal."""
+        """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal."""
         if not (self.planning.state.infeasible or self.planning.calls.are_seen):
             kept = self._kept(forward, undo=undo)
             self._copies = undo.changed_large
@@ -337,9 +338,9 @@ class Fitting(MeasuredSteps):
         after: FittedSaving | None = None,
         undo: Undo | None = None,
     ) -> tuple[Any] | None:
-        """Runs a forward and returns its output in a tuple; None if what it holds has no room.
+        """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
 
-        undo: has copied what the forward may change, and learns what it does not
+        undo: copies of what the forward may change; those it leaves unchanged are dropped
         """
         since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
@@ -356,9 +357,9 @@ class Fitting(MeasuredSteps):
         return (out,)
 
     def _will_be_too_much(self, out: Any, saving: FittedSaving, since: int) -> bool:
-        """Returns whether backward would be above the budget, where a plan could help that.
+        """Returns whether backward would exceed the budget, and a plan could prevent this.
 
-        since: autograd's number from which on backward is this model's own
+        since: autograd's number of the first node of this model
         """
         if not may_measure(self.owned.device) and self._step is None:
             return False
@@ -383,7 +384,7 @@ class Fitting(MeasuredSteps):
     def _replayed(
         self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
     ) -> Any:
-        """Runs a forward by its script; where it turns out to be another one, observes it."""
+        """Runs a forward by its script; if it differs from the script, examines the rest."""
         known = ReplayedForward(self.planning, script, after)
         self._opened = known
         if script.does_nothing and self._has_ample_room:
@@ -406,9 +407,10 @@ class Fitting(MeasuredSteps):
         return out
 
     def exhausted(self) -> None:
-        """Keeps to a smaller budget from the next step on, after memory ran out in this one.
+        """Sets a smaller budget from the next step on, after memory ran out in this one.
 
-        Nothing is planned now, while the step's graph may still be there. Twice is harmless.
+        Nothing is planned now, while the step's graph may still exist. Calling it twice is
+        harmless.
         """
         if self._shortage.less is None:
             self.interrupt()
@@ -422,7 +424,7 @@ class Fitting(MeasuredSteps):
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans model(*args, **kwargs), in training mode, before the training begins.
 
-        Its forward runs once and holds nothing; RNG, buffers and modes are put back. Raises
+        The forward runs once and holds nothing; RNG, buffers and modes are restored. Raises
         BudgetTooSmall where no plan fits.
         """
         try:
@@ -457,7 +459,7 @@ class Fitting(MeasuredSteps):
 
 
 def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
-    """Refuses a forward that could not go on where it ran a backward of its own."""
+    """Refuses a forward that could not continue where it ran a backward inside it."""
     try:
         planning.forward_ended(saving)
     except BudgetTooSmall as error:
@@ -471,7 +473,7 @@ def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
 
 @contextmanager
 def _as_in_training(model: nn.Module, given: Given) -> Iterator[Undo]:
-    """Puts the model into training mode for a forward of which nothing is left."""
+    """Puts the model into training mode for a forward whose effects are undone."""
     modes = [(module, module.training) for module in model.modules()]
     undo = Undo(model, (), given)
     try:
