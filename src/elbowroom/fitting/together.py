@@ -123,7 +123,7 @@ def _take_part(model: nn.Module, forward: Callable[[], Any], given: Given) -> No
         with torch.no_grad():
             undo.watching(forward)()
     finally:
-        with suppress(RuntimeError):  # of buffers that are shared out by now
+        with suppress(RuntimeError):  # where buffers cannot be restored
             undo.back()
         undo.close()
 
