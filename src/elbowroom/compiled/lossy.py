@@ -1,11 +1,11 @@
 """Chooses codes for what a compiled step saves, where saving less does not reach the budget.
 
-Masks go first: a bool that backward asks for takes a byte an element, and one bit says the same,
-exactly. Then, if errors are allowed, floats are coded at the most levels that fit: 256, 16, 4. What
-a function bends (exp, GELU) stays at 256 levels, and what backward cannot take with an error stays
-exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode in it.
-Where codes would add more to the gradient's variance than they may (`noise.py`), the largest values
-get more levels, and what cannot be held so is no choice.
+Masks come first: a bool that backward reads takes a byte an element, and one bit holds the same,
+exactly. Then, if errors are allowed, floats are coded at the most levels that fit: 256, 16, 4.
+Inputs of nonlinear functions (exp, GELU) keep 256 levels, and values in which backward tolerates no
+error stay exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode
+in it. Where codes would add more to the gradient's variance than allowed (`noise.py`), the largest
+values get more levels; a choice that still adds too much is dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Choice:
-    """Codes that fit. seconds: those of its step, and what its variance is worth."""
+    """Codes that fit. seconds: those of its step, plus the price of its variance."""
 
     seconds: float
     saved_nbytes: int
@@ -65,7 +65,7 @@ def code(
     least = step.peak_nbytes
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
-    wide: list[_Choice] = []  # which hold more than they may
+    wide: list[_Choice] = []  # which hold more than allowed
     for levels in (0,) if exact else (0, *LEVELS):
         bound = bar
         for base in sorted(_bases(search, step), key=lambda one: one.seconds):
@@ -85,7 +85,7 @@ def code(
                 bound = min([bound, *(one.seconds for one in found[-1:])])
         if found and exact is not False:
             break
-        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels have to pay
+        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels must pay
     if not found and not wide:
         return None, least, 0.0
     if not found:
@@ -158,7 +158,7 @@ def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
 def _fewer(
     joint: Joint, base: Step, coded: list[Coded], room_nbytes: int, held_nbytes: float = inf
 ) -> list[Coded]:
-    """Leaves out codes of the largest values, as many as fit: each is time and noise.
+    """Removes codes of the largest values, as many as fit: each costs time and noise.
 
     Masks stay: a comparison must not be made of a value that comes out of a code.
     """
@@ -208,7 +208,7 @@ def _plain_nbytes(one: Coded) -> int:
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
-    """Choices of saved values that are worth coding: no other is faster and has a lower peak."""
+    """Choices of saved values that are worth coding: no other is both faster and lower in peak."""
     lowest, front = float("inf"), []
     for one in sorted(search.steps, key=lambda one: (one.seconds, one.peak_nbytes)):
         if one.peak_nbytes < lowest:
@@ -221,7 +221,7 @@ def _bases(search: Search, step: Step) -> list[Step]:
 
 
 def _with_what_codes_hold(search: Search, step: Step) -> Step:
-    """Saves what takes longer to be made again than to be coded; what may have no code is not."""
+    """Saves values that take longer to recompute than to code, unless they may have no code."""
     joint = search.joint
     after, gradients = joint.parts(step.saved)[1], joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
@@ -276,5 +276,5 @@ def _may_be_coded(
 
 
 def _is_unknown(size: int | torch.SymInt) -> bool:
-    """Returns whether a size is known only when the program runs, as of what `nonzero` gives."""
+    """Returns whether a size is known only when the program runs, as after `nonzero`."""
     return isinstance(size, torch.SymInt) and getattr(size.node, "hint", None) is None

@@ -57,9 +57,7 @@ def _nodes_of(call: Call, out: Any) -> Iterator[Node]:
     before = {id(x.grad_fn) for x in _tensors((*call.args, *call.kwargs.values()))}
     first = [x.grad_fn for x in _tensors((out,)) if x.grad_fn is not None]
     waiting, seen = list(dict.fromkeys(first)), set(map(id, first))
-    kept: list[
-        Node
-    ] = []  # a node that is not held passes its address on to the next one
+    kept: list[Node] = []  # a node that is not held passes its address on to the next one
     while waiting and len(kept) < _MOST_NODES:
         node = waiting.pop(0)
         kept.append(node)

@@ -175,9 +175,7 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
     if of is copy or not isinstance(of, Tensor) or copy.grad_fn is None or untouchable(of):
         return None
     if copy.grad_fn._sequence_nr() < call.began:
-        return (
-            None  # a copy of the user, who may have changed it since, unknown to autograd
-        )
+        return None  # a copy of the user, who may have changed it since, unknown to autograd
     if identity.is_exact and copy.grad_fn.name() in REORDERED:
         return reordered(call, copy, identity)
     if identity.origin(x) is not None:
