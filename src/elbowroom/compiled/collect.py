@@ -204,7 +204,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The (fake) tensors that a node stands for."""
+    """The (fake) tensors of a node's value."""
     return [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
 
 
@@ -214,7 +214,7 @@ def elements_of(node: fx.Node) -> int:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """The bytes of the tensors that a node stands for."""
+    """The bytes of the tensors of a node's value."""
     return sum(known_size(x.numel()) * x.dtype.itemsize for x in tensors_of(node))
 
 

@@ -202,7 +202,7 @@ def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]
 
 
 def _plain_nbytes(one: Coded) -> int:
-    """The bytes that eager PyTorch would hold: a comparison stands for its operand."""
+    """The bytes that eager PyTorch would hold: a comparison counts as its operand."""
     value = tensors_of(one.node)[0]
     return known_size(value.numel()) * (value.dtype.itemsize if one.levels else 4)
 

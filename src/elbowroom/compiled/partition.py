@@ -124,7 +124,7 @@ def _hash_of_code() -> str:
 
 
 class _Answer:
-    """Stands in for `choose_saved_values_set` while a graph is partitioned."""
+    """Replacement of `choose_saved_values_set` while a graph is partitioned."""
 
     def __init__(self, settings: Partitioner, n_forward_outputs: int) -> None:
         self._settings = settings

@@ -48,7 +48,7 @@ class ForgetScripts:
 
 @dataclass(frozen=True)
 class BeginPlan:
-    """Command: forget scripts, and try modules that run again, since a new plan is followed."""
+    """Command: forget scripts, and test modules to be recomputed, since a new plan is followed."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class BlameNoClasses:
 
 @dataclass(frozen=True)
 class RunLayersAgain:
-    """Command: let recurrent layers run again in backward from now on."""
+    """Command: allow recomputation of recurrent layers from now on."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Followed:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules whose forward runs again in backward."""
+        """Modules that are recomputed in backward."""
         return self.state.recompute
 
     @property

@@ -75,7 +75,7 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
 
 
 def warn_runs_again(options: FitOptions) -> None:
-    """Warns that recurrent layers run again, since no plan fits what they save: bits change."""
+    """Warns that recurrent layers are recomputed, since no plan fits their tensors: bits change."""
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a few time steps after the other; gradients differ from those of plain training "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Fallbacks:
     """Relaxations that are still possible where no plan fits.
 
-    blamed_classes  modules that cannot run again are left out with all others of their class
+    blamed_classes  modules that cannot be recomputed exclude all others of their class
     layers          recurrent layers may be recomputed in backward
     """
 

@@ -120,7 +120,7 @@ class Planning(Followed):
         self.meter: NoiseMeter | None = None
         self.redoes = False
         self.said: tuple[str, bool] | None = None
-        self._untried = 0  # forwards in which modules that run again are tried (`repeats.py`)
+        self._untried = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._running = 0, nothing  # which forward of a step runs, and its signature
         self.forget_scripts()
 

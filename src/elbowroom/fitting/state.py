@@ -134,7 +134,7 @@ class FitState:
         )
 
     def back(self, before: "FitState") -> Self:
-        """Returns to what was settled before, if steps since then have told nothing of it."""
+        """Returns to the settled state of before, if steps since then did not contradict it."""
         return replace(
             self.fresh(),
             phase=Phase.SETTLED,
@@ -212,7 +212,7 @@ class FitState:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules whose forward runs again in backward."""
+        """Modules that are recomputed in backward."""
         return frozenset() if self.plan is None else self.plan.recompute
 
     @property
@@ -273,12 +273,12 @@ class FitState:
 
     @property
     def wants_writing(self) -> bool:
-        """True if the step that begins should be written down, not just measured."""
+        """True if the step that begins should be profiled, not just measured."""
         makes_states = self.memory.unallocated_state_nbytes > 0
         match self.phase:
-            case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)
+            case Phase.LAST_RESORT | Phase.GIVEN:  # given: a profiled step needs more memory
                 return False
-            case Phase.GUESSING:  # when backward was over tells what it needs beside those states
+            case Phase.GUESSING:  # the end of backward shows what it needs beside those states
                 return makes_states
             case Phase.WRITING | Phase.IDLE:
                 return True

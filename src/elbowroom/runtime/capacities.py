@@ -55,7 +55,7 @@ class Capacities:
         self._lock = threading.Lock()
 
     def room(self, site: Hashable) -> "SiteRoom":
-        """The room of one site, which is identified by any hashable key."""
+        """The memory for payloads of one site, which any hashable key identifies."""
         return SiteRoom(self, site)
 
     def space(

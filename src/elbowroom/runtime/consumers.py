@@ -89,7 +89,7 @@ _IN_PLACE = frozenset(
         "__setitem__",
     )
 )
-_ASKED = {  # which argument asks for that
+_ASKED = {  # the argument that requests it
     **dict.fromkeys(("relu", "relu6", "silu", "mish", "hardswish", "hardsigmoid", "selu"), 1),
     **dict.fromkeys(("leaky_relu", "elu", "celu"), 2),
     **dict.fromkeys(("hardtanh", "threshold", "dropout", "alpha_dropout", "dropout2d"), 3),

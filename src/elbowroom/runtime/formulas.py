@@ -409,8 +409,8 @@ _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceB
 def formula_of(node: object, name: str, field: str) -> Formula:
     """Returns how the node of this name uses the tensor that it has saved under `field`.
 
-    node: the node itself, which is asked for the exponent of a power with a number for one, and
-    for the name of a reduction.
+    node: the node itself, which has the exponent of a power if that is a number, and for the name
+    of a reduction.
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))

@@ -311,7 +311,7 @@ class Saving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a module: what it saves may be recomputed, or the call written down."""
+        """Calls a module, which may be recomputed in backward; its call may be recorded."""
         name, consumers = modules.name_of(module), self._consumers
         if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
             if self.recorder is not None:
@@ -454,7 +454,7 @@ class Saving:
         return again and self.recorder is None
 
     def _codes_input(self, name: SiteName) -> bool:
-        """Returns whether a module is to run again from a code of this input."""
+        """Returns whether a module is to be recomputed from a code of this input."""
         codes_input = getattr(self.policy, "codes_input", None)
         return codes_input is not None and bool(codes_input(name))
 

@@ -129,7 +129,7 @@ class Recorder(Protocol):
 
 
 class Listener:
-    """Listener that hears of all events of a forward, and does nothing."""
+    """Listener to all events of a forward, which does nothing."""
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
         """Called when the forward begins.
@@ -165,7 +165,7 @@ class Listener:
         """Called when the call has raised."""
 
     def begins_region(self, module: nn.Module) -> None:
-        """Called when a call begins of a module that runs again in backward."""
+        """Called when a call of a recomputed module begins."""
 
     def saves_between(self, *, of_checkpoint: bool) -> None:
         """Called when a tensor is saved between two calls.
@@ -174,7 +174,7 @@ class Listener:
         """
 
     def saves(self) -> None:
-        """Called before the inputs of a module that runs again, or what is between, are saved."""
+        """Called before inputs of a recomputed module, or tensors between calls, are saved."""
 
     def region_saved(self) -> None:
         """Called when the inputs of the module are saved, and it runs."""

@@ -53,7 +53,7 @@ def recomputed(
 
     arguments: the same as they are now. begin: called once inputs are saved.
     """
-    with torch._C.DisableTorchFunction():  # nobody else's ops
+    with torch._C.DisableTorchFunction():  # not for ops of other code
         state = State(module, arguments.sources)
     # Released after use: objects that are held until backward must not refer to outputs in a cache,
     # whose graph refers to this one. Such a cycle would never be freed.

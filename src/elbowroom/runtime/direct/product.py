@@ -88,8 +88,8 @@ def _times(grad: Tensor, ctx: Any, i: int) -> Tensor:
 def _fits_over(grad: Tensor, view: View) -> bool:
     """Returns whether grad * factor has the dtype, shape and strides of the factor.
 
-    torch orders a result by the strides of the first operand, where these tell; a gradient that was
-    expanded has strides of 0, which do not.
+    torch orders a result by the strides of the first operand, where these are unique; a gradient
+    that was expanded has strides of 0, which do not.
     """
     shape, stride = view.geometry.shape, view.geometry.stride
     if grad.dtype is not view.slot.dtype or grad.shape != shape or grad.device != view.slot.device:

@@ -41,7 +41,7 @@ def binary(
 ) -> Origin | None:
     """Returns a recipe of an op with two operands.
 
-    One is saved or made again, the other is saved, a parameter or a number.
+    One is saved or rebuilt, the other is saved, a parameter or a number.
     """
     x, y = call.first, call.arg(1, "other")
     if not isinstance(y, Tensor):

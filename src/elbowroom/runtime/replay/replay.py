@@ -48,7 +48,7 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 
 
 class Token:
-    """Token whose end tells that nothing is held any more."""
+    """Token whose end shows that nothing is held any more."""
 
     __slots__ = ("__weakref__",)
 
@@ -103,7 +103,7 @@ class Places:
 
 
 def unpack(held: Any) -> Tensor:
-    """Return the saved tensor that autograd asks for: the hook of backward."""
+    """Returns the saved tensor to autograd: the unpack hook."""
     if type(held) is Kept:
         x: Tensor = held[0]
         try:
@@ -160,7 +160,7 @@ class Replay(Observing):
         self.places = Places(0)
         self._seeds: int | None = None  # the context's count before those of this forward
         self._first_seed = self._drawn = 0
-        # Seeds of this forward, made as the first is asked for.
+        # Seeds of this forward, created when the first one is drawn.
         self._on_host: list[int] = []
         self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}
         self._given = 0  # how many inputs the checkpoints of this step have saved
@@ -341,7 +341,7 @@ class Replay(Observing):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a module, which may be one that runs again in backward."""
+        """Calls a module, which may be recomputed in backward."""
         if self.saving is not None:
             return self.saving.calls(module, call, args, kwargs)
         act = self._act()
@@ -399,7 +399,7 @@ class Replay(Observing):
             self._numel += x.numel()
             return saving.take(x)
         with _disabled():
-            if saving is None and self._holds is not None:  # a module that runs again gets it
+            if saving is None and self._holds is not None:  # a recomputed module gets it
                 self._is_inside = True
                 try:
                     return self._pack(x)
@@ -436,7 +436,7 @@ class Replay(Observing):
 
     def kept(self, x: Tensor) -> Kept:
         """Return what is held of a tensor that is only kept."""
-        alone = x if x.is_leaf else x.detach()  # to ask for `grad_fn` makes an object
+        alone = x if x.is_leaf else x.detach()  # reading `grad_fn` creates an object
         return Kept((alone, 0 if x.is_inference() else x._version, self._token))
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:

@@ -37,7 +37,7 @@ _MOST_SETTINGS = 16  # settings whose scripts are cached at a time
 _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
 _MOST_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
 _MOST_PARTS = 3  # of a step that opens the same context several times
-_LOOKS_AGAIN = 256  # steps that follow, until one is looked at all the same
+_LOOKS_AGAIN = 256  # replayed steps after which one is examined again
 
 
 class Scripts:

@@ -73,7 +73,7 @@ class Scribe(Listener):
         self.why, self.once = "", False
         self._ops: list[NotedOp] = []
         self._stack: list[int] = []
-        self._inputs: int | None = None  # the op that stands for what is saved between two
+        self._inputs: int | None = None  # the op that represents tensors saved between two calls
         self._when = BEFORE
         self._done: list[NotedDeed] = []
         self._seeds_before = 0
@@ -84,7 +84,7 @@ class Scribe(Listener):
         self._makers: Makers = {}
         self._state = state_of_torch()
 
-    # --- What a context tells
+    # --- Events of a context
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
         """Begins the record of a forward.
@@ -168,7 +168,7 @@ class Scribe(Listener):
         self._when = AT_SAVE if self._stack else BEFORE
 
     def begins_region(self, module: nn.Module) -> None:
-        """Records that a call begins of a module that runs again in backward."""
+        """Records that a call of a recomputed module begins."""
         if self.why:
             return
         self._ops.append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))

@@ -101,7 +101,7 @@ class Remade:
 class Deed:
     """Action on one slot in a settled forward, and all that it takes.
 
-    action  None: a later op tells
+    action  None: a later op decides
     bits    the op whose mask is taken of the tensor; "": none is
     covers  whether the op that saves it made all of its storage
     mask    the slot whose bits an encoding takes; NOWHERE: none
@@ -267,7 +267,7 @@ class Script:
 
     @cached_property
     def recomputes(self) -> bool:
-        """True if modules run again in backward."""
+        """True if modules are recomputed in backward."""
         return any(step.module is not None for step in self.steps)
 
     @cached_property
