@@ -92,7 +92,7 @@ def _train(size: int, dtype: torch.dtype) -> None:
     for _ in range(2):
         with er.saving("dither", min_nbytes=0):
             loss = model(x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 def _code(id: str, size: int, dtype: torch.dtype) -> None:
