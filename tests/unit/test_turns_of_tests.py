@@ -78,6 +78,14 @@ def test_a_new_list_has_what_was_measured_and_keeps_what_was_not():
     assert by_file({"a::x": 1.0, "a::y": 2.0, "b::x": 4.0}) == {"a": 3.0, "b": 4.0}
 
 
+def test_a_run_of_whole_files_drops_names_that_no_test_has():
+    known = {"a::renamed": 3.0, "a::was": 2.0, "b::other": 5.0, "c": 4.0}
+    measured = {"a::was": LEAST_S - 0.1, "c::x": 1.0}
+    about = pytest.approx(LEAST_S - 0.1)
+    assert renewed(known, measured, whole=True) == {"a::was": about, "b::other": 5.0, "c": 1.0}
+    assert renewed(known, measured)["a::renamed"] == 3.0
+
+
 # --- what conftest.py makes of it ---
 
 
