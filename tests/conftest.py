@@ -199,7 +199,8 @@ def pytest_terminal_summary(
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     terminalreporter.write_line(f"torch {torch.__version__}, {device}")
     if config.getoption("--costs"):
-        _tell_costs(terminalreporter, config.stash[_taken])
+        whole = config.getoption("--all") and exitstatus == 0 and not _is_a_part(config)
+        _tell_costs(terminalreporter, config.stash[_taken], whole=whole)
     if exitstatus == 0 and _is_whole(config):
         _write_whole(terminalreporter)
     left_out, cases = config.stash.get(_left_out, (0, 0))
@@ -216,24 +217,29 @@ def pytest_terminal_summary(
         )
 
 
-def _tell_costs(terminalreporter: pytest.TerminalReporter, taken: Counter[str]) -> None:
+def _tell_costs(
+    terminalreporter: pytest.TerminalReporter, taken: Counter[str], *, whole: bool
+) -> None:
     """CPU seconds of each file that took one or more; what tests took goes into the list."""
     for file, cost_s in by_file(taken).most_common():
         if cost_s >= 1:
             terminalreporter.write_line(f"{cost_s:8.1f} CPU s  {file}")
     terminalreporter.write_line(f"{taken.total():8.1f} CPU s in {len(taken)} tests")
-    write(renewed(costs(), taken))
+    write(renewed(costs(), taken, whole=whole))
 
 
 def _is_whole(config: pytest.Config) -> bool:
     """Whether this is a run of everything that there is."""
-    chosen = config.option.keyword or config.option.markexpr or config.option.deselect
-    return (
-        config.getoption("--all")
-        and config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        and not chosen
-        and not config.option.collectonly
-    )
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return config.getoption("--all") and everything and not _is_a_part(config)
+
+
+def _is_a_part(config: pytest.Config) -> bool:
+    """Whether some tests of the files are left out by name, or by an option; or none runs."""
+    option = config.option
+    named = any("::" in argument for argument in config.args)
+    chosen = option.keyword or option.markexpr or option.deselect or named
+    return bool(chosen) or option.collectonly
 
 
 def _write_whole(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,4 +1,4 @@
-"""Tests that take seconds run in turns: a third of them each day, another one the next.
+"""Tests that take seconds run in turns: a quarter of them each day, another one the next.
 
 Three quarters of the processor time of a run were in 4 % of its tests. Those are listed in
 `costs.json`, with the CPU seconds that each has taken, its processes included. A run of everything
@@ -11,6 +11,7 @@ that share what they make, such as a pair of processes, take the turn of their f
 names in their place.
 
     ./scripts/test --costs FILE        # measures the tests of a file, and writes them into the list
+    ./scripts/test --all --costs FILE  # all cases, too; drops names that no test of the file has
     ./scripts/test --all --costs       # all tests
 """
 
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-TURNS = 3
+TURNS = 4
 LEAST_S = 0.5
 COSTS = Path(__file__).with_name("costs.json")
 _DAY_S = 24 * 3600
@@ -79,17 +80,22 @@ def _file(id: str) -> str:
     return id.partition("::")[0]
 
 
-def renewed(costs: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+def renewed(
+    costs: Mapping[str, float], measured: Mapping[str, float], *, whole: bool = False
+) -> dict[str, float]:
     """The list after a run in which these tests took so many CPU seconds.
 
-    What did not run keeps its entry. A test leaves the list below half of `LEAST_S`, so that one
-    that takes about as long does not come and go.
+    A test that did not run keeps its entry. A test leaves the list below half of `LEAST_S`, so that
+    one that takes about as long does not come and go.
+
+    whole: all tests of the files ran, so that an entry of another name in them is of no test
     """
     together = {name for name in costs if "::" not in name}
     taken: Counter[str] = Counter()
     for id, cost_s in measured.items():
         taken[file if (file := _file(id)) in together else id] += cost_s
-    found = dict(costs)
+    ran = {_file(id) for id in measured} if whole else set()
+    found = {name: cost_s for name, cost_s in costs.items() if _file(name) not in ran}
     for name, cost_s in taken.items():
         found.pop(name, None)
         if cost_s >= (LEAST_S / 2 if name in costs else LEAST_S):

@@ -138,10 +138,18 @@ def test_codecs_lists_the_registry():
 
 
 def test_compiling_ahead_calls_every_codec_that_takes_floats():
-    named = {id for id, dtype, _ in precompile._jobs() if id and dtype.is_floating_point}
+    named = {id for id, dtype, _ in precompile._jobs() if id.strip() and dtype.is_floating_point}
     assert named == {id for id in er.codecs() if torch.float32 in er.codec(id).dtypes}
     for job in precompile._jobs(threaded=(torch.float32,)):
         precompile._call(job)
+
+
+def test_compiling_ahead_compiles_what_a_training_step_runs():
+    pytest.importorskip("numba")
+    names = ("layer_norm_backward", "row_statistics")
+    modules = [import_module(f"elbowroom.kernels.numba.{name}") for name in names]
+    precompile._train(300, torch.float32)
+    assert all(module._rows.serial.signatures for module in modules)
 
 
 def test_two_processes_do_not_compile_one_codec_at_the_same_time():

@@ -2,8 +2,9 @@
 
 numba compiles a kernel at its first call with each kind of arguments, in a few seconds, and keeps
 the machine code on disk. These are compiled: every registered codec with its default settings, the
-step of optimizers, and dropout, for all dtypes, with tensors that are small enough for the serial
-loops and large enough for the threaded ones.
+step of optimizers, dropout, and what the backward of a small network with norms, convolutions and
+activations runs on codes, for all dtypes, with tensors that are small enough for the serial loops
+and large enough for the threaded ones.
 """
 
 import logging
@@ -14,7 +15,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 
 import torch
+from torch import nn
 
+import elbowroom as er
 from elbowroom.codecs import Facts, codec, codecs
 from elbowroom.codecs.compact import Coder
 from elbowroom.errors import UnsupportedTensor
@@ -24,8 +27,10 @@ from elbowroom.optim import AdamW
 _SIZES = (300, 70_000)  # elements: see SERIAL in kernels/numba/launch.py
 _FACTS = (Facts(), Facts(has_zeros=True), Facts(smallest=0, largest=255), Facts(value=1.0))
 _FOR_SMALL = {"fdsr": {"min_numel": 0}}  # it leaves small tensors as they are
-_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+_FLOATS = (torch.float32, torch.bfloat16)
+_DTYPES = (*_FLOATS, torch.int64, torch.bool)
 _OPTIMIZER = ""  # where a job has the id of a codec; dropout with it
+_TRAINING = " "  # likewise: a training step
 
 Job = tuple[str, torch.dtype, tuple[int, ...]]  # codec, dtype, sizes
 
@@ -55,8 +60,8 @@ def _jobs(threaded: Collection[torch.dtype] = _DTYPES) -> Iterator[Job]:
     not compile the same functions at the same time.
     """
     for dtype in _DTYPES:
-        for id in ("fdsr", _OPTIMIZER, *(id for id in codecs() if id != "fdsr")):
-            if dtype in ((torch.float32, torch.bfloat16) if id == _OPTIMIZER else codec(id).dtypes):
+        for id in ("fdsr", _OPTIMIZER, _TRAINING, *(id for id in codecs() if id != "fdsr")):
+            if dtype in (_FLOATS if id in (_OPTIMIZER, _TRAINING) else codec(id).dtypes):
                 yield id, dtype, _SIZES if dtype in threaded else _SIZES[:1]
 
 
@@ -66,6 +71,8 @@ def _call(job: Job) -> None:
         if id == _OPTIMIZER:
             _step(size, dtype)
             Dropout()(torch.randn(size, dtype=dtype))
+        elif id == _TRAINING:
+            _train(size, dtype)
         else:
             _code(id, size, dtype)
 
@@ -74,6 +81,18 @@ def _step(size: int, dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.randn(max(size // 64, 65), 64, dtype=dtype))
     parameter.grad = torch.randn_like(parameter)
     AdamW([parameter]).step()
+
+
+def _train(size: int, dtype: torch.dtype) -> None:
+    """Runs two steps, because the second one replays the first with other kernels."""
+    rows = (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.RMSNorm(64))
+    maps = (nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
+    model = nn.Sequential(*rows, nn.Unflatten(1, (4, 4, 4)), *maps).to(dtype)
+    x = torch.randn(max(size // 64, 2), 64, dtype=dtype)
+    for _ in range(2):
+        with er.saving("dither", min_nbytes=0):
+            loss = model(x).square().mean()
+        loss.backward()
 
 
 def _code(id: str, size: int, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 """The ops of `ops.py` written out in aten ops, which Inductor fuses with what is around them.
 
-A call of a kernel of ours is a wall for Inductor: it stores what is encoded, and what is decoded,
-and knows no loop across it. On a GPU its own loops serve as well, so `expand` puts these forms into
-a graph before it is compiled. On a CPU they cost more than our kernels, and the ops stay.
+Inductor cannot fuse across a call of our kernels: it stores their inputs and their results. On a
+GPU its own loops are as fast, so `expand` puts these forms into a graph before it is compiled. On a
+CPU they cost more than our kernels, and the ops stay.
 
     bits    byte i  = sum of (x[8 i + k] != 0) * 2^k, k in 0..7
     noise   word(j) = mix(key(tile) + j * 0x9E3779B9),  u from one half of it   (reference/noise.py)
@@ -13,8 +13,8 @@ PyTorch does. A compiler may contract a product and a sum into one rounding (Tri
 that lies within that rounding of the edge between two codes may then take the other one, and
 x~ differs by some 1e-7 of the range of its group.
 
-A tensor that is no whole number of tiles, 2048 elements, keeps the op: its last tile is packed by
-itself. So do numbers of levels other than 4, 16 and 256.
+A tensor whose size is not a multiple of a tile, 2048 elements, keeps the op, because its last tile
+is packed separately. So do codes of other numbers of levels than 4, 16 and 256.
 """
 
 from collections.abc import Callable, Sequence
@@ -169,7 +169,7 @@ def _flat(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _laid_out(x: Tensor, size: Sequence[int], order: Sequence[int]) -> Tensor:
-    """The elements of x, in their order, as a tensor of this size whose dimensions lie so."""
+    """The elements of x, in their order, as a tensor of this size and memory order."""
     back = [list(order).index(d) for d in range(len(order))]
     return x.reshape([size[d] for d in order]).permute(back)
 
@@ -254,7 +254,7 @@ def _seed_of(seed: Tensor, number: int) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int, bits: int = 64) -> Tensor:
-    """A shift to the right that brings in zeros."""
+    """A logical shift to the right."""
     mask: int = 2 ** (bits - by) - 1
     return (x >> by) & mask
 

@@ -4,17 +4,18 @@ Dynamo calls a backend once for each region of a program without a graph break; 
 forward and a backward graph through `partition.py`, and all else is Inductor's.
 
 Several regions of one step hold their saved tensors at the same time, and each is compiled before
-the next is known. So a region that ends in a graph break, or is a bucket of DDP's, may hold half of
-the room that is left, or what all its values take if that is less, and the last region may use all
-that remains:
+the next is known. So a region that ends in a graph break, or is a bucket of DDP, may hold half of
+the remaining room, or the bytes of all its values if these are less, and the last region may use
+all that remains:
 
     room of region k     R_k = R_1 - s_1 - ... - s_(k-1)
-    share of region k    s_k = min(bytes of its values, R_k / 2), or what it cannot but hold
+    share of region k    s_k = min(bytes of its values, R_k / 2), or what it has to hold at least
 
 One graph may run several times in a forward: for blocks that are compiled one by one, as they are
-with FSDP2. Who has counted these runs says so (`runs`); half of the room is for all they hold.
+with FSDP2. The caller passes the number of runs (`runs`); half of the room is for all that they
+hold.
 
-Settings are read from the options of each call, and nothing is kept but the shares of a step.
+Settings are read from the options of each call, and only the shares of a step are kept.
 """
 
 import logging
@@ -40,7 +41,7 @@ _UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is sai
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a compiled model: what it may take and change.
+    """Settings of a compiled model: its memory, and the changes that it may make.
 
     room_nbytes    bytes for the whole step; None: as plain torch.compile
     counts_inputs  whether parameters, buffers and inputs count
@@ -62,7 +63,7 @@ class Settings:
 
     @property
     def limit(self) -> float | None:
-        """The noise that errors name; None where no code may add any."""
+        """The limit of noise that errors name; None where codes may add none."""
         return None if self.exact else self.noise
 
 
@@ -78,11 +79,11 @@ class Bounds:
     least_nbytes: int = 0
 
     def share_of(self, room_nbytes: int) -> int:
-        """Returns the bytes that it may hold in such a room."""
+        """Returns the bytes that the region may hold in this room."""
         return max(min(self.values_nbytes, room_nbytes // 2), self.least_nbytes)
 
     def room_for(self, rest_nbytes: int) -> int:
-        """Returns the least room that leaves so much beside its share."""
+        """Returns the least room that leaves this many bytes beside its share."""
         half = min(rest_nbytes + self.values_nbytes, max(2 * rest_nbytes - 1, 0))
         return max(half, rest_nbytes + self.least_nbytes)
 
@@ -95,9 +96,9 @@ class Regions:
     shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame, and DDP's bucket
     bounds: dict[object, "Bounds"] = field(default_factory=dict)  # of the shares, by the same keys
     decisions: list[Decision] = field(default_factory=list)
-    runs: int = 1  # of regions in a forward, where that is known and more than they are
-    elsewhere_nbytes: int = 0  # what other regions may hold while the last one runs
-    _open: object = None  # whose share may yet grow
+    runs: int = 1  # number of regions in a forward, where it is known and larger than seen
+    elsewhere_nbytes: int = 0  # bytes that other regions may hold while the last one runs
+    _open: object = None  # regions whose share may still grow
     _last: tuple[object, bool] = (None, False)  # key of the region that is compiled
     _bucketed: object = None  # the compilation that DDP cuts
     _buckets: int = 0
@@ -150,7 +151,7 @@ class Regions:
         frame = frame_of(None)
         if not _is_in_ddp():
             return frame, False
-        if compiled != self._bucketed:  # the frame is compiled once more: its buckets begin anew
+        if compiled != self._bucketed:  # the frame is compiled again: its buckets begin anew
             self._bucketed, self._buckets = compiled, 0
             for key in list(self.shares):
                 if isinstance(key, tuple) and key[0] == frame:
@@ -167,10 +168,10 @@ class Regions:
         )
 
     def decided(self, decision: "Decision") -> None:
-        """Records what was decided for a region; the logger "elbowroom" says it in one line."""
+        """Records the decision for a region; the logger "elbowroom" writes it in one line."""
         self.decisions.append(decision)
         if self._open is not None and decision.saved_nbytes > self.shares[self._open]:
-            self.shares[self._open] = decision.saved_nbytes  # it could not hold so little
+            self.shares[self._open] = decision.saved_nbytes  # it could not hold as little
             bounds = self.bounds[self._open]
             self.bounds[self._open] = replace(bounds, least_nbytes=decision.saved_nbytes)
         if self.settings.room_nbytes is not None:
@@ -203,9 +204,9 @@ def compile_region(
 ) -> Callable[..., Any]:
     """Compile a region with Inductor inside its room.
 
-    options: Inductor's own. A budget that is too small is raised by the first call of the region,
-    with its own type: what a backend raises, Dynamo would wrap. raises: at once, for a caller who
-    catches it.
+    options: Inductor's own. The error for a budget that is too small is raised by the first call of
+    the region, with its own type, because Dynamo would wrap errors of a backend. raises:
+    immediately, for a caller that catches it.
     """
     from elbowroom.compiled.partition import check_torch
 

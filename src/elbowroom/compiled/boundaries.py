@@ -1,10 +1,10 @@
 """Finds the values of a forward through which everything has to pass: the ends of blocks.
 
-Going through the forward in order, the values that are still to be read are what a runner would
-have to carry over at that place. Where these are few bytes, the model is narrow: between two blocks
-of a transformer one tensor of the residual stream is carried, between two stages of a U-Net that
-and the skip connections. Saving what is carried at narrow places cuts the recomputation of backward
-into pieces, each of which is alive by itself only.
+At each place of the forward, the values that are still to be read are carried across that place.
+Where these are few bytes, the model is narrow: between two blocks of a transformer only the
+residual stream is carried, between two stages of a U-Net also the skip connections. Saving the
+values that are carried at narrow places splits the recomputation in backward into pieces, only one
+of which is alive at a time.
 """
 
 from collections.abc import Sequence

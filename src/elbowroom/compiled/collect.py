@@ -1,8 +1,8 @@
-"""Reads a joint graph: what each of its ops makes, in bytes, and what kind of work it is.
+"""Reads a joint graph: the bytes that each of its ops computes, and its kind of work.
 
-AOTAutograd gives one graph of forward and backward together, whose nodes carry fake tensors. From
-these alone follows all that a decision needs: the storage that a node's value lies in (a view has
-that of its source), its bytes, and how Inductor treats the op:
+AOTAutograd gives one graph of forward and backward together, whose nodes carry fake tensors. They
+contain everything that a decision needs: the storage of a node's value (a view has that of its
+source), its bytes, and how Inductor treats the op:
 
     given      an input of the graph
     view       no memory, no work
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-_UNKNOWN = 4096  # elements of a size that nobody can tell before the program runs
+_UNKNOWN = 4096  # assumed elements of a size that is unknown before the program runs
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 
@@ -137,7 +137,7 @@ def is_away(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Returns whether the op gives another view of what it reads, without work."""
+    """Returns whether the op returns a view of its input, without work."""
     packet = _packet(node)
     if packet in (_aten._unsafe_view, _aten.reshape, _aten.lift_fresh):
         return True
@@ -148,7 +148,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Returns whether the last dimensions are reduced: readers fit into the same loop then."""
+    """Returns whether the last dimensions are reduced, so that readers fit into the same loop."""
     if node.target is operator.getitem:
         return False
     source = _value(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
@@ -188,7 +188,7 @@ def _workspace(node: fx.Node) -> int:
 
 @cache
 def _copies_of() -> dict[Any, tuple[int, int]]:
-    """Returns, by op, how many copies of an argument it makes, and of which."""
+    """Returns, by op, how many copies it makes of which argument."""
     return {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}
 
 
@@ -211,7 +211,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The (fake) tensors that a node stands for."""
+    """The (fake) tensors of a node's value."""
     return [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
 
 
@@ -221,12 +221,12 @@ def elements_of(node: fx.Node) -> int:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """The bytes of the tensors that a node stands for."""
+    """The bytes of the tensors of a node's value."""
     return sum(known_size(x.numel()) * x.dtype.itemsize for x in tensors_of(node))
 
 
 def known_size(size: Any) -> int:
-    """A number of elements as an int: a symbol counts as what it is in the compiled call."""
+    """A number of elements as an int: a symbol counts with its value in the compiled call."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
@@ -258,6 +258,6 @@ def _fused() -> frozenset[Any]:
 
 @cache
 def _heavy() -> frozenset[Any]:
-    """Ops so slow on a CPU that Inductor stores what several readers ask for."""
+    """Ops so slow on a CPU that Inductor stores results with several readers."""
     names = "exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit"
     return frozenset(getattr(_aten, name) for name in names.split())

@@ -3,8 +3,8 @@
     seconds(kernel) = max(flops / F, bytes / B) + heavy elements * H + coded elements * C
                       + bytes that leave or come back * A
 
-F flops a second and B bytes a second are rough figures of a device: only their ratio, and only the
-difference between two plans of one graph, decides anything. They are constants, not measured, so
+F flops a second and B bytes a second are rough figures of a device: decisions depend only on their
+ratio, and on the difference between two plans of one graph. They are constants, not measured, so
 that the same program compiles to the same code each time.
 """
 
@@ -67,7 +67,7 @@ class _Work(NamedTuple):
 class Clock:
     """Seconds of kernels on a device; the work of a call is counted once.
 
-    works: that of calls which are known already, and where it is kept
+    works: the work of known calls, which is extended
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _flops(node: fx.Node) -> float:
     args, kwargs = pytree.tree_map(_sized, (node.args, node.kwargs))
     try:
         return float(formula(*args, **kwargs, out_val=_sized_value(node.meta.get("val"))))
-    except Exception:  # a formula that does not know these arguments: then only bytes count
+    except Exception:  # the formula does not support these arguments: then only bytes count
         return 0.0
 
 
@@ -169,7 +169,7 @@ def _sized(given: Any) -> Any:
 
 
 def _sized_value(value: Any) -> Any:
-    """The value with numbers in place of symbols, so that nothing is learned about these."""
+    """The value with numbers in place of symbols, so that no guard on these is added."""
     if isinstance(value, Tensor):
         return torch.empty([known_size(n) for n in value.shape], device="meta")
     if isinstance(value, tuple | list):

@@ -3,8 +3,9 @@
     networkx.minimum_cut(graph, source, sink)  -->  minimum_cut(graph, source, sink)
 
 The same answer: of all minimum cuts the one nearest to the sink, whatever algorithm finds it. Its
-far side is what can still reach the sink once no more can flow. networkx keeps edges in dicts of
-dicts, one object for each number; here they are numbers in lists, edge e and its reverse e ^ 1.
+far side is the set of nodes that can still reach the sink in the residual network. networkx keeps
+edges in dicts of dicts, one object for each number; here they are numbers in lists, edge e and its
+reverse e ^ 1.
 
 Y. Dinitz, "Algorithm for solution of a problem of maximum flow in networks with power estimation",
 Soviet Math. Doklady 11, 1970.
@@ -57,7 +58,7 @@ class _Network:
     def steps_to(self, last: int, first: int) -> list[int]:
         """The least number of edges from each node to `last`; -1 where there is no way.
 
-        What is further away than `first` is not looked at.
+        Nodes further away than `first` are not visited.
         """
         left, end, leaving = self._left, self._end, self.leaving
         steps = [-1] * len(leaving)

@@ -1,16 +1,16 @@
 """Chooses what a compiled step saves, so that its peak stays inside a budget.
 
 PyTorch's min-cut says which values to save so that their bytes, or backward's reads, are fewest. It
-does not look at when they are alive: a residual stream that is computed again at the beginning of
-backward stands until its blocks are reached, and a smaller `activation_memory_budget` can then have
-a higher peak. Here the peak of the simulated schedule (`liveness.py`) is the constraint, and
-estimated seconds are the objective:
+ignores their lifetimes: a residual stream that is recomputed at the beginning of backward is alive
+until its blocks are reached, and a smaller `activation_memory_budget` can then have a higher peak.
+Here the peak of the simulated schedule (`liveness.py`) is the constraint, and estimated seconds are
+the objective:
 
 1.  what plain torch.compile would save, if it fits: then nothing is changed
 2.  else the min-cut at several budgets, alone and with the ends of blocks saved (`boundaries.py`):
     the fastest that fits, or the lowest if none does
-3.  from there, single changes: at the place of the peak, save what was computed again early, or
-    compute again what was saved, as long as that lowers the peak; then save more, where that is
+3.  from there, single changes: at the place of the peak, save values that were recomputed early, or
+    recompute values that were saved, as long as that lowers the peak; then save more, where that is
     faster and still fits
 """
 
@@ -31,7 +31,7 @@ from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
 MinCut = Callable[[float], list[fx.Node]]  # activation_memory_budget -> saved values
 _BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.02)
 _STRIDES = (1, 2)  # which ends of blocks are saved: each, each second...
-_CHANGES = 60  # the most single changes that are tried in one direction
+_CHANGES = 60  # largest number of single changes in one direction
 _STARTS = 2  # of the fastest steps that fit, besides the lowest, are improved
 _TRIED = 16  # candidates that are looked at for one change
 _ROUNDS = 2  # of changes from one step
@@ -40,7 +40,7 @@ _LARGE = 1 / 256  # of the peak: smaller tensors are not worth a change
 
 @dataclass
 class Search:
-    """All choices that were judged, by what they save.
+    """All choices that were judged, by their saved values.
 
     min_cut   PyTorch's own choice at an activation memory budget
     plain     what torch.compile alone would save
@@ -207,7 +207,7 @@ def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
 
 
 def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.Node] | None:
-    """Returns the saved values without some, and with what these can be computed from."""
+    """Returns the saved values without some, and with the sources of these."""
     result = saved - dropped
     pending = list(dropped)
     while pending:
@@ -225,14 +225,14 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
             elif is_tensor(read) and (
                 joint.facts[read].kind is Kind.EXTERN or not mayrun_again(read)
             ):
-                result.add(read)  # a library call is run again by a change of its own
+                result.add(read)  # recomputing a library call is a change of its own
             else:
                 pending.append(read)
     return None if result & dropped else result
 
 
 def mayrun_again(node: fx.Node) -> bool:
-    """Returns whether running the op a second time gives the same value and does nothing else."""
+    """Returns whether a second run of the op gives the same value, without side effects."""
     if node.op != "call_function" or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return False
     target = node.target
@@ -262,7 +262,7 @@ def has_no_layout(node: fx.Node) -> bool:
 
 
 def _improved(search: Search, step: Step, room_nbytes: int) -> Step:
-    """Fills the room, then gives up what is made again quickly for what takes longer."""
+    """Fills the room, then replaces saved values that are quick to recompute by slower ones."""
     step = _filled(search, step, room_nbytes)
     for _ in range(_ROUNDS):
         changed = _filled(search, _trimmed(search, step), room_nbytes)
@@ -273,7 +273,7 @@ def _improved(search: Search, step: Step, room_nbytes: int) -> Step:
 
 
 def _trimmed(search: Search, step: Step) -> Step:
-    """Computes again what takes fewer seconds a byte than what is computed again already."""
+    """Recomputes values that take fewer seconds a byte than those recomputed already."""
     joint = search.joint
     rates = [
         rate for rate, group in run_again(joint, step) if _is_large(joint, group, step.peak_nbytes)
@@ -296,7 +296,7 @@ def _is_large(joint: Joint, nodes: Iterable[fx.Node], peak_nbytes: int) -> bool:
 
 
 def _filled(search: Search, step: Step, room_nbytes: int) -> Step:
-    """Saves more of what is computed again, the most seconds a byte first, while it fits."""
+    """Saves more of the recomputed values, the most seconds a byte first, while they fit."""
     groups = [group for _, group in run_again(search.joint, step)]
     first, last = 0, len(groups)
     while first < last:  # as many as fit, by bisection
@@ -321,7 +321,7 @@ def _filled(search: Search, step: Step, room_nbytes: int) -> Step:
 
 
 def _soon_made(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
-    """Saved values with their views, and the seconds a byte to make each again; fewest first."""
+    """Saved values with their views, and the seconds a byte to recompute each; fewest first."""
     views: dict[fx.Node, set[fx.Node]] = {}
     for node in step.saved:
         views.setdefault(joint.facts[node].storage, set()).add(node)
@@ -337,8 +337,8 @@ def _soon_made(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
 def run_again(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
     """Groups of values whose saving spares an op's second run, and the seconds a byte; most first.
 
-    All that is read of what a call gives is one group: attention runs again for its logsumexp as
-    much as for its output.
+    All results of one call that are read form a group: attention runs again for its logsumexp as
+    for its output.
     """
     backward = joint.parts(step.saved)[1]
     groups: list[tuple[float, set[fx.Node]]] = []

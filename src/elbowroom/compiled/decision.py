@@ -1,4 +1,4 @@
-"""Figures of what was decided for a compiled region, and what is said of one that cannot fit."""
+"""Figures of the decision for a compiled region, and the error for one that cannot fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Decision:
     plain_nbytes        the peak of plain torch.compile
     plain_saved_nbytes  what plain torch.compile would hold
     inputs_nbytes       of parameters, buffers and other inputs that the region reads
-    recomputed          how many ops backward runs again
+    recomputed          number of ops that backward recomputes
     is_lossy            whether codes add errors
     is_plain            whether all is as in plain torch.compile
     fuses_alike         whether bits depend on which loops are fused
@@ -47,7 +47,7 @@ def too_small(
 ) -> BudgetTooSmall:
     """Returns the error for a budget below what a compiled region needs.
 
-    parts: what it is held by, in bytes; with `OTHERS` where a step has several regions, of which
+    parts: what needs the memory, in bytes; with `OTHERS` where a step has several regions, of which
     some may not have been compiled yet. noise: the most that its codes may add; None: no limit
     """
     held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)

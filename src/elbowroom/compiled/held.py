@@ -1,13 +1,13 @@
-"""A policy of `er.saving` as a backend of torch.compile: its graphs hold what they save in codes.
+"""A policy of `er.saving` as a backend of torch.compile: its graphs hold saved values in codes.
 
     Held(levels, min_nbytes)     levels 0: masks as bits, which changes no bit of a gradient
         .backend(options)        one backend for each set of Inductor's options: Dynamo keeps what
                                  it has compiled by the identity of the backend, so that a policy
                                  is compiled once, and plain graphs stay beside it
-        .running(told)           meanwhile `told` hears what each region that runs holds
+        .running(told)           meanwhile `told` is called with what each running region holds
 
-What plain torch.compile would save is what is coded. A graph that cannot be rewritten is compiled
-as it is, and the logger "elbowroom" says so.
+The values that plain torch.compile would save are coded. A graph that cannot be rewritten is
+compiled unchanged, and the logger "elbowroom" reports it.
 """
 
 import logging
@@ -26,11 +26,11 @@ from elbowroom.errors import RestoreError
 
 GROUP_SIZE = 64  # of the codes in graphs (`rewrite.py`)
 _log = logging.getLogger("elbowroom")
-Told = Callable[[int, int, Any], None]  # bytes of plain compile, bytes held, whose death ends it
+Told = Callable[[int, int, Any], None]  # plain bytes, held bytes, object whose end frees them
 
 
 class _Thread(threading.local):
-    """Listener that hears of the regions that run on this thread."""
+    """Listener that is notified of the regions that run on this thread."""
 
     told: Told | None = None
 
@@ -42,7 +42,7 @@ _backends: dict[tuple[Any, ...], "_Backend"] = {}
 
 @contextmanager
 def hearing(told: Told) -> Iterator[None]:
-    """Tells `told` what `counted` regions on this thread hold, at each run."""
+    """Calls `told` with what `counted` regions on this thread hold, at each run."""
     before, _thread.told = _thread.told, told
     try:
         yield
@@ -77,7 +77,7 @@ class Held:
 
     @contextmanager
     def running(self, told: Told) -> Iterator[None]:
-        """Tells `told` what regions on this thread hold, and seeds the noise that they draw."""
+        """Calls `told` with what regions on this thread hold, and seeds their noise."""
         with hearing(told):
             if self.seed is None:
                 yield
@@ -100,7 +100,7 @@ class _Backend:
         regions = Regions(self._settings)
         try:
             region = compile_region(gm, example_inputs, regions, self._options)
-        except Exception as error:  # whatever rewriting a graph runs into, the training goes on
+        except Exception as error:  # whatever error rewriting raises, the training continues
             _log.warning("a compiled region is held as it is; coding it failed: %r", error)
             regions = Regions(Settings(None, counts_inputs=False))
             region = compile_region(gm, example_inputs, regions, self._options)
@@ -109,7 +109,7 @@ class _Backend:
 
 
 def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Callable[..., Any]:
-    """The region; each run shows what it holds, which is counted when it first runs.
+    """The region; each run reports what it holds, which is counted in its first run.
 
     plain_nbytes: what plain torch.compile would hold; None for a region from a cache, of which
     that is not known any more
@@ -137,7 +137,7 @@ def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Call
 
 
 class _Count(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of what is saved inside, without the inputs; and keeps what hooks would not.
+    """Counts the bytes of tensors saved inside, except inputs; and makes the version check.
 
     Hooks switch off autograd's check for tensors that were changed in place, so it is made here.
     """

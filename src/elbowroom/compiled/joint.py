@@ -1,13 +1,13 @@
-"""A joint graph, and the step that follows from a choice of what is saved.
+"""A joint graph, and the step that results from a choice of saved values.
 
     saved values  -->  forward graph: its outputs and the saved values
                        backward graph: gradients, from the saved values and the tangents;
-                       what else backward reads is computed again
+                       everything else that backward reads is recomputed
 
 The nodes of both graphs are nodes of the joint graph, and both keep its order, but for one thing:
-AOTAutograd moves what is computed again to just before its first reader (`reordering_to_mimic_
-autograd_engine`). That is done here as it is done there, so that a choice can be judged without
-making the two graphs.
+AOTAutograd moves recomputed nodes to just before their first reader (`reordering_to_mimic_
+autograd_engine`). This is done here in the same way, so that a choice can be judged without
+creating the two graphs.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -38,7 +38,7 @@ class Step:
     saved: tuple[fx.Node, ...]
     forward: Curve
     backward: Curve
-    again: tuple[fx.Node, ...]  # what backward computes a second time
+    again: tuple[fx.Node, ...]  # nodes that backward recomputes
     peak_nbytes: int
     saved_nbytes: int
     seconds: float
@@ -59,10 +59,10 @@ class Analysis:
 
 
 class Joint:
-    """A joint graph with what is needed to judge choices of saved values.
+    """A joint graph with everything that is needed to judge choices of saved values.
 
     analysis  of its nodes as they are now
-    fakes     fake values of codes that were tried: what they were made of, and what came out
+    fakes     fake values of codes that were tried: their sources and results
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Joint:
     def refresh(self, *, is_coded: bool = False) -> None:
         """Analyzes the graph again after it has been rewritten.
 
-        is_coded: only codes were put in, so that what was known of other nodes still holds
+        is_coded: only codes were inserted, so that the facts of other nodes are still valid
         """
         place = {node: at for at, node in enumerate(self.graph.nodes)}
         if is_coded:
@@ -217,7 +217,7 @@ class Joint:
         return sorted(nodes, key=self.place.__getitem__)
 
     def _as_autograd(self, nodes: set[fx.Node]) -> list[fx.Node]:
-        """The order of backward: what is computed again comes just before its first reader."""
+        """The order of backward: recomputed nodes come just before their first reader."""
         ordered = self._in_order(nodes)
         first = min(
             (self.place[u] for t in self.tangents for u in t.users if u in nodes), default=None
@@ -283,7 +283,7 @@ def _is_laid_out_anew(graph: fx.Graph) -> bool:
 
     try:
         return bool(GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False))
-    except Exception:  # a private function, which may ask for what another version has
+    except Exception:  # a private function, which may differ in another version
         return False
 
 

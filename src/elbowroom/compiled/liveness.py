@@ -1,18 +1,18 @@
 """Simulation of the bytes that are alive while a compiled graph runs.
 
-A graph is not run as it is written. Inductor inlines cheap pointwise ops into their readers, fuses
-what loops over the same elements into one kernel, stores only what crosses from one kernel to
+A graph does not run as it is written. Inductor inlines cheap pointwise ops into their readers,
+fuses what loops over the same elements into one kernel, stores only what crosses from one kernel to
 another, and frees it after the last reader. So the simulation has three steps:
 
 1.  store    which values are written to memory: outputs, what a library call reads or writes,
-             what a reduction gives, what many readers share. All else is inlined, and whoever reads
-             it reads what it was computed from.
+             what a reduction gives, what many readers share. All other values are inlined: their
+             readers read the sources instead.
 2.  fuse     stored values that follow from each other in loops over the same elements, with no
              library call between them, are made by one kernel; what only that kernel reads
              takes no memory.
-3.  live     kernel by kernel: take what it writes, note the level, free what nobody reads any more.
-             Loops write over what they read last; freed memory may wait for the next tensor of its
-             size (`_Pool`).
+3.  live     kernel by kernel: allocate what it writes, note the level, free what is not read
+             any more. Loops overwrite inputs that they are the last to read; freed memory may wait
+             for the next tensor of its size (`_Pool`).
 
 The rules of step 1 and 2 are Inductor's own heuristics (`_inductor/ir.py`, `should_realize_on_
 reuse`, `has_exceeded_max_reads`; its scheduler), as far as they decide about large tensors.
@@ -131,7 +131,7 @@ def _levels(
     for storage, at in last.items():
         dying[max(at, 0)].append(storage)
     start = level = sum(facts[s].nbytes for s, at in made.items() if at < 0)
-    strict, loose = [], []  # with and without what is written over something that ends
+    strict, loose = [], []  # with and without values that overwrite an input at its end
     pool = _Pool(kernels, facts)
     for at, kernel in enumerate(kernels):
         ends = dying[at]
@@ -151,10 +151,10 @@ def _levels(
 def _in_place(
     kernel: Kernel, ends: Iterable[fx.Node], facts: dict[fx.Node, Facts]
 ) -> dict[fx.Node, fx.Node]:
-    """Returns what the kernel writes in place of something that it reads last: written -> read.
+    """Returns what the kernel writes over an input that it is the last to read: written -> read.
 
-    Inductor decides that loop by loop: what two loops of a kernel read is not free for the first,
-    unless the second follows from it.
+    Inductor decides this loop by loop: an input of two loops of a kernel is not free for the first,
+    unless the second depends on it.
     """
     if not kernel.is_fused:
         return {}
@@ -193,7 +193,7 @@ def _fits(storage: fx.Node, over: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
 
 
 class _Pool:
-    """Pool of freed memory in Inductor's wrapper: it waits for the next tensor of that size.
+    """Pool of freed memory in Inductor's wrapper, which waits for the next tensor of its size.
 
     Memory that waits is not free. So Inductor lets it wait only where the level in between, by its
     own estimate without writing in place, stays at or below the peak of the whole graph.
@@ -205,7 +205,7 @@ class _Pool:
         self._events: list[tuple[int, bool, list[fx.Node]]] = []
 
     def take(self, at: int, storages: list[fx.Node]) -> None:
-        """Records that kernel `at` asks for memory for these."""
+        """Records that kernel `at` allocates memory for these."""
         kernel = self._kernels[at]
         if kernel.is_fused or all(node.target in _INTO for node in kernel.nodes):
             self._events.append((at, True, storages))
@@ -341,7 +341,7 @@ def _joined(
     kernel_of: dict[fx.Node, Kernel],
     level: dict[fx.Node, int],
 ) -> Kernel | None:
-    """The kernel of something that this follows from, in loops over the same elements."""
+    """The kernel of a value that this depends on, in loops over the same elements."""
     for source in sources:
         kernel = kernel_of.get(source)
         if kernel is None or not kernel.is_fused or level[source] != depth:
@@ -370,8 +370,8 @@ def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
     """
     made_by = {s: at for at, kernel in enumerate(kernels) for s in kernel.writes}
     before, after = _reach(kernels, made_by)
-    members = [1 << at for at in range(len(kernels))]  # what was fused into each, as bits
-    home = list(range(len(kernels)))  # where each kernel has gone
+    members = [1 << at for at in range(len(kernels))]  # kernels that were fused into each, as bits
+    home = list(range(len(kernels)))  # the kernel into which each was fused
     latest = list(home)  # the last of those that were fused into each
     calls = sum(1 << at for at, kernel in enumerate(kernels) if not kernel.is_fused)
     for _, first, second in _pairs(kernels, facts, made_by):
@@ -389,7 +389,7 @@ def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
             home[at] = one
         earlier = (before[one] | before[two]) & ~members[one]
         later = (after[one] | after[two]) & ~members[one]
-        # What follows from both, or what both follow from, has all of it already.
+        # Kernels that depend on both, or on which both depend, have all of it already.
         for at in _places(later & ~(after[one] & after[two])):
             before[at] |= earlier | 1 << one
         for at in _places(earlier & ~(before[one] & before[two])):

@@ -38,7 +38,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Choice:
-    """Codes that fit. seconds: those of its step, and what its variance is worth."""
+    """Codes that fit. seconds: those of its step, plus the price of its variance."""
 
     seconds: float
     saved_nbytes: int
@@ -95,7 +95,7 @@ def code(
                 bound = min([bound, *(one.seconds for one in found[-1:])])
         if found and exact is not False:
             break
-        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels have to pay
+        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels must pay
     if not found and not wide:
         return None, least, 0.0
     if not found:
@@ -170,7 +170,7 @@ def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
 def _fewer(
     joint: Joint, base: Step, coded: list[Coded], room_nbytes: int, held_nbytes: float = inf
 ) -> list[Coded]:
-    """Leaves out codes of the largest values, as many as fit: each is time and noise.
+    """Removes codes of the largest values, as many as fit: each costs time and noise.
 
     So are values that would leave the device's memory.
 
@@ -223,13 +223,13 @@ def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]
 
 
 def _plain_nbytes(one: Coded) -> int:
-    """The bytes that eager PyTorch would hold: a comparison stands for its operand."""
+    """The bytes that eager PyTorch would hold: a comparison counts as its operand."""
     value = tensors_of(one.node)[0]
     return known_size(value.numel()) * (value.dtype.itemsize if one.levels else 4)
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
-    """Choices of saved values that are worth coding: no other is faster and has a lower peak."""
+    """Choices of saved values that are worth coding: no other is both faster and lower in peak."""
     lowest, front = float("inf"), []
     for one in sorted(search.steps, key=lambda one: (one.seconds, one.peak_nbytes)):
         if one.peak_nbytes < lowest:
@@ -242,7 +242,7 @@ def _bases(search: Search, step: Step) -> list[Step]:
 
 
 def _with_what_codes_hold(search: Search, step: Step) -> Step:
-    """Saves what takes longer to be made again than to be coded; what may have no code is not."""
+    """Saves values that take longer to recompute than to code, unless they may have no code."""
     joint = search.joint
     after, gradients = joint.parts(step.saved)[1], joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
@@ -321,5 +321,5 @@ def _has_any_layout(joint: Joint, value: torch.Tensor) -> bool:
 
 
 def _is_unknown(size: int | torch.SymInt) -> bool:
-    """Returns whether a size is known only when the program runs, as of what `nonzero` gives."""
+    """Returns whether a size is known only when the program runs, as after `nonzero`."""
     return isinstance(size, torch.SymInt) and getattr(size.node, "hint", None) is None

@@ -1,4 +1,4 @@
-"""Predicts what codes of a compiled step add to the gradient's variance, before it has run.
+"""Predicts the variance that codes of a compiled step add to the gradient, before it has run.
 
 Neither values nor gradients are known when a graph is compiled, so sizes stand in for them, as in
 eager plans whose noise was not measured. What backward multiplies with a gradient is given an error
@@ -10,9 +10,10 @@ that is independent from one element to the next, and so is most of what mini-ba
                           may have a code
 
 1.9: what a code of 64 numbers of a normal distribution adds to their square, times (levels - 1)^2
-(0.95 of a uniform one or behind a ReLU, 1.3 behind a GELU). Off by it are the value and what
-backward computes again from it, since the relative error of these is about as large. |g|^2 is at
-least as large as the variance of mini-batches, so gErr2 is at most v where the prediction holds.
+(0.95 of a uniform one or behind a ReLU, 1.3 behind a GELU). The error affects the value and
+everything that backward recomputes from it, since the relative error of these is about as large.
+|g|^2 is at least as large as the variance of mini-batches, so gErr2 is at most v where the
+prediction holds.
 """
 
 from collections.abc import Iterable

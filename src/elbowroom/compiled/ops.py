@@ -11,7 +11,7 @@
 
 All are functional, and call the kernels of `kernels/ops.py`. A value is read in the order of its
 dimensions in memory (`order`, outermost first), as the plan has it: Inductor chooses the layout of
-a convolution's tensors after the plan is made, and may hand over any.
+a convolution's tensors after the plan is made, and may pass any.
 
 The seed is drawn when forward runs, from a counter of this process: PyTorch's generators are not
 touched. It is a number in host memory on every device, so that nothing waits for a GPU.
@@ -207,8 +207,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
 }
 for _name, _schema in _SCHEMAS.items():
     _implementation, _fake = _IMPLEMENTATIONS[_name]
-    # Inductor may hand over tensors in any layout: each op says by itself how it reads them.
-    # A seed must never be shared by two calls, nor made when the graph is compiled.
+    # Inductor may pass tensors in any layout: each op states how it reads them. A seed must never
+    # be shared by two calls, nor made when the graph is compiled.
     _tags = (torch.Tag.flexible_layout,)
     if _name == "draw":
         _tags = (torch.Tag.nondeterministic_seeded,)

@@ -1,12 +1,12 @@
-"""Computes gradients of weights as soon as they can be, so that what they read is free earlier.
+"""Computes gradients of weights as early as possible, so that their inputs are freed earlier.
 
     as autograd has it   g_x = g W    then  g_W = g^T x      x, g and g_x stand together
     here                 g_W = g^T x  then  g_x = g W        x is free before g_x is made
 
-A gradient of a weight stands until backward ends whenever it is made, so this order never holds
-more. It also lets Inductor write over what is read last: where x is the output of a GELU that is
-computed again, four tensors of its size stood at once, and now two. A convolution's backward gives
-both gradients in one call, and is split into two, which make the same bits.
+A gradient of a weight is alive until backward ends whenever it is computed, so this order never
+holds more. It also lets Inductor overwrite inputs at their last use: where x is the output of a
+recomputed GELU, four tensors of its size were alive at once, and now two. A convolution's backward
+gives both gradients in one call, and is split into two, which give the same bits.
 
 Nothing is moved but calls of a library whose results go to the end of backward without another
 call, and the views between: fused loops stay in their order.
@@ -22,11 +22,11 @@ from elbowroom.compiled.joint import Joint, is_random
 
 _aten = torch.ops.aten
 _BACKWARD = _aten.convolution_backward.default
-_MASK = 10  # the index of the argument that says which gradients are asked for
+_MASK = 10  # the index of the argument that selects the gradients
 
 
 def gradients_first(joint: Joint) -> list[fx.Node] | None:
-    """Reorder a joint graph. Returns nodes that were added; None where nothing is to be done."""
+    """Reorder a joint graph. Returns nodes that were added; None where nothing changes."""
     gradients = joint.gradients()
     made = split_convolutions(joint.graph, gradients)
     if made:
@@ -36,7 +36,7 @@ def gradients_first(joint: Joint) -> list[fx.Node] | None:
     if first is None:
         return None
     starts = list(joint.place)[first].prev
-    behind: dict[fx.Node, list[fx.Node]] = {}  # what will follow a node
+    behind: dict[fx.Node, list[fx.Node]] = {}  # nodes that will follow a node
     bases: dict[fx.Node, fx.Node] = {}
     for node in _ends(joint, gradients):
         for one in (*_views(node, joint.place), node):
@@ -56,7 +56,7 @@ def gradients_first(joint: Joint) -> list[fx.Node] | None:
 
 
 def split_convolutions(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
-    """Ask for the gradient of a convolution's input after that of its weight; return new nodes."""
+    """Compute the gradient of a convolution's input after that of its weight; return new nodes."""
     made: list[fx.Node] = []
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         mask = list(node.args[_MASK])
@@ -95,7 +95,7 @@ def _ends(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:
 
 
 def _is_call(node: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
-    """Returns whether a node calls a library, and is not a part of what such a call gave."""
+    """Returns whether a node calls a library, and is not an item of such a call's result."""
     fact = facts.get(node)
     is_op = isinstance(node.target, torch._ops.OpOverload)
     return fact is not None and fact.kind is Kind.EXTERN and is_op

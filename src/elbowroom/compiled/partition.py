@@ -1,13 +1,13 @@
-"""The partitioner that Inductor calls: PyTorch's min-cut, with another choice of what is saved.
+"""The partitioner that Inductor calls: PyTorch's min-cut, with another choice of saved values.
 
-`min_cut_rematerialization_partition` does much beside choosing: it removes common subexpressions,
-keeps user checkpoints, collectives and effects where they are, makes random ops repeat, and orders
-backward. All of that stays. Only `choose_saved_values_set`, which it asks for the saved values, is
-answered by `decide.py` while it runs. Both are private to torch; `check_torch` says so where a
-version lacks them.
+`min_cut_rematerialization_partition` does much more than choosing: it removes common
+subexpressions, keeps user checkpoints, collectives and effects where they are, makes random ops
+repeat, and orders backward. All of that is kept. Only `choose_saved_values_set`, which it calls for
+the saved values, is replaced by `decide.py` while it runs. Both are private to torch; `check_torch`
+raises an error where a version lacks them.
 
-A partitioner holds settings only: Inductor pickles it for its cache of compiled graphs and asks it
-for a `uuid`, so that a second start finds the graphs of the first.
+A partitioner holds settings only: Inductor pickles it for its cache of compiled graphs and calls
+its `uuid`, so that a second start finds the graphs of the first.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ from elbowroom.compiled.sums import fuse, split
 from elbowroom.compiled.written import Held
 from elbowroom.errors import BudgetTooSmall
 
-_TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step is looked for that holds less
+_TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step that holds less is searched
 _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class _Thread(threading.local):
-    """Listeners that are told of decisions on this thread."""
+    """Listeners that are notified of decisions on this thread."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[Decision], None]] = []
@@ -58,9 +58,9 @@ _patching = threading.RLock()
 
 @contextmanager
 def told(listener: Callable[[Decision], None]) -> Iterator[None]:
-    """Shows decisions that are made on this thread to `listener`.
+    """Passes decisions that are made on this thread to `listener`.
 
-    A region that comes out of Inductor's cache was decided when it went in, and is not shown.
+    A region from Inductor's cache was decided when it was stored, and is not passed.
     """
     _thread.listeners.append(listener)
     try:
@@ -119,7 +119,7 @@ class Partitioner(_base()):  # type: ignore[misc]
 
 @cache
 def _hash_of_code() -> str:
-    """A hash of all files that decide what a graph becomes."""
+    """A hash of all files that affect a compiled graph."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -127,7 +127,7 @@ def _hash_of_code() -> str:
 
 
 class _Answer:
-    """Stands in for `choose_saved_values_set` while a graph is partitioned."""
+    """Replacement of `choose_saved_values_set` while a graph is partitioned."""
 
     def __init__(self, settings: Partitioner, n_forward_outputs: int) -> None:
         self._settings = settings
@@ -211,7 +211,7 @@ class _Answer:
             if moved is not None:
                 return moved, plain, search, 0.0
         if exact is not True and (changes.without_sums() or search.rounded):
-            # The next best: other roundings.
+            # The second choice: other roundings.
             is_moved = changes.reordered() or is_moved
             search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=is_moved)
             step = choose(search, room)
@@ -233,7 +233,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Changes:
-    """Changes of a joint graph that lower its peak; each says whether it changed something.
+    """Changes of a joint graph that lower its peak; each returns whether it changed something.
 
     without_sums  sums of products that Inductor would join are split, which may change a rounding
     reordered     gradients of weights come first
@@ -246,7 +246,7 @@ class _Changes:
 def _holding(search: Search, step: Step, room: int | None, held: int | None) -> Step:
     """Returns the fastest step found that holds at most so much until backward, if there is one.
 
-    Else the one that holds least. Peaks alone do not say what stands while other regions run.
+    Else the one that holds least. A peak alone does not show what is alive while other regions run.
     """
     if room is None or held is None or step.saved_nbytes <= held or step.peak_nbytes > room:
         return step
@@ -335,7 +335,7 @@ def _too_small(
 ) -> BudgetTooSmall:
     """Returns the error for a budget below what was found.
 
-    It says what holds the peak without codes.
+    It lists what is alive at the peak without codes.
     """
     assert settings.room_nbytes is not None
     curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)

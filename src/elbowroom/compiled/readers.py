@@ -1,12 +1,13 @@
-"""Says what backward does with a saved value, and so whether it tolerates an error.
+"""Finds how backward uses a saved value, and so whether it tolerates an error.
 
 From a saved value all its readers in backward are followed, through what is computed again from it,
-up to the ops that combine it with a gradient. What is met decides for the value:
+up to the ops that combine it with a gradient. These readers decide about the value:
 
     LINEAR      products, sums, reshapes: the gradient has the value's error times a gradient
-    CURVED      exp, erf, tanh, powers and the like: the error goes through a function; attention's
-                output, from which its backward takes what it subtracts
-    compared    a comparison says where a gradient goes: it is saved as one bit, of the exact value
+    CURVED      exp, erf, tanh, powers and the like: the error passes through a function;
+                attention's output, from which its backward computes the term that it subtracts
+    compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
+                value
     else        results of a ReLU in a product of batches, whose zeros may keep a gradient finite;
                 attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
                 logarithms, and every op that is not listed: the value stays exact
@@ -81,7 +82,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _has_zeros(node: fx.Node) -> bool:
-    """Returns whether a value is what a ReLU made, or copies and multiples of it.
+    """Returns whether a value is a ReLU's result, or copies and multiples of one.
 
     Attention without a softmax divides by a product with these, and only their zeros keep the
     gradient finite where the divisor is zero.

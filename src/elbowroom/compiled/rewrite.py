@@ -3,10 +3,10 @@
     x (saved)   -->   x, then in forward  c = encode(x)      c is saved
                       in backward         x~ = decode(c)     for the readers of backward alone
 
-Decode comes just before the first reader, since backward orders all it computes so. What backward
-computes again from x is copied first, so that forward goes on with x and backward with x~.
-`undo` takes all of it out: a choice is judged on the graph that it would become. There the same
-code of the same value has one fake tensor (`Joint.fakes`), whatever else is coded.
+Decode comes just before the first reader, like everything that backward computes. Nodes that
+backward recomputes from x are copied first, so that forward uses x and backward x~. `undo` removes
+all of it: a choice is judged on the graph that results from it. There the same code of the same
+value has one fake tensor (`Joint.fakes`), whatever else is coded.
 """
 
 import operator
@@ -42,7 +42,7 @@ class Coded:
 class Rewriting:
     """A joint graph with some saved values in codes.
 
-    saved  what is saved in place of the values
+    saved  nodes that are saved in place of the values
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Rewriting:
         joint.refresh(is_coded=True)
 
     def undo(self) -> None:
-        """Take out all that was put in."""
+        """Removes all inserted nodes."""
         for reader, old, new in reversed(self._moved):
             reader.replace_input_with(new, old)
         for node in reversed(self._made):
@@ -83,7 +83,7 @@ class Rewriting:
         return seed
 
     def _code(self, number: int, one: Coded, seed: fx.Node | None) -> fx.Node:
-        """Encode a value after it is made; return what backward reads in its place."""
+        """Encodes a value after it is computed; returns what backward reads in its place."""
         x, value, order = one.node, one.node.meta["val"], self._joint.order_of(one.node)
         self.saved.discard(x)
         size, place = self._size_of(x, _latest(x, seed))
@@ -131,7 +131,7 @@ class Rewriting:
     def _size_of(self, x: fx.Node, place: fx.Node) -> tuple[list[int | fx.Node], fx.Node]:
         """Returns the size that decoding gives, and the node after which all of it is known.
 
-        A size that depends on symbols is a number that forward hands over.
+        A size that depends on symbols is a number that forward passes on.
         """
         sizes: list[int | fx.Node] = []
         for dim, size in enumerate(x.meta["val"].shape):
@@ -156,7 +156,7 @@ class Rewriting:
             skipped = _NUMBERED.get(op, -1)
             parts = tuple(_key(one) for at, one in enumerate(given) if at != skipped)
             key = op, parts, tuple(kwargs.items())
-            if key not in self._joint.fakes:  # what was given is kept: its id says who it is
+            if key not in self._joint.fakes:  # keeps arguments that ids identify
                 self._joint.fakes[key] = given, self._run(op, given, kwargs)
             node.meta["val"] = self._joint.fakes[key][1]
         self._made.append(node)
@@ -172,7 +172,7 @@ class Rewriting:
         order: Sequence[fx.Node],
         before: Collection[fx.Node],
     ) -> None:
-        """Give backward the decoded values, and copies of what it computes again from them."""
+        """Passes backward the decoded values, and copies of nodes that it recomputes from them."""
         known = dict(decoded)
         for node in order:
             read = [n for n in node.all_input_nodes if n in known]
@@ -190,14 +190,14 @@ class Rewriting:
 
 
 def _key(value: Any) -> Any:
-    """Says which value this is, without comparing tensors or symbols."""
+    """Identifies a value without comparing tensors or symbols."""
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     return value if isinstance(value, _Plain) else id(value)
 
 
 def _latest(x: fx.Node, seed: fx.Node | None) -> fx.Node:
-    """The node after which both are known: an input may stand before the seed."""
+    """The node after which both are known: an input may come before the seed."""
     return seed if seed is not None and x.op == "placeholder" else x
 
 

@@ -1,4 +1,4 @@
-"""Says whether a choice of saved values keeps the bits of plain torch.compile in 16-bit floats.
+"""Tests whether a choice of saved values keeps the bits of plain torch.compile in 16-bit floats.
 
 A fused kernel computes in float32. A bfloat16 or float16 value is rounded where it is stored, and
 is not where its reader is in the same kernel. So in a graph with such values the bits depend on
@@ -6,11 +6,11 @@ what is stored, and on which loops compute a value. Two steps read the same bits
 that loops compute
 
     in forward   it is stored in both or in neither; a library call that reads it stores it anyway
-    in backward  it is computed again in both or in neither, or library calls alone read it
+    in backward  it is recomputed in both or in neither, or library calls alone read it
 
 Library calls may be run again freely: they read what is stored. Measured: a GPT under autocast
-whose plan did not look at this had other bits in 75 of 126 tensors, by up to 0.5 %; in float32,
-where there is no rounding to lose, plans that do not look have had none.
+whose plan ignored this had other bits in 75 of 126 tensors, by up to 0.5 %; in float32, where there
+is no rounding to lose, plans that ignore it have had none.
 """
 
 from collections.abc import Collection

@@ -7,13 +7,13 @@ Three things in Inductor make another peak of it than that of the order of the g
                         one, the earlier has to wait, or all that the later needs runs early: three
                         gradients of norms in one kernel held the tensors of two blocks of a Llama
     reordering          other orders are tried, and judged by an estimate without writing in place
-                        and without memory that is used again
-    reuse               freed memory waits for the next tensor of its size, across what another
-                        estimate takes for a valley
+                        and without reuse of memory
+    reuse               freed memory waits for the next tensor of its size, across moments that
+                        another estimate assumes to be low
 
-While a planned graph is compiled, the first is refused in such cases, and the others are off.
-Fusion of loops that follow from each other is left alone, so in float32 no bit changes. In 16-bit
-floats it could: there `fuses_alike` leaves all fusion to Inductor.
+While a planned graph is compiled, the first is disabled in such cases, and the others entirely.
+Fusion of loops that depend on each other is unchanged, so in float32 no bit changes. In 16-bit
+floats bits could change: there `fuses_alike` leaves all fusion to Inductor.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ def in_order(*, fuses_alike: bool = False) -> Iterator[None]:
     handler = V.choices if fuses_alike else _choices_after(base)()
     given: dict[str, Any] = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
     if not fuses_alike:
-        # Inductor's cache keys a graph by its settings, not by who chooses. So one says it: loops
-        # are fused for 11 shared bytes or more, where they are for 10.
+        # Inductor's cache keys a graph by its settings, not by the object that chooses. So one
+        # setting encodes this: loops are fused for 11 shared bytes or more, instead of 10.
         given["score_fusion_memory_threshold"] = config.score_fusion_memory_threshold + 1
     with config.patch(given), V.set_choices_handler(handler):
         yield
@@ -41,7 +41,7 @@ def in_order(*, fuses_alike: bool = False) -> Iterator[None]:
 
 @cache
 def _choices_after(base: Any) -> Any:
-    """Inductor's heuristics, or the user's own, with one case more where loops stay apart."""
+    """Inductor's heuristics, or the user's own, with one more case in which loops are not fused."""
 
     class InOrder(base):  # type: ignore[misc]
         @staticmethod

@@ -1,16 +1,16 @@
 """Sums that Inductor computes together with a product, and when that holds memory.
 
-    add(mm(a, b), c)   -->   addmm(c, a, b)         what Inductor makes of it after partitioning
-                       -->   sub(c, neg(mm(a, b)))  what it leaves alone: the same sum
+    add(mm(a, b), c)   -->   addmm(c, a, b)         Inductor's form of it after partitioning
+                       -->   sub(c, neg(mm(a, b)))  unchanged by Inductor: the same sum
 
-Inductor writes every such pair as one library call, which runs where the sum stands. The gradient
-of a weight that is tied to an embedding is such a sum: its product is known at the beginning of
-backward, the embedding's part at the end, and between the two the operands of the product stand,
-which are the gradient of all logits and the last hidden state.
+Inductor writes every such pair as one library call, which runs at the position of the sum. The
+gradient of a weight that is tied to an embedding is such a sum: its product is known at the
+beginning of backward, the embedding's part at the end, and between the two the operands of the
+product are alive, which are the gradient of all logits and the last hidden state.
 
-`fuse` makes a joint graph say what will run, so that it is judged as it will be. `split` takes the
-products of backward apart where it may change a rounding: a library adds to what is there block by
-block, and may not round as a sum after the product does.
+`fuse` rewrites a joint graph as it will run, so that it is judged correctly. `split` takes the
+products of backward apart where it may change a rounding: a library accumulates block by block, and
+may round differently from a sum after the product.
 """
 
 from collections.abc import Collection
@@ -39,9 +39,9 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def split(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
-    """Take those that `fuse` wrote apart, so that Inductor leaves them so; return the new nodes.
+    """Split the calls that `fuse` wrote, so that Inductor does not join them; return the new nodes.
 
-    among  only these. Each product stands where both of its operands are known.
+    among  only these. Each product is placed where both of its operands are known.
     """
     made: list[fx.Node] = []
     place = {one: at for at, one in enumerate(graph.nodes)}

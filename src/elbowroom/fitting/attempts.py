@@ -1,9 +1,9 @@
-"""Plans that were followed, what they took, and which of the smallest are left to be tried.
+"""Plans that were followed, the peaks they reached, and the smallest plans still to be measured.
 
-What one plan was wrong by says little of another. So if corrections leave none, the plans of the
-least predicted peak are measured: for each profile that the step is known or estimated by, one in
-which modules run again and one in which none does.
-These do not depend on the budget. So the least that they took is a budget that does if it is given.
+The error of one plan's prediction says little about another plan. So if no corrected plan fits, the
+plans of the least predicted peak are measured: for each measured or estimated profile of the step,
+one in which modules are recomputed and one in which none is. These plans do not depend on the
+budget. So a budget as large as the lowest of their peaks is certain to suffice.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.site import SiteName
 
 
-_NEAR_LEAST = 1.1  # times the least predicted peak of those left
+_NEAR_LEAST = 1.1  # factor of the least predicted peak among the plans that are left
 
 
 class KnownStep(NamedTuple):
@@ -44,7 +44,7 @@ class Taken(NamedTuple):
 
 
 class Smallest(NamedTuple):
-    """Plan of the least predicted peak. rehearsed: whether the profile is, that it was made by."""
+    """Plan of the least predicted peak. rehearsed: whether its profile is an estimate."""
 
     chosen: "Chosen"
     rehearsed: bool
@@ -52,9 +52,9 @@ class Smallest(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempts:
-    """The plans of one kind of forward, since it last began to learn.
+    """The plans of one kind of forward since its learning last began.
 
-    known     what plans may be made by, and no smallest one is made by yet
+    known     profiles from which no smallest plan has been made yet
     taken     the plans that were measured, in order
     smallest  the plans of the least predicted peak that were made
     """
@@ -64,21 +64,21 @@ class Attempts:
     smallest: tuple[Smallest, ...] = ()
 
     def knowing(self, profile: "Profile") -> Self:
-        """Returns the attempts with a step that was written down. Its smallest plan comes first."""
+        """Returns the attempts with a profiled step. Its smallest plan comes first."""
         return replace(self, known=(KnownStep(profile, rehearsed=False), *self.known))
 
     def after(self, chosen: "Chosen", peak_nbytes: int) -> Self:
-        """Returns the attempts with what a measured step under this plan took."""
+        """Returns the attempts with the measured peak of a step under this plan."""
         return replace(self, taken=(*self.taken, Taken(peak_nbytes, chosen)))
 
     @property
     def least(self) -> Taken | None:
-        """Plan that took least; None: none was measured."""
+        """Measured plan with the lowest peak; None: none was measured."""
         return min(self.taken, default=None, key=_peak_nbytes)
 
     @property
     def least_of_smallest(self) -> Taken | None:
-        """Plan that took least of those of the least predicted peak."""
+        """Measured plan with the lowest peak, among the plans of the least predicted peak."""
         plans = [chosen for chosen, _ in self.smallest]
         known = (one for one in self.taken if any(map(one.is_of, plans)))
         return min(known, default=None, key=_peak_nbytes)
@@ -86,12 +86,13 @@ class Attempts:
     def next_smallest(
         self, make: "Callable[[Profile, bool], Chosen | None]"
     ) -> tuple[Self, Smallest | None]:
-        """Makes the smallest plans of what is known; returns one that was not measured yet.
+        """Makes the smallest plans from the known profiles; returns one that was not measured yet.
 
-        make: the smallest plan of a profile, if it is found; the flag says whether modules may run
-        again. One in which none does can be written down, so it comes first of those by an
-        estimate; once that has been done, no estimate knows a smaller one. What is predicted to
-        take much more than another waits: its forward would be refused before that was tried.
+        make: returns the smallest plan of a profile, if one is found; its flag says whether modules
+        may be recomputed. A step without recomputed modules can be profiled, so its plan comes
+        first among estimated ones; once a profile exists, estimates are no longer used. A plan that
+        is predicted to need much more memory than another is tried later, because its forward would
+        be refused before the other one was measured.
         """
         estimates = [one.rehearsed for one in self.known]
         is_written = not all(estimates + [one.rehearsed for one in self.smallest])

@@ -1,12 +1,12 @@
 """The peak of a backward is estimated before it runs, from the graph and what is held for it.
 
-    level(t) = what stands + gradients, by the graph (`plan/backward.py`) + what is held still
-             + what the node that runs has restored
+    level(t) = resident bytes + gradients, by the graph (`plan/backward.py`)
+             + bytes that are still held + bytes that the current node has restored
 
-A tensor is let go of once the node has run that was the first to save it, for backward goes from
-the last node to the first. Workspaces inside of libraries are not known, so this is a lower bound,
-mostly by a few percent. It tells a first forward that holds all it should from one that should not
-have (`Fitting`), where what was set aside for backward is a guess.
+A tensor is released once the node that saved it first has run, because backward goes from the last
+node to the first. Workspaces inside libraries are not known, so this is a lower bound, usually by a
+few percent. `Fitting` uses it after a first forward, whose reserve for backward was a guess, to
+decide whether the held tensors leave enough memory for backward.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,7 @@ def peak_of_backward(
 ) -> int:
     """Returns the bytes of backward's highest moment; 0 where the outputs have no graph.
 
-    saving: of the forward that has made the outputs, and has ended
+    saving: the ended context of the forward that made the outputs
     since: autograd's number of the first node that counts
     """
     restored: dict[int, int] = defaultdict(int)

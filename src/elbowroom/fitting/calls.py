@@ -1,9 +1,9 @@
 """The forwards of one step: a model may run more than once before its backward.
 
-Two twins of a siamese network, real and fake for a discriminator, losses that are added up: what
-autograd saves in all of them stands together. So a forward that begins while what the last one
-saved still waits for its backward goes on with that one's step: one ledger, one measurement, one
-plan.
+Examples are the two branches of a siamese network, the real and fake batches of a discriminator,
+and losses that are summed: the tensors that autograd saves in all of these forwards are alive at
+the same time. So a forward that begins while the saved tensors of the last one still wait for
+backward continues the step of that one: the step has one ledger, one measurement and one plan.
 
 How many there will be, nobody knows before the first step that has them. A forward that comes
 unexpected is rehearsed, which holds nothing, and gets what is left of the budget, or, if that does
@@ -53,7 +53,7 @@ class _Later:
 class Calls:
     """Forwards of the steps that share one `Planning`.
 
-    grew            this step has had a forward that nothing was planned for: learn again
+    grew            this step had a forward that was not planned, so the step is learned again
     before_it_grew  number of forwards in a step, as this step began
     was_said     the user was told that this step may be above the budget
     """
@@ -105,7 +105,7 @@ class Calls:
             self._waits[self._part] = waits
         known = self._later[self._at - 1 : self._at]
         if self.grew:
-            return False  # nor was that which came between
+            return False  # nor was the forward in between
         if not known:
             return plan is not None and plan.has_call(self._at + 1)
         if any(at == self._at and one.covers(signature) for at, one in self._others):
@@ -164,12 +164,12 @@ class Calls:
 
     @property
     def at(self) -> int:
-        """Number of the forward that runs; 0: the first of its step."""
+        """Index of the current forward in its step, from 0."""
         return self._at
 
     @property
     def are_seen(self) -> bool:
-        """True if steps have later forwards, and all of these have been rehearsed."""
+        """True if steps have several forwards, and all but the first have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
     def parts(self, first: ForwardProfile) -> list[Part]:
@@ -229,13 +229,13 @@ class Rest:
         return False
 
     def stray(self) -> None:
-        pass  # that it may be above the budget is said already
+        pass  # the user has been warned already that the step may exceed the budget
 
 
 def plan_rest(step: Profile, making: PlannerSettings) -> Plan | None:
-    """Plans one forward of a step, with the backward of all of it; None if nothing fits.
+    """Plans one forward of a step, with the backward of the whole step; None if nothing fits.
 
-    step: with what stands already as part of what is static
+    step: its static bytes include what earlier forwards hold
     """
     exact = making.options.exact
     allowed = (True, None) if exact is None else (exact,)

@@ -1,4 +1,4 @@
-"""A plan and the format of optimizer states that it was made for: what a choice is, as data."""
+"""A plan together with the format of optimizer states that it was made for, as data."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
 """Memory that is resident beside a fitted model as a step begins: other graphs, other models.
 
-Fitted models that train in turns (generator and discriminator) share a device. So each counts what
-graphs of the others save at that moment, as of earlier steps of its own; and weights, gradients and
-states of those that take turns with it. One that has trained before, or will after it, does not.
+Fitted models that train alternately (generator and discriminator) share a device. So each counts
+the tensors that graphs of the others, and of its own earlier steps, hold at that moment; and the
+weights, gradients and states of the models that train alternately with it. It does not count a
+model whose training has ended or has not begun.
 """
 
 import itertools
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.runtime.ledger import Ledger, Tally
 
-_TURNS = 2  # between two steps of ours, so many times: it trains beside us
+_TURNS = 2  # a model that ran so often between two of our steps trains alternately with us
 _clock = itertools.count()
 _fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 
@@ -20,7 +21,7 @@ _fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
 class Neighbours:
     """Graphs and other models whose memory is resident beside one fitted model.
 
-    learns: some of the model's forwards have not settled yet
+    learns: some of the model's forwards are not settled yet
     """
 
     def __init__(self, owned: ModelState) -> None:
@@ -46,7 +47,7 @@ class Neighbours:
         self._began = next(_clock)
 
     def opened(self, graph: Ledger | Tally) -> None:
-        """Adds the graph of a forward that begins, unless it goes on with the last one's."""
+        """Adds the graph of a forward that begins, unless it continues the last forward's step."""
         for other in self._other_models():
             if any(held.held_nbytes > 0 for held in other._graphs):
                 other._ran_inside.add(self)
@@ -55,14 +56,14 @@ class Neighbours:
 
     @property
     def is_inside(self) -> bool:
-        """True if a graph of another fitted model waits now: what runs then may be a part of it."""
+        """True if this forward may be part of another fitted model's waiting graph."""
         return any(graph.held_nbytes > 0 for one in self._other_models() for graph in one._graphs)
 
     @property
     def others_learn(self) -> bool:
-        """True if a model still learns that has run while a graph of this one waited.
+        """True if a model is still learning that ran while a graph of this one waited.
 
-        What it took then is part of what was measured of this one, and may become less.
+        Its memory is part of what was measured for this model, and may decrease later.
         """
         return any(one.learns for one in self._ran_inside if one in _fitted)
 
@@ -89,9 +90,9 @@ class Neighbours:
 
     @property
     def savings_nbytes(self) -> int:
-        """Bytes by which graphs of other models that wait now are smaller than plain ones.
+        """Bytes that waiting graphs of other models save compared to plain autograd.
 
-        Within a larger budget these models may hold as much more.
+        Within a larger budget these models may hold that many bytes more.
         """
         graphs = (graph for one in self._other_models() for graph in one._graphs)
         waiting = (graph for graph in graphs if graph.held_nbytes > 0)

@@ -43,24 +43,24 @@ def say(line: Line, **values: Any) -> Say:
 
 @dataclass(frozen=True)
 class ForgetScripts:
-    """Command: forget how settled forwards went, since they will be others."""
+    """Command: forget the scripts of settled forwards, since later forwards will differ."""
 
 
 @dataclass(frozen=True)
 class BeginPlan:
-    """Command: forget scripts, and try modules that run again, since a new plan is followed."""
+    """Command: forget scripts, and test modules to be recomputed, since a new plan is followed."""
 
 
 @dataclass(frozen=True)
 class HoldAsGiven:
-    """Command: hold states as the plan that was given was made for -> GivenHeld."""
+    """Command: convert states to the format that the given plan was made for -> GivenHeld."""
 
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Command: make a plan by the profile, and take it -> PlanMade or NoPlan.
+    """Command: make a plan from the profile, and adopt it -> PlanMade or NoPlan.
 
-    again: see `NoPlan`. fits: the plan that is followed was measured within the budget.
+    again: see `NoPlan`. fits: the current plan was measured within the budget.
     """
 
     again: bool = False
@@ -74,7 +74,7 @@ class CheckPlan:
 
 @dataclass(frozen=True)
 class TakePlan:
-    """Command: hold states as an earlier plan was made for -> PlanTaken."""
+    """Command: convert states to the format that an earlier plan was made for -> PlanTaken."""
 
     chosen: "Chosen"
 
@@ -86,55 +86,55 @@ class MakeSmallest:
 
 @dataclass(frozen=True)
 class PlanByForward:
-    """Command: make and take a plan by a rehearsed forward -> Rehearsed or RehearsedInVain."""
+    """Command: plan by a rehearsed forward, and adopt it -> Rehearsed or RehearsedInVain."""
 
     heard: "ForwardProfile"
 
 
 @dataclass(frozen=True)
 class ForgetCalls:
-    """Command: forget forwards of a step beyond so many, which were of an odd one."""
+    """Command: forget forwards of a step beyond this number, which belonged to an unusual step."""
 
     calls: int
 
 
 @dataclass(frozen=True)
 class MakeRoomToWatch:
-    """Command: make a plan that leaves so much free -> RoomToWatch."""
+    """Command: make a plan that leaves this many bytes free -> RoomToWatch."""
 
     margin_nbytes: int
 
 
 @dataclass(frozen=True)
 class StartMeter:
-    """Command: measure what codes add from the next forward on."""
+    """Command: measure the noise of codes from the next forward on."""
 
 
 @dataclass(frozen=True)
 class ReadMeter:
-    """Command: stop to measure what codes add -> NoiseMeasured."""
+    """Command: stop measuring the noise of codes -> NoiseMeasured."""
 
 
 @dataclass(frozen=True)
 class BlameNoClasses:
-    """Command: leave out single modules that cannot run again, not all of their class."""
+    """Command: exclude single modules that cannot be recomputed, rather than all of their class."""
 
 
 @dataclass(frozen=True)
 class RunLayersAgain:
-    """Command: let recurrent layers run again in backward from now on."""
+    """Command: allow recomputation of recurrent layers from now on."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Command: raise BudgetTooSmall with a budget that does, by the least measured peak."""
+    """Command: raise BudgetTooSmall, and name a sufficient budget by the least measured peak."""
 
     least: "Taken"
 
 
 @dataclass(frozen=True)
 class RefusePresets:
-    """Command: raise BudgetTooSmall, by what the least preset would have held of this forward."""
+    """Command: raise BudgetTooSmall, by the bytes that the strictest preset would have held."""
 
     saving: "FittedSaving | None"
 
@@ -148,7 +148,7 @@ class Raise:
 
 @dataclass(frozen=True)
 class Then:
-    """Command: go on with this observation once all that was asked for before is done."""
+    """Command: continue with this observation once all commands before it are done."""
 
     observation: "Observation"
 

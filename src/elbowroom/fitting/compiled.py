@@ -3,18 +3,18 @@
     er.fit(torch.compile(model), budget=...)      its mode, options, dynamic and fullgraph stay
     er.fit(model, budget=..., compile=True)       torch.compile's defaults
 
-The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. What the
-step may take is known before it is compiled, so nothing is learned or measured:
+The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. The memory
+that the step may use is known before it is compiled, so nothing is learned or measured:
 
-    room = budget - (weights, buffers, states, gradients that stand) - states to come
+    room = budget - (weights, buffers, states, existing gradients) - states still to be created
 
 Each shape that Dynamo compiles gets a plan of its own. A graph with symbols in its sizes serves
 many: its plan holds for calls of N elements as long as peak * (N / planned)^2 stays inside the
-room. For larger ones another twin is compiled, with half as much again to spare, if it can have it.
+room. For larger calls another twin is compiled, for 1.5 times their size if that fits.
 
-The eager engine takes over, and says so once, for a model that cannot be compiled, for a budget
-that its graphs cannot reach (unless `exact` is True: there, codes may be coarser), and for shapes
-that come after the last that Dynamo compiles one by one.
+The eager engine takes over, and logs this once, for a model that cannot be compiled, for a budget
+that its graphs cannot reach (unless `exact` is True, since eager codes may be coarser), and for
+shapes that come after the last that Dynamo compiles one by one.
 """
 
 import threading
@@ -61,10 +61,10 @@ from elbowroom.runtime.compiler import (
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_at_least, show_nbytes
 
-STANDING = "weights, buffers and optimizer states"  # what an error calls what stands
-_MOST_SHAPES = 8  # of one piece of code, before Dynamo compiles no more of them
+STANDING = "weights, buffers and optimizer states"  # the name of resident bytes in an error
+_MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
-_SPARE = 1.5  # a plan for a graph with symbols is made for so many times the elements
+_SPARE = 1.5  # a graph with symbolic sizes is planned for this factor of the call's elements
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class _Thread(threading.local):
 class _Twin:
     """Compiled copy of a model, and its backend.
 
-    regions   what was decided for each compiled region
+    regions   the decision for each compiled region
     limit     the most elements of inputs that graphs with symbols may serve
-    refused   why a region of the call that runs was not compiled
+    refused   the error by which a region of the current call was not compiled
     """
 
     compiler_name = "elbowroom.fit"
@@ -151,7 +151,7 @@ class _Twin:
         return compiled
 
     def run(self, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kind of call that may be compiled now. Raises errors of our own as they are."""
+        """Runs a kind of call that may be compiled now. Our own errors are raised unwrapped."""
         self.numel, self.refused = numel, None
         try:
             self.ran.clear()
@@ -214,8 +214,8 @@ class CompiledFitting:
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
         self._eager: Fitting | None = None  # for new kinds of calls
-        self._many = ""  # what to say of many shapes
-        self._standing = 0  # what stood when the first region was compiled
+        self._many = ""  # the advice to log where there are many shapes
+        self._standing = 0  # resident bytes when the first region was compiled
         self._here = _Thread()
 
     @property
@@ -240,7 +240,7 @@ class CompiledFitting:
         return max(self.options.budget_nbytes - standing, 0)
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
-        """Count a shape that is compiled, and note what helps where there are many."""
+        """Counts a shape that is compiled, and notes the advice for many shapes."""
         self._shapes[frame] += 1
         self._is_fixed = not symbolic
         if self._shapes[frame] == _MOST_SHAPES:
@@ -288,13 +288,13 @@ class CompiledFitting:
             if done:
                 return out
         assert self._eager is not None
-        with eagerly():  # it may have nothing to do, and open no context
+        with eagerly():  # it may have nothing to do, and then opens no context
             return self._eager.run(model, forward, args, kwargs)
 
     def _first(
         self, model: nn.Module, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
-        """Run a kind of call that was not seen before. Returns whether that could be done."""
+        """Run a kind of call that was not seen before. Returns whether that was possible."""
         if self._is_fixed and max(self._shapes.values(), default=0) >= _MOST_SHAPES:
             self._begin_eager(model)  # Dynamo would run it outside of any budget
             return False, None
@@ -328,7 +328,7 @@ class CompiledFitting:
         return True, out
 
     def _twin_for(self, numel: int) -> _Twin | None:
-        """Returns the first twin whose plans hold for a call of so many elements, if any does."""
+        """Returns the first twin whose plans are valid for this many elements, if any is."""
         return next((twin for twin in self._twins if numel <= twin.limit), None)
 
     def _grown(self, model: nn.Module) -> _Twin:
@@ -340,7 +340,7 @@ class CompiledFitting:
     def _may_go_eager(self, error: Exception) -> bool:
         if isinstance(error, BudgetTooSmall):
             return not self.options.exact
-        return not self.how.fullgraph  # who asks for that, wants the error
+        return not self.how.fullgraph  # a user who sets fullgraph wants the error
 
     def _go_eager(self, model: nn.Module, error: Exception) -> None:
         name = type(model).__name__
@@ -367,7 +367,7 @@ class CompiledFitting:
             self._eager.owned.add(other)
 
     def passes(self) -> None:
-        """Notes a forward without gradients: it runs as it was compiled by the user."""
+        """Notes a forward without gradients, which runs as the user has compiled it."""
         if self._eager is not None:
             self._eager.passes()
 
@@ -384,7 +384,7 @@ class CompiledFitting:
         self._kinds.clear()
 
     def summary(self, model: str) -> Summary:
-        """Returns a summary of what was planned, for the end of a training; nothing is measured."""
+        """Returns a summary of the plans at the end of training; nothing is measured."""
         return planned(model, self.owned, self.options, self._standing, self.regions, self.steps)
 
 
@@ -396,7 +396,7 @@ def planned(
     regions: Sequence[Decision],
     steps: int,
 ) -> Summary:
-    """Returns the summary of a compiled model, from what was decided for its regions."""
+    """Returns the summary of a compiled model, from the decisions for its regions."""
     plain = max((one.plain_nbytes for one in regions), default=None)
     peak = max((one.peak_nbytes for one in regions), default=None)
     return Summary(
@@ -418,7 +418,7 @@ def planned(
 
 
 def _noise(regions: Sequence[Decision]) -> float | None:
-    """Returns the variance that codes of all regions add; each counts by what it would hold."""
+    """Returns the variance that codes of all regions add, weighted by the bytes each would hold."""
     whole = sum(one.plain_saved_nbytes for one in regions)
     if not whole:
         return None

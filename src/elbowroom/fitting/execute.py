@@ -80,9 +80,9 @@ _LINES: dict[Line, Callable[..., None]] = {
 
 
 def execute(kind: "Planning", command: Command) -> Observation | None:
-    """Carries out what the state of a kind of forward asks for; returns what there is to see of it.
+    """Executes the commands of one kind of forward; returns the observation that results.
 
-    Raises BudgetTooSmall where that is what is asked for.
+    Raises BudgetTooSmall if that is the command.
     """
     match command:
         case Say(line, values):
@@ -131,7 +131,7 @@ def _planned(
     | MakeRoomToWatch
     | ReadMeter,
 ) -> Observation | None:
-    """Asks the planner, or what knows the optimizer's states, for an answer to a command."""
+    """Gets the answer to a command from the planner or from the optimizer's states."""
     match command:
         case HoldAsGiven():
             assert kind.given is not None
@@ -168,7 +168,7 @@ def _planned(
 def observed(
     kind: "Planning", last: "FittedSaving", step: "Measurement", memory: MemoryState
 ) -> StepMeasured:
-    """Returns what a step that has ended shows.
+    """Returns the observation of a step that has ended.
 
     last: the saving of its last forward; memory: as the next step begins
     """
@@ -206,7 +206,7 @@ def fallbacks_of(kind: "Planning") -> Fallbacks:
 
 
 def settings_of(kind: "Planning") -> PlannerSettings:
-    """Returns the planner settings that follow from what is known of this kind of forward."""
+    """Returns the planner settings for this kind of forward."""
     state = kind.state
     helps = kind.owned.states.lossy_helps() or LOSSY_HELPS
     return PlannerSettings(
@@ -220,7 +220,7 @@ def settings_of(kind: "Planning") -> PlannerSettings:
 
 
 def repeatable(kind: "Planning", profile: Profile) -> Profile:
-    """Returns the profile, changed so that modules that cannot run again are not recomputed."""
+    """Returns the profile without recomputation of modules that cannot be recomputed."""
     context = kind.context
     return profile.never_again(context.unrepeatable, alike=context.blames_classes)
 
@@ -238,22 +238,22 @@ def _chosen(kind: "Planning", *, estimated: bool | None = None) -> Chosen:
 
 
 def _taken(kind: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
-    """Returns the plan once states are held as it was made for, and what is resident since then."""
+    """Converts states to a plan's format; returns the plan and the bytes resident since then."""
     taken = kind.owned.states.take(chosen, kind, kind.options)
     return taken, _memory_of(kind)
 
 
 def _memory_of(kind: "Planning") -> MemoryState:
-    """Returns the memory once states are held in another format."""
+    """Returns the memory after states were converted to another format."""
     return kind.owned.memory().beside(kind.memory.beside_nbytes)
 
 
 def chosen_by_forward(
     kind: "Planning", heard: ForwardProfile
 ) -> tuple[Chosen, dict[float, Profile]]:
-    """Returns a plan of a step that begins with a rehearsed forward, and that step by its care.
+    """Returns a plan for a step whose first forward was rehearsed, and the steps by their care.
 
-    Raises BudgetTooSmall where none is worth a try.
+    Raises BudgetTooSmall where no plan is worth a measurement.
     """
     heard = heard.beside(kind.state.beside_nbytes)
     parts, standing = kind.calls.parts(heard), kind.owned.standing()
@@ -291,9 +291,9 @@ def _noise_measured(kind: "Planning") -> NoiseMeasured:
 
 
 def _measured_refusal(kind: "Planning", least: Taken) -> BudgetTooSmall:
-    """Returns the refusal that names the least measured peak: a budget that does if it is given."""
+    """Returns the refusal that names the least measured peak, which suffices as a budget."""
     least = kind.state.attempts.least_of_smallest or least
     plan, nbytes = least.chosen.plan, least.peak_nbytes
-    if not plan.exact:  # what codes hold varies a little with the data
+    if not plan.exact:  # the bytes of codes vary a little with the data
         nbytes += plan.held_nbytes // 256
     return messages.measured_refusal(kind.options, kind.owned, kind.memory, plan, nbytes)

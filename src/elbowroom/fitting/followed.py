@@ -1,4 +1,4 @@
-"""View of a kind of forward for forwards and their readers: all of it is read off its state."""
+"""Read-only view of the state of one kind of forward."""
 
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.signature import Signature
@@ -8,7 +8,7 @@ from elbowroom.plan.profile import Profile
 
 
 class Followed:
-    """Forwards of one kind, as their state says that they run."""
+    """Properties of forwards of one kind, read from their state."""
 
     def __init__(self, state: FitState) -> None:
         self.state = state
@@ -25,7 +25,7 @@ class Followed:
 
     @property
     def now(self) -> Signature:
-        """Signature of the call that runs, or has run last; of several in a step, the first."""
+        """Signature of the current or last call; of the first call if a step has several."""
         return self.state.now
 
     @property
@@ -45,17 +45,17 @@ class Followed:
 
     @property
     def preset(self) -> int:
-        """Index of the preset that all tensors are at if no plan is followed."""
+        """Index of the preset of all tensors if no plan is followed."""
         return self.state.preset
 
     @property
     def profile(self) -> Profile | None:
-        """Profile of the step that was written down."""
+        """Profile of the profiled step."""
         return self.state.profile
 
     @property
     def settled(self) -> bool:
-        """True if nothing more is to be learned."""
+        """True if learning has ended."""
         return self.state.settled
 
     @property
@@ -75,18 +75,18 @@ class Followed:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules whose forward runs again in backward."""
+        """Modules that are recomputed in backward."""
         return self.state.recompute
 
     @property
     def may_refuse(self) -> bool:
-        """True if a forward that holds too much is refused; otherwise it passes as an exception."""
+        """True if a forward that holds too much is refused; otherwise it is tolerated."""
         return self.state.may_refuse
 
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         """Returns the bytes that may be held for backward.
 
-        As long as no step was measured, the transients are guessed.
+        Until a step was measured, the transients are guessed.
         """
         return self.state.allowed_nbytes(guessed_nbytes)
 
@@ -95,6 +95,6 @@ class Followed:
         return self.state.surely_allowed_nbytes()
 
     def covers(self, signature: Signature) -> bool:
-        """Returns whether what was learned is safe for this call, too."""
+        """Returns whether the plan is safe for this call, too."""
         learned = self.plan is not None or self.settled
         return learned and self.largest.covers(signature)

@@ -1,4 +1,4 @@
-"""One forward of a fitted model: it follows its plan, or its preset, and climbs if it must."""
+"""One forward of a fitted model: it follows its plan or its preset, and climbs if necessary."""
 
 import weakref
 from types import TracebackType
@@ -54,14 +54,14 @@ class Fit(Protocol):
 
 
 class FittedSaving(Saving):
-    """Context whose setting climbs the ladder while it runs, where what is held nears the budget.
+    """Context whose setting climbs the ladder when the held bytes approach the budget.
 
     preset        where on the ladder it is
     climbed     whether it has left the plan, or the preset that it began with
-    impossible  even the strictest preset holds too much: the forward only counts to its end
-    too_much    it would have had to climb, and may not: likewise
+    impossible  even the strictest preset holds too much: the forward only counts bytes to its end
+    too_much    it would have to climb, which is not allowed: likewise
     storages    what the step has saved, once the context is closed
-    saved_by    autograd's numbers of the nodes that have saved each slot; of a first forward only
+    saved_by    autograd's numbers of the nodes that saved each slot; in a first forward only
     beside_nbytes  stand until forward has ended: copies of what it may change
     """
 
@@ -75,15 +75,15 @@ class FittedSaving(Saving):
         after: "FittedSaving | None" = None,
         scribe: Scribe | None = None,
     ) -> None:
-        """may_climb: else it only counts, from where it would have to. counts: from the start.
+        """may_climb: else it only counts once it has to. counts: it only counts from the start.
 
-        after: of an earlier forward of the same step, which goes on.
+        after: the context of an earlier forward of the same step, which this one continues.
         """
-        decide = weakref.WeakMethod(self._decide_site)  # no cycle, which each step would leave
+        decide = weakref.WeakMethod(self._decide_site)  # avoids a reference cycle in each step
 
         def policy(site: Site) -> Action:
             decided = decide()
-            assert decided is not None  # somebody else asks for us
+            assert decided is not None  # another object refers to this one
             return decided(site)
 
         super().__init__(
@@ -128,14 +128,14 @@ class FittedSaving(Saving):
         self.storages = [one for _, one in self._saved]
         self._slots.update(slots)
         super().__exit__(kind, error, trace)
-        if self._begins_again and kind is None:  # a bare except: inside of forward has swallowed it
+        if self._begins_again and kind is None:  # a bare `except:` inside forward has caught it
             raise Unrepeatable
 
     def encode_held(self, allowed_nbytes: int) -> Preset | None:
-        """Encodes what forwards of the step hold that have ended, so that the next one has room.
+        """Encodes the tensors of ended forwards of the step, so that the next forward has memory.
 
-        By the mildest lossy preset by which at most `allowed_nbytes` would be held, or the
-        strictest; it is returned. None: only exact ones are allowed.
+        It uses, and returns, the mildest lossy preset that holds at most `allowed_nbytes`, or the
+        strictest one. None: only exact presets are allowed.
         """
         lossy = [preset for preset in self._presets if not preset.exact]
         if not lossy:
@@ -148,7 +148,7 @@ class FittedSaving(Saving):
 
     @property
     def setting(self) -> Preset:
-        """Setting that decides now: the plan, or the current preset."""
+        """Current setting: the plan, or the preset."""
         plan = self._plan
         if plan is None:
             return self._presets[self.preset]
@@ -160,12 +160,12 @@ class FittedSaving(Saving):
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is held any more: backward has run, or nobody waits for it."""
+        """True if nothing is held any more: backward has run, or its graph was dropped."""
         return self.ledger.held_nbytes == 0
 
     @property
     def waits(self) -> bool:
-        """True if backward is still to come: what is held has not been asked for."""
+        """True if backward is still to come: no held tensor has been requested."""
         return self.ledger.held_nbytes > 0 and not self.ledger.was_asked
 
     @property
@@ -184,9 +184,10 @@ class FittedSaving(Saving):
         return None if self.climbed else self._followed
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
-        """Returns whether a node may stand, and decides about a recurrent op before it runs.
+        """Returns whether a node of ours may replace an op.
 
-        Such an op saves all at once, too late to climb.
+        A recurrent op is decided on before it runs. Such an op saves all of its tensors at once,
+        when it is too late to climb.
         """
         if direct.again and not self.context.runs_again:
             held = self.ledger.held_nbytes + saved_nbytes(call)
@@ -196,7 +197,7 @@ class FittedSaving(Saving):
 
     @property
     def _is_in_vain(self) -> bool:
-        """True if the forward will be discarded, so that nothing of it is recorded any more."""
+        """True if the forward will be discarded, so that nothing more is recorded."""
         return self.too_much and not (self._may_climb or self._only_counts)
 
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
@@ -210,13 +211,14 @@ class FittedSaving(Saving):
         super()._finished(call, out)
 
     def _note_result(self, out: Any) -> None:
-        """Gives a forward up that is tried first where a result is too large for what is held.
+        """Discards a first forward if one of its results is too large beside the held bytes.
 
-        What its loss makes of large logits would come before anything of that size is saved.
+        The loss may create temporaries as large as its logits before a tensor of that size is
+        saved.
         """
         if not is_touchable(out) or out.numel() * out.element_size() <= self.largest_nbytes:
             return
-        if out._is_view() or is_parameter(out):  # they take no memory of their own
+        if out._is_view() or is_parameter(out):  # they use no memory of their own
             return
         allowed, _ = self._limits(storage_nbytes(out))
         if self.ledger.held_nbytes > allowed:
@@ -231,7 +233,7 @@ class FittedSaving(Saving):
             number = last_node() if node is None else node
             self.saved_by.setdefault(view.slot, []).append(number)
         if (self.impossible or self.too_much) and view.slot.sites:
-            view.slot.drop()  # the last one as well, whatever else comes
+            view.slot.drop()  # the last forward as well, whatever follows
         return view
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
@@ -257,16 +259,17 @@ class FittedSaving(Saving):
         """
         if self._limit is None or nbytes > self.largest_nbytes:
             self.largest_nbytes = max(self.largest_nbytes, nbytes)
-            # Who may not climb is rehearsed instead; who may would only be stricter than need be.
+            # A forward that may not climb is rehearsed instead; one that may climb would only be
+            # stricter than necessary.
             guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
             guessed = max(guessed, self.beside_nbytes + self.largest_nbytes * USUAL)
             self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
         return self._limit
 
     def _stray(self) -> None:
-        """Reports, once, that this forward is not the plan's, and holds what nobody looked at.
+        """Reports once that this forward differs from the plan, and holds unexamined tensors.
 
-        That can be neither encoded now nor let go, so the step may need more than the budget.
+        These can be neither encoded nor released now, so the step may exceed the budget.
         """
         if not self._has_strayed:
             self._has_strayed = True

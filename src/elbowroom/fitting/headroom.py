@@ -1,4 +1,4 @@
-"""The headroom is what a forward may hold: the budget, less what stands and what passes.
+"""The headroom is what a forward may hold: the budget, less static and transient bytes.
 
     budget - static - transients (+ what the plan lets pass)
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Bytes that a step takes beside what is resident and what it holds, as far as they are known.
+    """Bytes that a step needs besides resident and held bytes, as far as they are known.
 
     transient_nbytes  of the largest call; None: neither measured nor planned yet; negative where
                       what it holds was there before, and is no part of its peak (its inputs)
@@ -29,16 +29,16 @@ class Headroom:
     seen_nbytes: int = 0
 
     def inherited(self, larger: Self) -> Self:
-        """Returns a guess: transients are at most those of a larger kind of forward."""
+        """Returns a bound: transients are at most those of a larger kind of forward."""
         return replace(self, guess_nbytes=larger.transient_nbytes)
 
     def grown(self, growth: float) -> Self:
-        """Returns the headroom for a largest call of `growth` times as many elements."""
+        """Returns the headroom if the largest call has `growth` times as many elements."""
         assert self.transient_nbytes is not None
         return self.learned(growth * self.transient_nbytes)
 
     def forgotten(self) -> Self:
-        """Returns the headroom without what was measured; a guess stays."""
+        """Returns the headroom without measurements; a guess is kept."""
         return replace(self, transient_nbytes=None, seen_nbytes=0)
 
     def learned(self, rest_nbytes: float) -> Self:
@@ -48,7 +48,8 @@ class Headroom:
     def fitting(self, most_nbytes: int) -> Self:
         """Returns the headroom that allows what a measured forward held: it was within the budget.
 
-        most_nbytes: what stood before it, the most that it held, and what was left of the budget
+        most_nbytes: the sum of the bytes resident before it, the most that it held, and the rest
+        of the budget
         """
         return replace(self, seen_nbytes=most_nbytes)
 
@@ -57,7 +58,7 @@ class Headroom:
     ) -> int:
         """Returns the bytes that may be held for backward.
 
-        As long as nothing was measured, transients are guessed.
+        Until a step was measured, transients are guessed.
         """
         free = options.budget_nbytes - memory.static_nbytes
         if self.transient_nbytes is None:
@@ -80,8 +81,8 @@ class Headroom:
 
 
 def _passing_nbytes(plan: "Plan | None") -> int:
-    """Returns the bytes that forward may hold for a moment: a norm's input until its ReLU has run.
+    """Returns bytes that forward may hold temporarily: a norm's input until its ReLU has run.
 
-    The plan knows; the ledger, which is asked here, does not.
+    The plan accounts for them; the ledger, which is read here, does not.
     """
     return 0 if plan is None else plan.largest_nbytes

@@ -1,10 +1,10 @@
-"""Finds optimizers that `fit` was not given, as they are about to step: their states count, too.
+"""Finds optimizers that `fit` was not given when they first step, so that their states count, too.
 
     er.fit(model, budget=...)    # no optimizer yet
     AdamW(model.parameters())    # counted from its first step on
 
-PyTorch calls the one hook here before any optimizer's step. Each model is asked once for each of
-them, and the hook goes with the last model that is fitted.
+PyTorch calls the single hook of this module before any optimizer's step. Each model is notified
+once of each optimizer. The hook is removed with the last fitted model.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Owner(Protocol):
-    """Owner of a fitted model's memory, who counts the optimizers that train the model."""
+    """Owner of a fitted model's memory, which counts the optimizers that train the model."""
 
     def meet(self, optimizer: Optimizer) -> None: ...
 
@@ -28,8 +28,8 @@ _hook: list[RemovableHandle] = []  # at most one
 
 
 def watch(owner: Owner) -> None:
-    """Has it meet each optimizer that steps from now on, for as long as it lives."""
-    weakref.finalize(owner, _end).atexit = False  # before it is in: what is younger is called first
+    """Notifies the owner of each optimizer that steps from now on, as long as the owner exists."""
+    weakref.finalize(owner, _end).atexit = False  # younger finalizers are called first
     _owners.add(owner)
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))

@@ -4,9 +4,9 @@
     er.fit(model, budget=..., loss=criterion)
     loss = criterion(model(x), y)
 
-A call of it, while what the model's forward has saved waits for its backward, is one more forward
-of the same step (`calls.py`). Any other call runs plainly: one that is not of a step. Models that
-share a loss, such as both of a GAN, are told apart by whose forward was the last one.
+A call of the loss while the saved tensors of the model's forward wait for backward counts as one
+more forward of the same step (`calls.py`). Any other call runs plainly, because it belongs to no
+step. If models share a loss, as in a GAN, a call belongs to the model whose forward ran last.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from elbowroom.runtime.attach import attach, attached, detach, opener_of
 
 
 class _LossCalls:
-    """Runs the calls of a loss, for the models that are trained by it."""
+    """Runs the calls of a loss for the models that it trains."""
 
     def __init__(self) -> None:
         self.fittings: weakref.WeakSet[Fitting] = weakref.WeakSet()
@@ -35,7 +35,7 @@ class _LossCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs a call of the loss in the step of the model whose forward was the last one."""
+        """Runs a call of the loss in the step of the model whose forward ran last."""
         if not self.fittings:  # their models have died
             detach(model)
         waiting = [one for one in self.fittings if one.may_go_on]
@@ -51,8 +51,8 @@ class _LossCalls:
 def losses_of(loss: nn.Module | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module]:
     """Returns the modules that `fit` was given as the model's loss.
 
-    Raises PlanError for what is no module, the model itself or a part of it, and for modules with
-    parameters that are trained: these belong into the model.
+    Raises PlanError for an object that is no module, for the model itself or a part of it, and for
+    modules with trained parameters, which belong in the model.
     """
     if loss is None:
         return []
@@ -78,7 +78,7 @@ def losses_of(loss: nn.Module | Iterable[nn.Module] | None, model: nn.Module) ->
 
 
 def may_be_loss(module: nn.Module) -> bool:
-    """Returns whether a module that a program calls holds no parameters, not even in a list.
+    """Returns whether a module holds no parameters, not even inside a list.
 
     A module in a list, which `parameters()` does not see, may hold some.
     """
@@ -100,7 +100,7 @@ def _no_module(given: object) -> str:
 
 
 def cover(loss: nn.Module, fitting: Fitting) -> None:
-    """Has calls of the loss that follow a forward of the model belong to its step.
+    """Makes calls of the loss after a forward of the model belong to its step.
 
     Raises PlanError for a loss that is fitted itself, as a model.
     """
@@ -114,7 +114,7 @@ def cover(loss: nn.Module, fitting: Fitting) -> None:
 
 
 def uncover(fitting: Fitting) -> None:
-    """Leaves the losses of a model to themselves, and to other models."""
+    """Detaches the losses of a model, which may still belong to other models."""
     for loss, calls in attached():
         if isinstance(calls, _LossCalls):
             calls.fittings.discard(fitting)

@@ -1,4 +1,4 @@
-"""Transitions that follow from a step that was measured, in each phase."""
+"""Transitions after a measured step, in each phase."""
 
 from dataclasses import replace
 
@@ -21,15 +21,15 @@ from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.planned import Step, begin_to_watch, begun, go_smaller, learn_anew
 from elbowroom.fitting.state import FitState
 
-_SLACK = 0.1  # of what is not static: unused by a plan of a rehearsal, it is worth another plan
-_NEARLY = 1.05  # of the budget: a plan that was given and takes no more is corrected, not dropped
-_MOST_ROUNDS = 3  # plans that are made again because a measurement broke the budget
-_LEFT_FREE = 1 / 32  # of the budget, at least, by a plan whose forwards were to hold too much
-_MOST_TRIES = 5  # forwards without a backward of their own, before a plan is given up
+_SLACK = 0.1  # of non-static bytes: if a rehearsed plan leaves as much unused, another plan is made
+_NEARLY = 1.05  # of the budget: a given plan that exceeds it by no more is corrected, not dropped
+_MOST_ROUNDS = 3  # plans that are replaced because a measurement exceeded the budget
+_LEFT_FREE = 1 / 32  # of the budget: least correction if forwards would have held too much
+_MOST_TRIES = 5  # forwards without a backward of their own after which a plan is abandoned
 
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
-    """Returns the state that follows from a measured step, and what it asks for."""
+    """Returns the state after a measured step, and its commands."""
     if state.added_gradient_nbytes >= 0:
         nbytes = max(state.gradient_nbytes, state.memory.gradient_nbytes)
         state = replace(state, gradient_nbytes=nbytes, without_gradients=0)
@@ -53,27 +53,27 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
-    """Returns the bytes that later steps have throughout, and this one did not as it began.
+    """Returns bytes that are resident in later steps from the start, but were not in this one.
 
-    Those are states of the optimizer, made in it or still to come, and gradients that it has left
-    for micro-batches after it.
+    These are optimizer states, created in this step or still to be created, and gradients that it
+    leaves for later micro-batches.
     """
     after = state.memory
-    gradient_nbytes = max(state.gradient_nbytes - after.gradient_nbytes, 0)  # let go of in it
+    gradient_nbytes = max(state.gradient_nbytes - after.gradient_nbytes, 0)  # released in it
     later_nbytes = after.static_nbytes + after.unallocated_state_nbytes + gradient_nbytes
     return max(0, later_nbytes - seen.static_nbytes)
 
 
 def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
-    """Returns the peak as if the optimizer's states had been there all the while.
+    """Returns the peak as if the optimizer's states had been resident throughout.
 
-    Its moments must be known.
+    The step's memory over time must be known.
     """
     return peak_nbytes if seen.seen is None else seen.seen.peak_with(_born_nbytes(state, seen))
 
 
 def _at_largest(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
-    """Returns the estimated peak of this step if it had been of the largest size."""
+    """Returns the estimated peak of this step at the largest size."""
     static = seen.static_nbytes
     return static + int((peak_nbytes - static) * state.largest.numel / state.now.numel)
 
@@ -92,7 +92,7 @@ def _noted(state: FitState, peak_nbytes: int) -> FitState:
 
 
 def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
-    """Moves the state after the first step: its transients are known now."""
+    """Returns the state after the first step, whose transients are known now."""
     born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.options.budget_nbytes
     peak_nbytes = _with_states(state, seen, own_nbytes + born_nbytes)
     fits = peak_nbytes <= budget_nbytes
@@ -113,7 +113,7 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
 
 
 def _written(state: FitState, seen: StepMeasured) -> Step:
-    """Plans a step that was written down, or stays at the preset that it ran at."""
+    """Plans a profiled step, or keeps the preset that it ran with."""
     state = replace(state, tries=state.tries + 1)
     if seen.seen is None or seen.profile is None or seen.climbed:
         return _try_again(state, seen)
@@ -136,7 +136,7 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _try_again(state: FitState, seen: StepMeasured) -> Step:
-    """Measures again after an inconclusive measurement; after several, stays as it is."""
+    """Measures again after an inconclusive measurement; after several, keeps the setting."""
     peak_nbytes = seen.peak
     if state.tries < _MOST_TRIES:
         return state, ()
@@ -151,9 +151,9 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
-    """Moves the state after a uniform preset was measured because no plan was found by corrections.
+    """Returns the state after a uniform preset was measured because no corrected plan fits.
 
-    What took least stays.
+    The setting with the lowest peak is kept.
     """
     if seen.peak is None:
         return state, ()
@@ -174,7 +174,7 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
 
 
 def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
-    """Moves the state after a step under the plan was measured."""
+    """Returns the state after a step under the plan was measured."""
     plan = state.plan
     assert plan is not None
     peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.options.budget_nbytes
@@ -184,12 +184,12 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     if state.profile is None and peak_nbytes > budget_nbytes:
         state, commands = _correct_given(state, peak_nbytes, strangers=seen.strangers)
     elif strayed and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:
-        # Its forwards climb step after step: they may not hold what the plan lets them hold.
+        # Its forwards climb in each step: they may not hold as much as the plan assumes.
         margin = max(peak_nbytes - plan.peak, int(_LEFT_FREE * budget_nbytes))
         state = replace(state, rounds=state.rounds + 1).with_margin(margin)
         commands = (MakePlan(),)
     elif strayed or (seen.makes_states and peak_nbytes <= budget_nbytes):
-        # A step that makes the optimizer's states has a peak of its own: the next one tells.
+        # A step that creates the optimizer's states has another peak, so the next step is measured.
         state, commands = _try_again(state, seen)
     elif state.profile is None:
         state, commands = _settle_given(state, strangers=seen.strangers)
@@ -199,7 +199,7 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
 
 
 def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
-    """Keeps the plan whose peak is now known, makes it again with a larger margin, or drops it.
+    """Keeps the plan whose peak is now known, replans with a larger margin, or drops the plan.
 
     peak_nbytes: of the largest call
     """
@@ -221,7 +221,7 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
         return begin_to_watch(state)
     if state.rounds < _MOST_ROUNDS and state.phase is not Phase.SMALLEST:
         margin = peak_nbytes - plan.peak
-        if slack > 0:  # half of it: an estimate is not too careful by the same at all moments
+        if slack > 0:  # half of it: the error of an estimate differs from moment to moment
             margin += slack // 2
         state = replace(state, rounds=state.rounds + 1).with_margin(margin)
         return state, (MakePlan(fits=slack >= 0),)
@@ -231,7 +231,7 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
 
 
 def _settle_given(state: FitState, *, strangers: bool) -> Step:
-    """Keeps the plan that was given, which fits, if it knows the step."""
+    """Keeps the given plan, which fits, if it matches the step."""
     plan = state.plan
     assert plan is not None
     if strangers:
@@ -245,10 +245,10 @@ def _settle_given(state: FitState, *, strangers: bool) -> Step:
 
 
 def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Step:
-    """Writes down a step of a given plan that is a little above the budget, or drops the plan.
+    """Profiles a step of a given plan that is a little above the budget, or drops the plan.
 
-    Not a lossy one, which takes more in a step that is written down (no turns), nor one that
-    runs modules again, which cannot be.
+    A lossy plan is dropped, because a profiled step needs more memory (convolutions run on the
+    whole batch); so is a plan that recomputes modules, because such a step cannot be profiled.
     """
     plan = state.plan
     assert plan is not None
@@ -260,12 +260,12 @@ def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Ste
 
 
 def _drop_given(state: FitState) -> Step:
-    """Drops the plan that was given: its step does not fit, or is not the one that it knows."""
+    """Drops the given plan: its step does not fit, or differs from the plan's."""
     return state.fresh(), (say(Line.GIVEN, plan=state.plan), ForgetScripts())
 
 
 def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
-    """Watches a plan that leaves room to measure; without one, what was verified stays."""
+    """Watches a plan that leaves memory for a measurement; without one, keeps the verified plan."""
     if seen.plan is None:
         unknown = say(Line.UNKNOWN, why="the budget leaves no room to look")
         return replace(state, phase=Phase.SETTLED), (unknown,)
@@ -275,27 +275,27 @@ def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
 
 
 def _watched(state: FitState, seen: StepMeasured) -> Step:
-    """Moves the state after a watched step.
+    """Returns the state after a watched step.
 
-    After some, or one that took too much, the meter is read.
+    After several, or one above the budget, reads the meter.
     """
     too_much = seen.peak is not None and seen.peak > state.options.budget_nbytes
     return state, ((ReadMeter(),) if seen.watched or too_much else ())
 
 
 def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
-    """Plans again once it is known what the codes add."""
+    """Replans once the noise of codes is known."""
     assert state.profile is not None
     profile = replace(state.profile, noise=seen.shares)
     state = replace(state, phase=state.resumes, profile=profile, rounds=0)
     plans = (MakePlan(), Then(NoiseUsed(told=seen.shares is not None)))
-    if state.options.noise is not None:  # what is refused now must not fall back to a preset
+    if state.options.noise is not None:  # a refusal from here on must not fall back to a preset
         return state, (CheckPlan(), *plans)
     return state, plans
 
 
 def noise_used(state: FitState, seen: NoiseUsed) -> Step:
-    """Logs what the codes of the plan add."""
+    """Logs the noise that codes of the plan add."""
     if not seen.told:
         return state, (say(Line.UNKNOWN, why="the watched steps did not tell"),)
     if state.plan is not None and state.plan.is_lossy:

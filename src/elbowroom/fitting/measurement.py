@@ -1,4 +1,4 @@
-"""One step of a fitted model under the allocator's eye: from its forward to the next one."""
+"""Memory measurement of one step of a fitted model: from its forward to the next step's."""
 
 from collections.abc import Iterable
 
@@ -15,11 +15,11 @@ from elbowroom.plan.profile import Profile
 class Measurement:
     """Measurement of one step, which runs from `start` to `end` or `close`.
 
-    memory    what stood as it began
+    memory    resident bytes as it began
     writes    moment by moment; else only the peak is wanted
-    recorder  to be told of what is saved, if it writes
-    peak      in bytes, once it has ended; None: this thread could not tell
-    profile   likewise, of a whole step that was written down
+    recorder  notified of saved tensors, if it writes
+    peak      in bytes, once it has ended; None: this thread could not measure it
+    profile   likewise, of a whole step that was profiled
     """
 
     def __init__(self, memory: MemoryState, running: Interval | Recording) -> None:
@@ -40,7 +40,7 @@ class Measurement:
     ) -> "Measurement | None":
         """Starts a measurement and returns it; None if this cannot be measured now.
 
-        until: inputs that another fitted model has made, whose backward is that one's
+        until: inputs that another fitted model has made; backward beyond them belongs to that model
         """
         running: Interval | Recording | None
         if writes:
@@ -62,7 +62,7 @@ class Measurement:
         return self.memory.unallocated_state_nbytes > 0
 
     def end(self) -> None:
-        """Ends the measurement, and reads what it saw. A second call does nothing."""
+        """Ends the measurement, and reads its results. A second call does nothing."""
         running, self._running = self._running, None
         if isinstance(running, Recording):
             seen = running.finish()
@@ -74,7 +74,7 @@ class Measurement:
             self.peak = running.stop()
 
     def close(self) -> None:
-        """Gives the measurement up; what was read stays."""
+        """Aborts the measurement; results that were read are kept."""
         running, self._running = self._running, None
         if running is not None:
             running.close()

@@ -75,7 +75,7 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
 
 
 def warn_runs_again(options: FitOptions) -> None:
-    """Warns that recurrent layers run again, since no plan fits what they save: bits change."""
+    """Warns that recurrent layers are recomputed, since no plan fits their tensors: bits change."""
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a few time steps after the other; gradients differ from those of plain training "
@@ -241,7 +241,7 @@ def refusal(
     least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
     saved = held_nbytes(least_preset, step)
     lossy_helps = _lossy_helps(saving, saved)
-    if saving.impossible:  # so much was held, whatever of it is alive now
+    if saving.impossible:  # bytes that were held, whether or not they are alive now
         saved = max(saved, saving.ledger.most_nbytes)
     other, kind = transient_nbytes, "measured"
     if other is None:  # an estimate, and rather too large than too small
@@ -297,7 +297,7 @@ def measured_refusal(
 def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     """Increases the budget that a refusal names, so that steps keep to it when it is given.
 
-    Peaks vary a little from step to step: a script may keep metrics of each step, and data differ.
+    Peaks vary a little from step to step: a training script may keep metrics, and data differ.
 
     others_nbytes: additional bytes that graphs of other models may take within a larger budget
     """

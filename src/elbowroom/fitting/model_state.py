@@ -113,7 +113,7 @@ class ModelState:
     def unallocated_gradient_nbytes(self) -> int:
         """Bytes of the gradients that a step will create, and hold at one time.
 
-        Of those that are released inside backward, that is the largest.
+        If gradients are released inside backward, only the largest counts.
         """
         unallocated = [p for p in self._trainable() if gradient_of(p) is None]
         return gradients_nbytes(unallocated, self._all_optimizers())
@@ -141,8 +141,7 @@ class ModelState:
     def unallocated_state_nbytes(self) -> int:
         """Bytes of the optimizer states that the next steps will create.
 
-        A parameter that one optimizer has states for, or that two hold (as wrappers do), counts
-        once.
+        A parameter that two optimizers hold (as wrappers do) counts once.
         """
         optimizers = self._all_optimizers()
         born = {id(p) for one in optimizers if one.state for p in parameters_of(one)}

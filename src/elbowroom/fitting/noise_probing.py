@@ -1,16 +1,16 @@
-"""This module says what it takes to watch the codes of a plan."""
+"""Memory that is needed to measure the noise of a plan's codes."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
 
-_LARGEST_TENSORS = 5  # that a watched step takes beside what it holds, or a little more
+_LARGEST_TENSORS = 5  # upper estimate of the additional memory of a watched step
 
 
 def room_nbytes(plan: "Plan") -> int:
-    """Returns the bytes that a watched step may take beyond this plan's.
+    """Returns the bytes that a watched step may need beyond this plan's peak.
 
-    Looking at a tensor takes it once more, and an op that is probed runs again in backward.
+    Probing copies a tensor, and runs its op a second time in backward.
     """
     return _LARGEST_TENSORS * plan.largest_nbytes

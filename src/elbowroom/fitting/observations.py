@@ -1,4 +1,4 @@
-"""Observations of steps of one kind, and answers of planners: all that moves a `FitState`."""
+"""Observations of steps of one kind, and answers of planners: the inputs of all transitions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Fallbacks:
     """Relaxations that are still possible where no plan fits.
 
-    blamed_classes  modules that cannot run again are left out with all others of their class
-    layers          recurrent layers may run again in backward
+    blamed_classes  modules that cannot be recomputed exclude all others of their class
+    layers          recurrent layers may be recomputed in backward
     """
 
     blamed_classes: bool = False
@@ -34,8 +34,8 @@ class Fallbacks:
 class StepBegan:
     """Observation: a step begins with its first forward.
 
-    grew   the step before had a forward that nothing was planned for
-    calls  the forwards of a step before that
+    grew   the step before had a forward that was not planned
+    calls  number of forwards in a step before that
     """
 
     memory: "MemoryState"
@@ -46,7 +46,7 @@ class StepBegan:
 
 @dataclass(frozen=True)
 class StandsBeside:
-    """Observation: so many bytes are resident beside the model as a step begins."""
+    """Observation: this many bytes are resident beside the model as a step begins."""
 
     nbytes: int
 
@@ -60,14 +60,14 @@ class ModelJoined:
 
 @dataclass(frozen=True)
 class GivenHeld:
-    """Observation: states are held as the given plan was made for. memory: since then."""
+    """Observation: states have the format that the given plan was made for. memory: since then."""
 
     memory: "MemoryState"
 
 
 @dataclass(frozen=True)
 class OptionsChanged:
-    """Observation: the user, or a lack of memory, asks for other options."""
+    """Observation: the user, or an exhausted device, changes the options."""
 
     options: "FitOptions"
 
@@ -76,7 +76,7 @@ class OptionsChanged:
 class LargerKnown:
     """Observation: a larger kind of forward is known.
 
-    Until its own are measured, transients are at most those of that kind.
+    Until they are measured, transients are bounded by those of that kind.
 
     headroom: of that kind
     """
@@ -86,7 +86,7 @@ class LargerKnown:
 
 @dataclass(frozen=True)
 class NotRepeatable:
-    """Observation: a module was found that does not give the same when it runs again.
+    """Observation: a module was found whose second run gives another result.
 
     profile  without modules of that kind
     """
@@ -96,12 +96,12 @@ class NotRepeatable:
 
 @dataclass(frozen=True)
 class UnexpectedStep:
-    """Observation: this step is another than those before, and holds more."""
+    """Observation: this step differs from those before, and holds more."""
 
 
 @dataclass(frozen=True)
 class LayersHeldTooMuch:
-    """Observation: recurrent layers would hold too much in a forward of which nothing is known."""
+    """Observation: recurrent layers would hold too much in a forward that was never profiled."""
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,19 @@ class StepMeasured:
     """Observation: a step has ended, and was measured.
 
     memory        as the next step begins
-    static_nbytes what stood as it began
-    beside_nbytes of that, what was beside the model
+    static_nbytes resident bytes as it began
+    beside_nbytes the part of these that does not belong to the model
     makes_states  the optimizer had no states as it began
-    writes        it was to be written down
-    peak          in bytes; None: this thread could not tell
-    seen          as it was written down; None: it was not, or it was no whole step
-    profile       the same, to plan by
+    writes        it was to be profiled
+    peak          in bytes; None: this thread could not measure it
+    seen          its profile; None: it was not profiled, or was no whole step
+    profile       the same, as the planner uses it
     climbed       it has left the plan, or the preset that it began with
     preset          that it ended at
     before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
     most_nbytes   the most that was held
-    strangers     it saved tensors that the plan does not know
-    watched       as many steps have been watched as it takes
+    strangers     it saved tensors that are not in the plan
+    watched       enough steps have been watched
     may_measure   steps can be measured here
     preset_within   the mildest preset that would have held at most so many bytes
     saving        of its last forward
@@ -175,23 +175,23 @@ class NoiseMeasured:
 
 @dataclass(frozen=True)
 class NoiseUsed:
-    """Observation: a plan was made by what codes add. told: that was known."""
+    """Observation: a plan was made with the noise of codes. told: that noise was measured."""
 
     told: bool
 
 
 @dataclass(frozen=True)
 class RoomToWatch:
-    """Observation: a plan with room to measure noise was made; None: the budget leaves none."""
+    """Observation: a plan with memory for measuring noise was made; None: the budget has none."""
 
     plan: "Plan | None"
 
 
 @dataclass(frozen=True)
 class PlanMade:
-    """Observation: a plan was made by the profile, and states are held as it was made for.
+    """Observation: a plan was made from the profile, and states have its format.
 
-    fits: the one that was followed until now was measured within the budget
+    fits: the plan before it was measured within the budget
     """
 
     chosen: "Chosen"
@@ -201,7 +201,7 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class PlanTaken:
-    """Observation: states are held as a plan was made for that was chosen before."""
+    """Observation: states have the format of a plan that was chosen before."""
 
     chosen: "Chosen"
     memory: "MemoryState"
@@ -211,7 +211,7 @@ class PlanTaken:
 class NoPlan:
     """Observation: no plan of the profile fits.
 
-    again: no step was measured since, but a budget or a call is new.
+    again: no step was measured since, but the budget or the call is new.
     """
 
     error: "BudgetTooSmall"
@@ -232,24 +232,24 @@ class SmallestMade:
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """Observation: by a forward rehearsed before the first step, all may be kept.
+    """Observation: a forward rehearsed before the first step shows that all may be kept.
 
-    It is better to measure that.
+    Measuring the step is better than an estimate.
     """
 
 
 @dataclass(frozen=True)
 class ForwardHeard:
-    """Observation: a forward has run without holding anything."""
+    """Observation: a forward has run without holding tensors."""
 
     heard: "ForwardProfile"
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Observation: a plan was made by a rehearsed forward, and states are held as it was made for.
+    """Observation: a plan was made from a rehearsed forward, and states have its format.
 
-    known  the steps that it may be, with more or less care
+    known  the estimated steps, with more or less care
     """
 
     chosen: "Chosen"

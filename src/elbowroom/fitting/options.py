@@ -1,4 +1,4 @@
-"""Options of a budget, and the memory that counts against it as a step begins."""
+"""Options of a budget, and the memory that is charged to it as a step begins."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -46,11 +46,12 @@ class FitOptions:
 class MemoryState:
     """Bytes as a step begins.
 
-    static_nbytes           held: weights, buffers, gradients, optimizer states, what is beside
+    static_nbytes           held: weights, buffers, gradients, optimizer states, other resident
+                            bytes
     unallocated_gradient_nbytes  of gradients that the step will create, and hold at one time
-    unallocated_state_nbytes     of states that the optimizer will
-    beside_nbytes           the part of what is held that is not the model's (`co_resident.py`)
-    gradient_nbytes         the part of it that is gradients: those that micro-batches add up, say
+    unallocated_state_nbytes     of states that the optimizer will create
+    beside_nbytes           held bytes that do not belong to the model (`co_resident.py`)
+    gradient_nbytes         held bytes of gradients, such as those that micro-batches accumulate
     """
 
     static_nbytes: int

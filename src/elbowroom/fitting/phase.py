@@ -8,36 +8,36 @@
       │                                      └──> SMALLEST ──> LAST_RESORT ──> SETTLED
       └──> SETTLED
 
-    in           it is seen that                             and next comes
-    GUESSING     a step at a preset was measured               WRITING
+    in           observation                                 next phase
+    GUESSING     a step with a preset was measured           WRITING
                  a plan was given                            GIVEN
                  a forward held too much, and was rehearsed  VERIFYING
-    WRITING      the step was written down                   VERIFYING
+    WRITING      the step was profiled                       VERIFYING
                  no plan fits while another model learns     WRITING
     GIVEN        it fits                                     SETTLED
                  it is a little too large                    CORRECTING
-                 it does not fit, or knows another step      GUESSING
-    CORRECTING   the step was written down                   VERIFYING
-    VERIFYING    nothing need be done                        SETTLED; for a smaller call IDLE
+                 it does not fit, or is for another step     GUESSING
+    CORRECTING   the step was profiled                       VERIFYING
+    VERIFYING    no action is needed                         SETTLED; for a smaller call IDLE
                  the plan fits                               SETTLED
-                 it is lossy, and there is room to look      WATCHING
-                 it is wrong, up to three times              VERIFYING, by another plan
-                 no plan is left by what it was wrong by     SMALLEST
+                 it is lossy, and its noise can be measured  WATCHING
+                 it exceeds the budget, up to three times    VERIFYING, with another plan
+                 no corrected plan fits                      SMALLEST
     SMALLEST     it fits                                     SETTLED, or WATCHING
-                 it does not                                 SMALLEST, by another plan
+                 it does not                                 SMALLEST, with another plan
                  none is left                                LAST_RESORT
-    WATCHING     what codes add is known                     VERIFYING, or SMALLEST again
-    LAST_RESORT  the preset was measured                       SETTLED, or the step is refused
-    IDLE         a larger call was written down              VERIFYING
+    WATCHING     the noise of codes is known                 VERIFYING, or SMALLEST again
+    LAST_RESORT  the preset was measured                     SETTLED, or the step is refused
+    IDLE         a larger call was profiled                  VERIFYING
 
-From every phase a larger call, another budget or more that stands beside the model leads back to
-VERIFYING, by the same profile; where there is none to plan by, to GIVEN, WRITING or GUESSING. After
-a step that held more than those before it, or ran its model more often, where gradients stand that
-did not before (micro-batches), and where more is allowed to plans, comes GUESSING. Five steps that
-tell nothing lead to SETTLED.
+From every phase, a larger call, another budget or more resident bytes beside the model lead back to
+VERIFYING, with the same profile; without a profile, they lead to GIVEN, WRITING or GUESSING. The
+phase after a step is GUESSING if the step held more than those before it, ran its model more often,
+or began with more gradients (micro-batches), or if a restriction on plans was relaxed. Five
+inconclusive measurements lead to SETTLED.
 
-In a settled step each forward is looked at (*learning*: a script of it is written), follows its
-script (*replaying*), or runs without hooks where that does nothing (*off*): see `session.py`.
+In a settled step each forward is examined (*learning*: its script is recorded), replays its script
+(*replaying*), or runs without hooks if the script does nothing (*off*): see `session.py`.
 """
 
 from enum import Enum
@@ -46,16 +46,16 @@ from enum import Enum
 class Phase(Enum):
     """Purpose of the next step."""
 
-    GUESSING = "a uniform preset; what a step takes beside what it holds is guessed"
-    WRITING = "a uniform preset; that is measured, and the next step is written down"
-    IDLE = "a uniform preset; a step was written down, and nothing need be done for one like it"
-    GIVEN = "a plan that was given is followed, and its step measured"
-    CORRECTING = "the plan that was given is a little too large; its step is written down"
+    GUESSING = "a uniform preset; the transient bytes of a step are guessed"
+    WRITING = "a uniform preset was measured; the next step is profiled"
+    IDLE = "a uniform preset; by a profile, such steps need no action"
+    GIVEN = "a given plan is followed, and its step measured"
+    CORRECTING = "the given plan exceeds the budget a little; its step is profiled"
     VERIFYING = "a plan is followed, and its step measured"
     SMALLEST = "a plan of the least predicted peak is followed, and its step measured"
-    WATCHING = "a plan that leaves room to look is followed, and what its codes add is measured"
+    WATCHING = "a plan that leaves memory for it is followed, and the noise of codes is measured"
     LAST_RESORT = "no plan has fit; a uniform preset is measured"
-    SETTLED = "nothing more is to be learned"
+    SETTLED = "learning has ended"
 
 
 FOLLOWS: dict[Phase, frozenset[Phase]] = {

@@ -10,21 +10,21 @@ from elbowroom.fitting.signature import Signature
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 
-_MOST = 16  # plans that are kept
-_MOST_LEARNED = 64  # that are ever learned: who keeps changing shapes is not measured for ever
+_MOST = 16  # plans that are cached
+_MOST_LEARNED = 64  # plans that are learned, at most: shapes may keep changing
 
 
 class PlanCache:
-    """The one that was used longest ago makes room for another.
+    """Cache of plans, least recently used first out.
 
-    Beyond the last that is learned, a forward follows the plan of a larger one of the same
-    structure, or stays at the safest exact preset, watched like all.
+    Once no more plans are learned, a forward follows the plan of a larger one of the same
+    structure, or runs with the safest exact preset; its memory is checked as always.
     """
 
     def __init__(
         self, options: FitOptions, owned: ModelState, context: Context, plan: Plan | None = None
     ) -> None:
-        """plan: what the first kind begins with."""
+        """plan: the plan with which the first kind begins."""
         self._options, self._owned, self._context = options, owned, context
         self._first = self._given = plan
         self._known: OrderedDict[Hashable, Planning] = OrderedDict()
@@ -34,7 +34,7 @@ class PlanCache:
         return iter(self._known.values())
 
     def of(self, signature: Signature) -> Planning:
-        """Returns the planning that a forward of this signature belongs to."""
+        """Returns the planning for forwards of this signature."""
         found = self._known.get(signature.bucket)
         if found is None:
             found = self._admit(signature)

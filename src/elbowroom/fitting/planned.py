@@ -1,9 +1,9 @@
-"""Transitions that follow from a planner's answer: a plan is followed, or something else is tried.
+"""Transitions after a planner's answer: the plan is followed, or an alternative is tried.
 
-No plan fits -> while another model learns that runs inside of the step, it is measured again
+No plan fits -> while a model that runs inside the step is learning, the step is measured again
              -> all that plans may do is allowed (`tries_more`)
-             -> of the plans that were measured, one that fits is followed again
-             -> a rehearsed one is written down, which ends all guessing
+             -> a plan that was measured to fit is followed again
+             -> a rehearsed step is profiled, which replaces all estimates
              -> the plans of the least predicted peak are measured, one after another
              -> the uniform preset is measured (the last resort)
 """
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
 
 Step = tuple[FitState, tuple[Command, ...]]
-_LITTLE = 0.005  # of a step: a plan that gains less is not worth being measured
+_LITTLE = 0.005  # of a step: a plan that saves less time is not worth a measurement
 
 
 def learn_anew(state: FitState) -> Step:
-    """Discards what was learned, and learns again from steps of the largest size."""
+    """Discards all measurements, and learns again from steps of the largest size."""
     return replace(state.fresh(), only_largest=True), (ForgetScripts(),)
 
 
 def begun(state: FitState, plan: "Plan") -> Step:
-    """Follows a plan that was made by the profile."""
+    """Follows a plan that was made from the profile."""
     profile, state = state.profile, replace(state, plan=plan)
     assert profile is not None
     peak_nbytes = plan.peak + state.margin_nbytes
@@ -63,14 +63,14 @@ def begun(state: FitState, plan: "Plan") -> Step:
 
 
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
-    """Follows a plan once states are held as it was made for."""
+    """Follows a plan once states have its format."""
     profile = seen.chosen.candidate.profile
     state = replace(state, chosen=seen.chosen, memory=seen.memory, profile=profile)
     return begun(state, seen.chosen.plan)
 
 
 def plan_made(state: FitState, seen: PlanMade) -> Step:
-    """Follows the plan, unless nothing need be done, or the one before is as good and fits."""
+    """Follows the plan, unless it does nothing, or the current plan is as good and fits."""
     if seen.fits and _is_no_better(state, seen):
         return begin_to_watch(replace(state, memory=seen.memory))
     state, commands = _held(state, seen)
@@ -81,7 +81,7 @@ def plan_made(state: FitState, seen: PlanMade) -> Step:
 
 
 def _is_no_better(state: FitState, seen: PlanMade) -> bool:
-    """Returns whether the plan that is followed does the same, or takes hardly longer."""
+    """Returns whether the current plan does the same, or takes hardly longer."""
     plan, other, before = state.plan, seen.chosen.plan, state.chosen
     if plan is None or before is None or before.plan is not plan:
         return False
@@ -97,7 +97,7 @@ def _cost_s(plan: "Plan") -> float:
 
 
 def begin_to_watch(state: FitState) -> Step:
-    """Settles, or asks for a plan that leaves room for a meter, if there is anything to measure."""
+    """Settles, or requests a plan that leaves memory for a meter, if there is noise to measure."""
     plan = state.plan
     assert plan is not None
     if not plan.is_lossy or state.was_watched:
@@ -107,19 +107,19 @@ def begin_to_watch(state: FitState) -> Step:
 
 
 def plan_taken(state: FitState, seen: PlanTaken) -> Step:
-    """Follows what was chosen before, whatever it does."""
+    """Follows a plan that was chosen before, whatever it does."""
     return _held(state, seen)
 
 
 def rehearsed(state: FitState, seen: Rehearsed) -> Step:
-    """Follows a plan that was made by a forward alone."""
+    """Follows a plan that was made from a forward alone."""
     state = replace(state, attempts=Attempts(seen.known), was_rehearsed=True)
     state, commands = _held(state, seen)
     return replace(state, phase=Phase.VERIFYING, rehearsed=True, infeasible=False), commands
 
 
 def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
-    """Treats a step with more forwards that has no plan as an odd one, or as above the budget."""
+    """Treats a step with additional forwards and no plan as unusual, or as above the budget."""
     if state.before is None:
         return state, (Raise(seen.error),)
     before, calls = state.before
@@ -127,7 +127,7 @@ def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
 
 
 def no_plan(state: FitState, seen: NoPlan) -> Step:
-    """Moves the state after the planner found no plan of the profile that fits."""
+    """Returns the state after the planner found no plan that fits."""
     profile = state.profile
     assert profile is not None
     if state.is_scaled:
@@ -149,7 +149,7 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
 
 
 def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
-    """Allows more where no plan fits, and learns all again; None: all is allowed already."""
+    """Relaxes a restriction where no plan fits, and learns again; None: none is left."""
     if fallbacks.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if state.is_recurrent and fallbacks.layers:
@@ -160,8 +160,8 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
 def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     """Tries smaller plans after corrected ones have needed more than the budget.
 
-    Of one that is rehearsed, and runs no module again, the next step is written down: that ends
-    all guessing. Else the plans of the least predicted peak are measured, one after another.
+    If the plan is rehearsed and recomputes no module, the next step is profiled, which replaces all
+    estimates. Otherwise the plans of the least predicted peak are measured, one after another.
     """
     plan, least = state.plan, state.attempts.least
     assert plan is not None
@@ -178,7 +178,7 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
 
 
 def smallest_made(state: FitState, seen: SmallestMade) -> Step:
-    """Measures a plan of the least predicted peak, or takes the last resort if none is left."""
+    """Measures a plan of the least predicted peak, or falls back to the last resort."""
     state, least = replace(state, attempts=seen.attempts), seen.attempts.least
     assert least is not None
     if seen.found is None:
@@ -190,12 +190,12 @@ def smallest_made(state: FitState, seen: SmallestMade) -> Step:
 
 
 def _give_up(state: FitState, least: Taken) -> Step:
-    """Takes the uniform preset as the last resort: it holds little at all moments.
+    """Falls back to a uniform preset, which holds little at all moments.
 
-    Where none was seen to fit before the first plan, that is the strictest of them. The one that
-    was seen to held more than its forward may beside what plans let pass.
+    If none was measured to fit before the first plan, this is the strictest preset. A preset that
+    was measured to fit may hold more than plans do.
 
-    least: of what was measured
+    least: the measured plan with the lowest peak
     """
     presets, preset, headroom = state.options.presets, state.preset, state.headroom.learned(0)
     if state.was_rehearsed:

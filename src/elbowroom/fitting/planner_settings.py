@@ -1,4 +1,4 @@
-"""A plan of one profile under the terms of a fit, for calls larger than the profiled one, too."""
+"""Plans of one profile under the options of a fit, also for calls larger than the profiled one."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
-_CAREFUL = 0.03  # of what is not static is left free by a plan that was not measured, if it can be
+_CAREFUL = 0.03  # of non-static bytes is left free by an unmeasured plan, if possible
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class PlannerSettings:
     """Settings by which plans are made.
 
     ratio          how much larger than the profiled call the largest is
-    margin_nbytes  by which plans in which no module runs again have been too optimistic
-    again_nbytes   by which those have been in which some do
-    lossy_helps    what a refusal under exact=True tells to type
-    least_is       what a refusal says of the budget that it names
-    finest         bytes to within which that budget is searched for
+    margin_nbytes  by which plans without recomputed modules have been too optimistic
+    again_nbytes   by which plans with recomputed modules have been
+    lossy_helps    remedy that a refusal under exact=True names
+    least_is       remark of a refusal about the budget that it names
+    finest         precision in bytes of the search for that budget
     """
 
     options: FitOptions
@@ -35,11 +35,11 @@ class PlannerSettings:
     finest: float = 1
 
     def exact_plan(self, profile: Profile) -> Plan | None:
-        """Returns an exact plan, if need be with less left free: it is preferred to a lossy one."""
+        """Returns an exact plan, preferred to a lossy one even if it leaves less memory free."""
         return self._found(profile, exact=True)
 
     def best_plan(self, profile: Profile) -> Plan:
-        """Returns the best plan that the options allow, with a little room left free if possible.
+        """Returns the best plan that the options allow, with a little memory left free if possible.
 
         Raises BudgetTooSmall.
         """
@@ -64,10 +64,10 @@ class PlannerSettings:
         return None
 
     def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan:
-        """The cheaper of a plan in which modules may run again and one in which none does.
+        """The faster of two plans, of which only the first may recompute modules.
 
-        Each has its own margin: what one kind was wrong by says little of the other. Raises
-        BudgetTooSmall.
+        Each has a margin of its own, because the error of one kind says little about the other.
+        Raises BudgetTooSmall.
         """
         found: list[Plan] = []
         refusals: list[BudgetTooSmall] = []
@@ -76,7 +76,7 @@ class PlannerSettings:
         for recompute, margin in ways:
             try:
                 plan = self.make(profile, margin, exact=exact, recompute=recompute)
-                if margin < once and not plan.recompute:  # then it has the other margin
+                if margin < once and not plan.recompute:  # such a plan has the other margin
                     plan = self.make(profile, once, exact=exact)
                 found.append(plan)
             except BudgetTooSmall as error:
@@ -88,7 +88,7 @@ class PlannerSettings:
     def plan_for(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
     ) -> Plan | None:
-        """Returns a plan; None if nothing fits. margin: bytes that are left free."""
+        """Returns a plan; None if none fits. margin: bytes that are left free."""
         try:
             return self._without_least_budget.make(
                 profile, margin, exact=exact, recompute=recompute
@@ -98,7 +98,7 @@ class PlannerSettings:
 
     @property
     def _without_least_budget(self) -> Self:
-        """The same for who does not ask which budget would do."""
+        """Returns the settings for a caller that needs no least budget."""
         return replace(self, finest=inf)
 
     def make(
@@ -106,7 +106,7 @@ class PlannerSettings:
     ) -> Plan:
         """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall."""
         budget_nbytes, static = self.options.budget_nbytes, profile.static
-        noise = None if profile.noise is None else self.options.noise  # no ground to refuse before
+        noise = None if profile.noise is None else self.options.noise  # no reason to refuse earlier
         make = partial(
             make_plan,
             profile,

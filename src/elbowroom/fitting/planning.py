@@ -1,38 +1,39 @@
 """One plan, from the first forward of its kind to a step that is known to fit.
 
 1. The first forward starts at the safest exact preset of the ladder (`plan/presets.py`). Transients
-   are not known yet; six tensors of the largest size are set aside for them. If what is held comes
-   closer to the budget than that, nothing is held any more, and forward runs twice again: once to
-   be written down (`rehearse`), then by a plan whose backward is an estimate
-   (`plan/rehearsal.py`). Where that cannot be measured (not on the main thread, or under somebody's
-   profiler), three are set aside, and forward climbs to a stricter preset on the spot instead.
-2. That step is measured by the allocator, moment by moment if it makes the optimizer's states, so
-   that those count once. With its transients known, the mildest preset that fits is
-   taken, and the next step is written down moment by moment.
-3. From that profile a plan is made (`plan/make.py`), each tensor with an action of its own, and
-   followed. The first step under it is measured: if it needs more than was predicted, the plan is
-   made again with that much less, up to three times. What one plan was wrong by says little of
-   another: so if none is left, those of the least predicted peak are measured, too. If they are
-   above the budget, the last resort is a uniform preset: one that has been seen to fit before is
-   measured again, and what took least of all stays; else the strictest is, if it may fit, and if
-   not, the step is refused with the least that plans took.
-4. A plan with lossy codes that has been verified is watched for a few steps, if it can be made so
-   that there is room to look (`measure/shares.py`). Then it is known what each code adds to the
-   gradient, and the plan is made, and verified, again.
+   are not known yet; six tensors of the largest size are reserved for them. If the held bytes come
+   closer to the budget than that, nothing is held any more, and forward runs twice more: once to be
+   recorded (`rehearse`), then with a plan whose backward is an estimate (`plan/rehearsal.py`).
+   Where that cannot be measured (on another thread than the main one, or under another profiler),
+   three are reserved, and forward climbs to a stricter preset immediately instead.
+2. The allocator measures this step; if the step creates the optimizer's states, it records the
+   memory over time, so that these states count once. Now the transients are known, so the mildest
+   preset that fits is chosen, and the next step is profiled.
+3. A plan is made from this profile (`plan/make.py`), with an action for each tensor, and followed.
+   Its first step is measured: if the peak is higher than predicted, a new plan is made for a budget
+   that is smaller by the difference, up to three times. The error of one plan's prediction says
+   little about another plan: so if no such plan fits, the plans of the least predicted peak are
+   measured, too. If these exceed the budget, the last resort is a uniform preset. A preset that was
+   measured to fit before is measured again, and the setting with the lowest peak is kept; without
+   such a preset the strictest one is measured, if it may fit; otherwise the step is refused, with
+   the lowest measured peak.
+4. A verified plan with lossy codes is watched for a few steps, if a plan leaves enough memory for
+   this measurement (`measure/shares.py`). Then the noise that each code adds to the gradient is
+   known, and another plan is made and verified.
 
-A plan that is given to begin with (`er.fit(..., plan=)`) takes the place of 1 and 2: the first step
-follows it, and is measured. If it does not fit, or does not know the step, all is learned as above.
+A given plan (`er.fit(..., plan=)`) replaces 1 and 2: the first step follows it, and is measured. If
+it does not fit, or was made for another step, learning begins as above.
 
-Shapes may vary inside a bucket (`signature.py`). Whatever is learned counts for the largest that
-was seen: what a smaller step needs above what stands grows with the number of its elements. When a
-larger one comes, the plan is made again for it from the same profile, and the next step of about
-that size is measured. If no such plan fits, all is learned again, from steps of the largest size.
+Shapes may vary inside a bucket (`signature.py`). Measurements are scaled to the largest size that
+was seen: the bytes of a step beyond the resident ones grow with its number of elements. When a
+larger step comes, a new plan is made for it from the same profile, and the next step of about that
+size is measured. If no such plan fits, learning begins anew, from steps of the largest size.
 
-Micro-batches whose gradients add up are steps, too. The first begins without gradients and takes
-the least. So once a step begins with more gradients than those before, and may not fit, all is
-learned again from such steps, and those that begin with fewer are not measured.
+Micro-batches whose gradients accumulate are steps, too. The first begins without gradients and
+needs the least memory. So once a step begins with more gradients than the steps before, and may not
+fit, learning begins anew from such steps, and steps that begin with fewer are not measured.
 
-What decides is drawn in `phase.py`, and moved in `transitions.py`.
+`phase.py` has a diagram of the phases, and `transitions.py` the transitions.
 """
 
 from collections.abc import Callable
@@ -95,12 +96,12 @@ _MOST_UNWRITTEN = 4  # forwards without a script, or that strayed from it, until
 
 
 class Planning(Followed):
-    """The forwards of one kind: what is seen of them moves a `FitState`, which says what to do.
+    """The forwards of one kind: observations of them change a `FitState`, which returns commands.
 
     calls   the forwards of a step
-    meter   watches what codes add to the gradient; None: nobody does
-    redoes  the forward that runs can begin again, if the plan turns out to be no good
-    said    the setting that the user was told of last, and whether it is exact
+    meter   measures the noise of codes; None: it is not measured
+    redoes  the current forward can begin again, if the plan turns out not to fit
+    said    the setting that was logged last, and whether it is exact
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Planning(Followed):
         *,
         learns: bool = True,
     ) -> None:
-        """given: what the first step begins with. learns: else it stays at the safest preset."""
+        """given: the plan of the first step. learns: otherwise it keeps the safest preset."""
         nothing, phase = Signature(None), Phase.GUESSING if learns else Phase.SETTLED
         super().__init__(
             FitState(options, MemoryState(0), nothing, nothing, phase=phase, given=given)
@@ -122,16 +123,16 @@ class Planning(Followed):
         self.meter: NoiseMeter | None = None
         self.redoes = False
         self.said: tuple[str, bool] | None = None
-        self._untried = 0  # forwards in which modules that run again are tried (`repeats.py`)
-        self._running = 0, nothing  # which forward of a step runs, and what it is given
+        self._untried = 0  # forwards in which recomputed modules are tested (`repeats.py`)
+        self._running = 0, nothing  # which forward of a step runs, and its signature
         self.forget_scripts()
 
     def _tell(self, observation: Observation) -> None:
-        """Moves the state by what was seen, and does what it asks for until it asks for no more."""
+        """Changes the state by an observation, and executes commands until there are no more."""
         plan, preset = self.state.plan, self.state.preset
         self.state, commands = advance(self.state, observation)
         if self.state.plan is not plan or self.state.preset != preset:
-            self.forget_scripts()  # one may have been written while its plan was only verified
+            self.forget_scripts()  # one may have been written while its plan was being verified
         if self.state.phase is not Phase.WATCHING:
             self.meter = None
         for command in commands:
@@ -140,7 +141,7 @@ class Planning(Followed):
                 self._tell(answer)
 
     def forget_scripts(self) -> None:
-        """Forgets the scripts of settled forwards, so that they are written again."""
+        """Forgets the scripts of settled forwards, so that they are recorded again."""
         self._scripts: dict[tuple[int, Signature], Script] = {}  # of settled forwards, in steps
         self._left: dict[tuple[int, Signature], Script] = {}  # when a forward was another one
         self._general = _MOST_GENERAL
@@ -148,7 +149,7 @@ class Planning(Followed):
         self._replayed = 0  # forwards
 
     def try_modules(self) -> None:
-        """Tests in the next forwards whether modules give the same when they run again."""
+        """Tests in the next forwards whether a second run of a module gives the same result."""
         self._untried = TRIED if self.recompute else 0
 
     def inherit(self, larger: "Planning") -> None:
@@ -173,15 +174,15 @@ class Planning(Followed):
         return self._untried > 0
 
     def takes_trials(self) -> bool:
-        """Returns whether modules are tested in this forward for giving the same when run again.
+        """Returns whether this forward tests if a second run of a module gives the same result.
 
-        To be called once a forward.
+        Call this once a forward.
         """
         self._untried -= 1
         return self._untried >= 0
 
     def leave_out_unrepeatable(self) -> None:
-        """Plans without modules that were found not to give the same when they run again."""
+        """Replans without modules whose second run was found to give another result."""
         profile = self.profile
         self._tell(NotRepeatable(None if profile is None else repeatable(self, profile)))
 
@@ -200,7 +201,7 @@ class Planning(Followed):
         return FittedSaving(self, recorder, may_climb=may_climb, after=after, scribe=scribe)
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
-        """Returns whether the forward that begins is to be written down, to be followed."""
+        """Returns whether the forward that begins is recorded as a script, to be replayed."""
         if recorder is not None or not self._may_be_written:
             return False
         is_planned = after is None or not after.climbed
@@ -212,26 +213,26 @@ class Planning(Followed):
 
     @property
     def _may_be_written(self) -> bool:
-        """True if the next step may be settled, and go as this one does.
+        """True if the next step may be settled, and run as this one does.
 
-        That of a plan that is verified is written while its peak is measured. It is forgotten with
-        the plan, should that not fit.
+        The script of a plan is recorded while the plan is verified. It is forgotten with the plan
+        if that does not fit.
         """
         verifies = self.plan is not None and self.state.phase in (Phase.VERIFYING, Phase.SMALLEST)
         return (self.settled or verifies) and self.meter is None and not self.calls.grew
 
     def repeat(self) -> Script | None:
-        """Begins the last step once more; returns what its first forward follows."""
+        """Begins the last step once more; returns the script of its first forward."""
         self.calls.begin()
         self._running = 0, self.now
         return self.next_script()
 
     def next_script(self) -> Script | None:
-        """Returns the script that the forward that begins follows; None: it is looked at."""
+        """Returns the script that the forward replays; None: the forward is examined."""
         script = self._scripts.get(self._running) if self._may_be_followed else None
         if script is not None:
             self._replayed += 1
-            if self._replayed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
+            if self._replayed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
                 self._unwritten = _MOST_UNWRITTEN
                 return None
         return script
@@ -244,16 +245,16 @@ class Planning(Followed):
         self._unwritten -= 1
 
     def prepare(self, forward: Callable[[], Any]) -> None:
-        """Rehearses before the first step. If all may be kept, that step is better measured."""
+        """Rehearses before the first step. If all may be kept, the step is measured instead."""
         self.rehearse(forward)
         if self.plan is not None and self.plan.changes_nothing:
             self._tell(NothingToDo())
 
     def rehearse(self, forward: Callable[[], Any], *, is_inside: bool = False) -> None:
-        """Records a forward that holds nothing, and plans the step by it.
+        """Records a forward that holds nothing, and plans the step from it.
 
-        is_inside: another fitted model's graph waits, which backward goes on into.
-        Raises BudgetTooSmall where no plan of it fits. Does nothing where it cannot be measured.
+        is_inside: backward continues into the waiting graph of another fitted model. Raises
+        BudgetTooSmall where no plan fits. Does nothing where the forward cannot be measured.
         """
         heard = rehearsed(self, self.owned, forward, is_inside=is_inside)
         if heard is not None:
@@ -262,15 +263,15 @@ class Planning(Followed):
     def rehearse_until_planned(
         self, forward: Callable[[], Any], undo: Undo, *, is_inside: bool = False
     ) -> None:
-        """Rehearses, and undoes it, as long as no plan fits and there may be more of them.
+        """Rehearses, and undoes each rehearsal, until a plan fits or none is left to try.
 
-        Raises BudgetTooSmall where there are none.
+        Raises BudgetTooSmall if no plan fits.
         """
         while True:
             try:
                 return self.rehearse(forward, is_inside=is_inside)
             except NothingHeld:
-                return None  # backward runs inside of forward, as that of a force
+                return None  # backward runs inside forward, to compute a force for example
             except BudgetTooSmall:
                 if not self._tries_more():
                     raise
@@ -278,13 +279,13 @@ class Planning(Followed):
                 undo.back()
 
     def _tries_more(self) -> bool:
-        """Returns whether there may be more plans, where none fits; then all is learned again."""
+        """Returns whether a restriction was relaxed because no plan fits; learning begins anew."""
         before = self.state
         self._tell(NoPlanLeft(fallbacks_of(self)))
         return self.state is not before
 
     def lets_layers_run_again(self) -> bool:
-        """Returns whether recurrent layers may run again instead of saving, asked in a forward."""
+        """Returns whether recurrent layers may be recomputed; called inside a forward."""
         self._tell(LayersHeldTooMuch())
         return self.context.runs_again
 
@@ -315,7 +316,7 @@ class Planning(Followed):
         last: FittedSaving,
         given: object = (),
     ) -> Rest:
-        """Records a forward that the step was not planned with, and gives it what is left.
+        """Records an unplanned forward of the step, and plans it within the rest of the budget.
 
         last: the saving of the one before; given: its inputs, if they stand anyway. Raises
         BudgetTooSmall where the first of all steps has two like forwards, and no plan of both is
@@ -359,9 +360,9 @@ class Planning(Followed):
         self.calls.was_said = True
 
     def _refuse_two(self, heard: ForwardProfile, signature: Signature) -> None:
-        """Raises BudgetTooSmall where no plan of two forwards like this one is known.
+        """Raises BudgetTooSmall where no plan of two such forwards is known.
 
-        The next step would be refused by that. Not in a step that may be an exception.
+        Otherwise the next step would be refused. A step that may be an exception is not refused.
         """
         state, more = self.state, fallbacks_of(self)
         may_try_more = more.blamed_classes or (more.layers and heard.profile.is_recurrent)
@@ -371,11 +372,11 @@ class Planning(Followed):
             chosen_by_forward(self, heard)
 
     def stray(self) -> None:
-        """Learns again after a step that is another than those before, and holds more."""
+        """Learns again after a step that differs from those before, and holds more."""
         self._tell(UnexpectedStep())
 
     def forward_ended(self, saving: FittedSaving) -> None:
-        """Records how far this forward had to climb; refuses a budget that cannot be met."""
+        """Records how far this forward climbed; refuses a budget that cannot be met."""
         self._tell(ForwardEnded(saving.preset, saving.impossible, saving))
         scribe = saving.scribe
         if scribe is None:
@@ -406,7 +407,7 @@ class Planning(Followed):
         *,
         others_learn: bool = False,
     ) -> None:
-        """Moves the state by what the last step needed.
+        """Changes the state by the measurement of the last step.
 
         memory: the memory as the next one begins. others_learn: see `Neighbours`.
         """

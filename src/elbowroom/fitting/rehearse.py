@@ -1,8 +1,8 @@
-"""A plan by a rehearsal, which is a forward alone: what is tried, in the order of regret.
+"""Plans from a rehearsal, which is a forward alone, in the order in which they are tried.
 
-A rehearsed plan is an estimate (`plan/rehearsal.py`), and is made again once its step was measured.
-Lossy codes are gone with the step then, while states that were encoded keep a mark: so encoded
-states come after all codes, and only what is optimistic about backward comes after them.
+A rehearsed plan is an estimate (`plan/rehearsal.py`), and is replaced once its step was measured.
+Lossy codes affect only that step, but encoded states keep their error: so encoded states are tried
+after all codes, and only optimistic estimates of backward are tried after them.
 """
 
 import weakref
@@ -31,9 +31,10 @@ from elbowroom.runtime.identity import is_touchable
 from elbowroom.units import show_nbytes
 
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
-_MARGIN = 0.03  # of what is not static, in what is named
-# Exact or lossy, with how much care, and whether modules may run again. A step in which none does
-# can be written down, which ends all guessing. Less care is optimistic, and comes last.
+_MARGIN = 0.03  # of the non-static bytes, in budgets that are named
+# Exact or lossy, with how much care, and whether modules may be recomputed. A step without
+# recomputation can be profiled, which replaces all estimates. Less care is optimistic, and comes
+# last.
 _TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
     True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
     None: (
@@ -95,7 +96,7 @@ def _addresses(values: Iterable[object]) -> set[int]:
 
 
 def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
-    """Bytes of the largest and of the smallest tensor that a loss may be taken of.
+    """Bytes of the largest and of the smallest tensor from which a loss may be computed.
 
     0 where one of them is the loss.
     """
@@ -153,7 +154,7 @@ def _warn_optimistic(making: PlannerSettings, who: object) -> None:
 
 @dataclass(frozen=True)
 class _Try:
-    """One set of settings to plan by. state: index of the state format, the mildest is 0."""
+    """One set of planner settings. state: index of the state format, the mildest is 0."""
 
     state: int
     exact: bool | None
@@ -192,7 +193,7 @@ def _refusal(
             plan = asked.make(profile, margin, exact=exact)
         except BudgetTooSmall as error:
             return error
-        # A solver that ran out of time before has found one now: the same budget, once more.
+        # A solver that ran out of time before has found a plan now: the same budget is used again.
         return BudgetTooSmall(
             f"no plan for {show_nbytes(plan.budget)} was found in time; give it again.",
             least_nbytes=plan.budget,

@@ -1,7 +1,7 @@
-"""Forwards of a fitted model that follow a script: nothing is looked at (`runtime/replay`).
+"""Forwards of a fitted model that replay a script, without examining ops (`runtime/replay`).
 
-A step may have several. As long as all follow theirs, each counts what it holds for itself. One
-that is looked at goes on from what those before it hold, as if they had been looked at.
+A step may have several forwards. As long as all of them replay, each counts its own bytes. A
+forward that is examined starts from the bytes that earlier ones hold, as if they had been examined.
 """
 
 from elbowroom.fitting.forward import Fit, FittedSaving
@@ -13,10 +13,10 @@ from elbowroom.runtime.replay.script import Script
 
 
 class ReplayedSaving(Replay):
-    """Context that follows a script, and observes the rest of a forward that differs from it.
+    """Context that replays a script, and examines the rest of a forward that differs from it.
 
-    rest   looks at it
-    entry  what was held until then, in the ledger of that
+    rest   the context that examines it
+    entry  the bytes held until then, in the ledger of `rest`
     """
 
     bounded = True
@@ -28,7 +28,7 @@ class ReplayedSaving(Replay):
         self.entry: Entry | None = None
 
     def look(self) -> Saving:
-        """Returns a context that may climb, in which what is held already counts: about so much."""
+        """Returns a context that may climb, in which the bytes that are held already count."""
         after = None if self._after is None else self._after.begun()
         self.rest, share = FittedSaving(self._fit, after=after), self.share
         before, held = self.script.before_nbytes, self.script.held_nbytes
@@ -38,10 +38,10 @@ class ReplayedSaving(Replay):
 
 
 class ReplayedForward:
-    """Forward that followed a script, once it has ended: what its graph holds, until backward.
+    """Forward that replayed a script, after its end: the bytes of its graph, until backward.
 
-    setting  what its script was written by
-    after    the one before it in the same step
+    setting  the setting of its script
+    after    the forward before it in the same step
     """
 
     def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
@@ -73,7 +73,7 @@ class ReplayedForward:
         return not self.waits
 
     def begun(self) -> FittedSaving:
-        """Returns a context after which the same step goes on with another forward."""
+        """Returns a context with which the same step continues with another forward."""
         saving = FittedSaving(self._fit)
         saving.goes_on_from(self._script.calls)
         one: ReplayedForward | None = self

@@ -1,11 +1,11 @@
 """A training step that runs out of memory is undone, planned with less, and run again.
 
     try         the step: forward, backward, and the optimizer if it likes
-    no memory   its graph is freed; RNG, buffers, gradients and new optimizer states are put back;
-                the models that ran in it keep to a smaller budget from now on
-    again       up to _MOST_TRIES times; then it is given up, with everything put back
+    no memory   its graph is freed; RNG, buffers, gradients and new optimizer states are restored;
+                the models that ran in it have a smaller budget from now on
+    again       up to _MOST_TRIES times; then it is aborted, with everything restored
 
-An update that has begun cannot be undone: then the error says so.
+An update that has begun cannot be undone; the error says so.
 """
 
 import gc
@@ -28,9 +28,9 @@ _MOST_TRIES = 6
 
 
 def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fitting]) -> T:
-    """Runs `step` until it finds memory enough, and returns its result.
+    """Runs `step` until it has enough memory, and returns its result.
 
-    Raises OutOfMemory when it is given up, or cannot be undone.
+    Raises OutOfMemory when the step is aborted, or cannot be undone.
 
     models, fittings: the fitted models that may run in it and their fittings, in the same order.
     """
@@ -53,9 +53,9 @@ def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fittin
 
 
 class _Attempt:
-    """Context around one run of the step, which swallows an error that says there is no memory.
+    """Context around one run of the step, which suppresses an out-of-memory error.
 
-    why: what that said, in its first line
+    why: the first line of that error
     """
 
     def __init__(self, models: list[nn.Module], fittings: list[Fitting]) -> None:
@@ -94,7 +94,7 @@ class _Attempt:
         return True  # and with the error its frames go, and with them the graph
 
     def back(self) -> None:
-        """Puts everything back as it was before the run."""
+        """Restores everything to its state before the run."""
         changed = [undo.changed for undo in self._undos if undo.changed is not None]
         if changed:
             raise OutOfMemory(

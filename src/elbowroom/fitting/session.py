@@ -11,13 +11,13 @@ Models that share a step have one plan (`guests.py`).
 Here each forward of the model runs. What is measured of its steps stands in `steps.py`,
 what follows where memory runs out in `shortage.py`. A forward is
 
-    learning   looked at: one that would hold more than is allowed climbs the ladder
-    replaying  settled, and like the one before: its script is followed, and nothing looked at
-    off        the same, where the script does nothing, and there is ample room: no hook is open
+    learning   examined: if it would hold more than is allowed, it climbs the ladder
+    replaying  settled, and equal to the one before: its script is replayed without examination
+    off        the same, if the script does nothing and much memory is free: no hook is open
 
-A budget that nothing meets raises BudgetTooSmall with the least that would do: in forward, as soon
-as it is certain, or at the beginning of the step after the one that was measured. A forward that is
-refused counts to its end without holding anything, or to a backward of its own.
+A budget that no plan meets raises BudgetTooSmall with the least sufficient budget: in forward, as
+soon as this is certain, or at the beginning of the step after the measured one. A refused forward
+counts its bytes to its end, or to a backward inside it, without holding tensors.
 """
 
 import weakref
@@ -64,9 +64,9 @@ _MOST_REPEATED = 16  # forwards that are known, until what stands is looked afte
 
 
 class Fitting(MeasuredSteps):
-    """The controller of one fitted model. It runs every forward.
+    """The controller of one fitted model, which runs every forward.
 
-    ran_at  number of its last forward, in the order of those of all models; 0: none yet
+    ran_at  number of its last forward, counted over all models; 0: none yet
     """
 
     ran_at = 0
@@ -79,23 +79,23 @@ class Fitting(MeasuredSteps):
         optimizer: Optimizer | None,
         plan: Plan | None = None,
     ) -> None:
-        """plan: what the first step begins with."""
+        """plan: the plan of the first step."""
         super().__init__(ModelState(model, optimizer), options)
         self._asked, self._has_given = options, plan is not None
         self._shared = OpenStep()
         watch(self)
-        # Once a process; it loads the kernels, and no step waits.
+        # Once a process: this loads the kernels, so that no step waits for them.
         rates(self.owned.device.type, lossy=not options.exact)
         self._plannings = PlanCache(options, self.owned, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
-        self._copies = True  # until a forward has left large tensors alone (`rewind.py`)
+        self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
         _fittings.add(self)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Counts its states from the next step on, which is learned anew if there are any."""
+        """Counts its states from the next step on; if it has any, learning begins anew."""
         before_nbytes = self._state_nbytes()
         self.owned.add(optimizer)
         if self._state_nbytes() > before_nbytes:
@@ -116,9 +116,10 @@ class Fitting(MeasuredSteps):
         return memory.static_nbytes + memory.unallocated_state_nbytes
 
     def meet(self, optimizer: Optimizer) -> None:
-        """Counts an optimizer that was not given, and is about to step, if it trains this model.
+        """Counts an optimizer that `fit` was not given as it first steps, if it trains this model.
 
-        One whose format `fit` is to choose has to be given to it, or to `er.add_optimizer`.
+        An optimizer whose state format `fit` is to choose must be passed to it, or to
+        `er.add_optimizer`.
         """
         if self.owned.is_trained_by(optimizer) and not is_auto(optimizer):
             self.add_optimizer(optimizer)
@@ -132,7 +133,7 @@ class Fitting(MeasuredSteps):
     ) -> Any:
         """Runs one forward of the model.
 
-        After an error that says there is no memory, plans with less.
+        After an out-of-memory error, plans with less.
         """
         host = None if self._beside.is_alone else self._find_host()
         if host is not None:
@@ -142,7 +143,7 @@ class Fitting(MeasuredSteps):
 
     @property
     def may_go_on(self) -> bool:
-        """True while what the last forward has saved waits for its backward."""
+        """True while the saved tensors of the last forward wait for backward."""
         last = self._last
         if last is None or not last.waits or (self._shared.has_guests and last.was_asked):
             return False
@@ -298,9 +299,9 @@ class Fitting(MeasuredSteps):
             self._shared.runs = before
 
     def _repeats(self, signature: Signature) -> bool:
-        """Returns whether this forward is the last one again, and nothing has to be looked after.
+        """Returns whether this forward equals the last one, and needs no examination.
 
-        Now and then all is looked after: what stands beside the model may have become more.
+        From time to time everything is examined: more may be resident beside the model.
         """
         self._repeated += 1
         alike = self.planning.now == signature and self._shortage.ran_out_nbytes is None
@@ -365,7 +366,7 @@ class Fitting(MeasuredSteps):
         before: FittedSaving | ReplayedForward,
         given: Given,
     ) -> Any:
-        """Runs the model once more in the same step (`calls.py`)."""
+        """Runs another forward of the model in the same step (`calls.py`)."""
         planning = self.planning
         resumes = self._shared.has_guests and before.was_asked
         is_known = planning.go_on(signature, self._shared.waiting if resumes else None)
@@ -416,7 +417,7 @@ class Fitting(MeasuredSteps):
         return out
 
     def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
-        """Runs the forward as it is, if there is room; else undoes it, and plans by a rehearsal."""
+        """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal."""
         if not (self.planning.state.infeasible or self.planning.calls.are_seen):
             kept = self._kept(forward, undo=undo)
             self._copies = undo.changed_large
@@ -440,9 +441,9 @@ class Fitting(MeasuredSteps):
         after: FittedSaving | None = None,
         undo: Undo | None = None,
     ) -> tuple[Any] | None:
-        """Runs a forward and returns its output in a tuple; None if what it holds has no room.
+        """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
 
-        undo: has copied what the forward may change, and learns what it does not
+        undo: copies of what the forward may change; those it leaves unchanged are dropped
         """
         since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
@@ -459,9 +460,9 @@ class Fitting(MeasuredSteps):
         return (out,)
 
     def _will_be_too_much(self, out: Any, saving: FittedSaving, since: int) -> bool:
-        """Returns whether backward would be above the budget, where a plan could help that.
+        """Returns whether backward would exceed the budget, and a plan could prevent this.
 
-        since: autograd's number from which on backward is this model's own
+        since: autograd's number of the first node of this model
         """
         if not may_measure(self.owned.device) and self._step is None:
             return False
@@ -486,7 +487,7 @@ class Fitting(MeasuredSteps):
     def _replayed(
         self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
     ) -> Any:
-        """Runs a forward by its script; where it turns out to be another one, observes it."""
+        """Runs a forward by its script; if it differs from the script, examines the rest."""
         known = ReplayedForward(self.planning, script, after)
         self._opened = known
         if script.does_nothing and self._has_ample_room:
@@ -509,9 +510,10 @@ class Fitting(MeasuredSteps):
         return out
 
     def exhausted(self) -> None:
-        """Keeps to a smaller budget from the next step on, after memory ran out in this one.
+        """Sets a smaller budget from the next step on, after memory ran out in this one.
 
-        Nothing is planned now, while the step's graph may still be there. Twice is harmless.
+        Nothing is planned now, while the step's graph may still exist. Calling it twice is
+        harmless.
         """
         if self._shortage.less is None:
             self.interrupt()
@@ -525,7 +527,7 @@ class Fitting(MeasuredSteps):
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans model(*args, **kwargs), in training mode, before the training begins.
 
-        Its forward runs once and holds nothing; RNG, buffers and modes are put back. Raises
+        The forward runs once and holds nothing; RNG, buffers and modes are restored. Raises
         BudgetTooSmall where no plan fits.
         """
         try:
@@ -566,7 +568,7 @@ class Fitting(MeasuredSteps):
 
 
 def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
-    """Refuses a forward that could not go on where it ran a backward of its own."""
+    """Refuses a forward that could not continue where it ran a backward inside it."""
     try:
         planning.forward_ended(saving)
     except BudgetTooSmall as error:
@@ -580,7 +582,7 @@ def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
 
 @contextmanager
 def _as_in_training(model: nn.Module, given: Given) -> Iterator[Undo]:
-    """Puts the model into training mode for a forward of which nothing is left."""
+    """Puts the model into training mode for a forward whose effects are undone."""
     modes = [(module, module.training) for module in model.modules()]
     undo = Undo(model, (), given)
     try:

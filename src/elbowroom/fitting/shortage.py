@@ -1,21 +1,22 @@
-"""Memory has run out within a budget: steps keep to a smaller one from then on.
+"""Handles memory that runs out within a budget: later steps get a smaller budget.
 
-How much there is, nobody knows: less than the plan of that step was predicted to take. So the
-smaller budget is a guess, and gives way to what a plan is said to need, if that is not as much.
+The available memory is unknown, except that it is less than the predicted peak of that step. So the
+smaller budget is a guess, and is raised to the budget that a refusal names, if that is still below
+the predicted peak.
 """
 
 from elbowroom.fitting.messages import say_exhausted
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planning import Planning
 
-_LESS = 0.85  # of a budget that the device did not have
+_LESS = 0.85  # of a budget that exceeded the device's memory
 
 
 class Shortage:
     """Record of how one model ran out of memory, and of the smaller budget that followed.
 
-    less            the options from the next step on; None: as they are
-    ran_out_nbytes  there was no memory for a step of so many
+    less            the options from the next step on; None: unchanged
+    ran_out_nbytes  predicted bytes of a step for which there was no memory
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Shortage:
         self._was_said = False
 
     def note(self, options: FitOptions, planning: Planning, held_nbytes: int) -> None:
-        """Records that there was no memory for a step. held_nbytes: of its last forward."""
+        """Records that memory ran out in a step. held_nbytes: of its last forward."""
         plan, budget = planning.plan, options.budget_nbytes
         knows = plan is not None and not planning.calls.grew  # all forwards of the step
         self.ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
@@ -33,7 +34,7 @@ class Shortage:
         self._was_said = True
 
     def relents(self, options: FitOptions, least_nbytes: int) -> bool:
-        """Goes back to a budget that a refusal has named, if it may fit; returns whether it did.
+        """Returns to a budget that a refusal has named, if it may fit; returns whether it did.
 
         The smaller budget was a guess, made after memory ran out.
 
@@ -46,13 +47,13 @@ class Shortage:
         return True
 
     def taken(self) -> FitOptions | None:
-        """Returns the options that begin to hold with this step, if there are any."""
+        """Returns the options that take effect with this step, if there are any."""
         less, self.less = self.less, None
         return less
 
 
 def _smaller_nbytes(budget: int, planning: Planning, held_nbytes: int) -> int:
-    """Returns a smaller budget: below what the device turned out to have, or at least half."""
+    """Returns a smaller budget: below the memory that the device had, but at least half of it."""
     if planning.plan is not None:
         return int(_LESS * min(budget, planning.plan.peak))
     stands = planning.memory.static_nbytes + held_nbytes

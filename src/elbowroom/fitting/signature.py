@@ -1,15 +1,15 @@
-"""Signature of a forward that begins: it tells its kind, and forwards of one kind share a plan.
+"""Signature of a forward that begins; forwards of one kind share a plan.
 
     structure  how the arguments nest; of each tensor dtype, dimensions and requires_grad; flags,
-               names and None by value, other numbers not (a step count is no other kind);
+               names and None by value, but no other numbers (a step count makes no new kind);
                training or not, how many parameters are trained, autocast
     shapes     of the tensors
     bucket     structure, and of each dimension the power of 2 above it
 
-The structure is never guessed across. Inside a bucket shapes differ by less than a factor of 2 in
-each dimension, and a plan made for the largest is safe for all: each tensor is known by name and
-dtype, in no more bytes. A wrong guess costs time or room, never a bit: what a plan does not know is
-held exactly.
+A plan is never used for another structure. Inside a bucket shapes differ by less than a factor of 2
+in each dimension, and a plan made for the largest is safe for all: each tensor is known by name and
+dtype, in no more bytes. A wrong guess costs time or memory, but changes no bit: tensors that are
+not in the plan are held exactly.
 """
 
 from collections.abc import Hashable, Iterable, Mapping

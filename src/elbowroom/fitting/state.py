@@ -37,21 +37,21 @@ class FitState:
 
     phase         what the next step is for
 
-    Of the step that runs, and of those like it:
+    Of the current step, and of steps like it:
 
-    options       what the user asks for
+    options       the options of the user
     memory        the memory as the step began
-    now           the call that runs, or has run last; of a step that has several, the first
+    now           the current or last call; the first call if a step has several
     largest       the least signature that covers all calls of this kind
 
-    What forwards run at:
+    The setting of forwards:
 
-    plan          is followed; None: all tensors are at `options.presets[preset]`
-    chosen        what the plan is a part of; None: it was given, or is watched
-    given         a plan to begin with; None: there is none, or not any more
-    headroom      what a step takes beside what it holds
+    plan          the plan that is followed; None: all tensors are at `options.presets[preset]`
+    chosen        the choice of plan and state format; None: the plan was given, or is watched
+    given         the plan to begin with; None: there is none, or not any more
+    headroom      bytes that a step needs besides resident and held ones
 
-    What plans are made by:
+    The input of planners:
 
     profile       of the step that was written down, or rehearsed
     rehearsed     the backward of that is an estimate
@@ -62,27 +62,27 @@ class FitState:
     again_nbytes  by which those have been in which some do
     is_recurrent  of what was written down, layers could run again
 
-    What has been tried:
+    Attempts so far:
 
-    rounds        plans that were made again because a measurement broke the budget
-    tries         steps that were measured under a plan, or written down
-    attempts      plans that were measured, and what smaller ones may be made by
-    gradient_nbytes    the most gradients that a step began with which was learned from
-    without_gradients  steps since then that began with fewer, and were not
-    others_learn  another model ran inside of the last step that has not settled yet
-    resumes       the phase that a plan which is watched was verified in
+    rounds        plans that were replaced because a measurement exceeded the budget
+    tries         steps that were measured under a plan, or profiled
+    attempts      plans that were measured, and profiles for smaller ones
+    gradient_nbytes    the most gradients at the beginning of a measured step
+    without_gradients  steps since then that began with fewer, and were not measured
+    others_learn  another model that is not settled yet ran inside the last step
+    resumes       the phase in which a watched plan was verified
     infeasible    the least preset holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
-    was_rehearsed so the uniform preset was not seen to fit
-    was_watched   what codes add was looked at, or there was no room for it
+    was_rehearsed so no uniform preset was measured to fit
+    was_watched   the noise of codes was measured, or there was no memory to measure it
 
-    What steps have done that is not like those before:
+    Steps that differ from those before:
 
-    unexpected_steps  steps that held more
-    was_unexpected    this step has, and is to be learned from
-    varies        a step was within the budget, and another one not like it
-    only_largest  learn from calls of the largest size alone: what others told has not done
-    before        what was settled before a step had more forwards
+    unexpected_steps  number of steps that held more
+    was_unexpected    this step held more, and is learned from
+    varies        one step was within the budget, and another one, unlike it, was not
+    only_largest  measure calls of the largest size alone: scaled measurements did not suffice
+    before        the settled state before a step had more forwards
     """
 
     options: "FitOptions"
@@ -137,7 +137,7 @@ class FitState:
         )
 
     def back(self, before: "FitState") -> Self:
-        """Returns to what was settled before, if steps since then have told nothing of it."""
+        """Returns to the settled state of before, if steps since then did not contradict it."""
         return replace(
             self.fresh(),
             phase=Phase.SETTLED,
@@ -215,7 +215,7 @@ class FitState:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Modules whose forward runs again in backward."""
+        """Modules that are recomputed in backward."""
         return frozenset() if self.plan is None else self.plan.recompute
 
     @property
@@ -276,12 +276,12 @@ class FitState:
 
     @property
     def wants_writing(self) -> bool:
-        """True if the step that begins should be written down, not just measured."""
+        """True if the step that begins should be profiled, not just measured."""
         makes_states = self.memory.unallocated_state_nbytes > 0
         match self.phase:
-            case Phase.LAST_RESORT | Phase.GIVEN:  # given: written down it takes more (no turns)
+            case Phase.LAST_RESORT | Phase.GIVEN:  # given: a profiled step needs more memory
                 return False
-            case Phase.GUESSING:  # when backward was over tells what it needs beside those states
+            case Phase.GUESSING:  # the end of backward shows what it needs beside those states
                 return makes_states
             case Phase.WRITING | Phase.IDLE:
                 return True

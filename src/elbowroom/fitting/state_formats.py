@@ -116,7 +116,7 @@ class States:
 
         None: not found in time.
 
-        recompute: modules may run again
+        recompute: modules may be recomputed
         """
         candidates, exact = self.candidates(profile, who), making.options.exact
         one = candidates[0 if exact else -1]

@@ -1,4 +1,4 @@
-"""The steps of one fitted model under the allocator's eye: what was measured of them, and said.
+"""Memory measurements of the steps of one fitted model, and the lines that are logged about them.
 
 One measurement runs at a time, from a step's first forward to the next step.
 """
@@ -31,7 +31,7 @@ class MeasuredSteps:
 
     planning        the `Planning` that the last forward followed
     peak_nbytes     the peak of the last measured step, everything included
-    peak_setting    what that step ran at: "plan", or the name of a preset
+    peak_setting    the setting of that step: "plan", or the name of a preset
     highest_nbytes  the highest of all measured peaks
     options         the budget is smaller than the user's once memory has run out
     was_exact       no forward so far has held a lossy code
@@ -70,7 +70,7 @@ class MeasuredSteps:
     def _memory(self) -> MemoryState:
         """Returns the memory as a step begins.
 
-        States that the step will make are given a format that has room.
+        States that the step will create get a format that fits.
         """
         memory = self.owned.memory()
         if self.owned.states.make_room(self.options, memory):
@@ -78,7 +78,7 @@ class MeasuredSteps:
         return memory.beside(self._beside.nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
-        """Records that a forward has ended, and holds what it saved."""
+        """Records the end of a forward whose graph holds saved tensors."""
         self.planning.forward_ended(saving)
         self._last = saving
         self._note_setting(saving)
@@ -108,7 +108,7 @@ class MeasuredSteps:
     def _measure(self, given: object = ()) -> None:
         """Starts to measure the step that begins, if there is something to learn from it.
 
-        given: its inputs; of those that another model's graph has made, backward is that one's
+        given: its inputs; backward through inputs that another model has made belongs to that model
         """
         state = self.planning.state
         if self._closed or self._step is not None:
@@ -123,7 +123,7 @@ class MeasuredSteps:
         self._step = Measurement.start(
             self.owned, state.memory, writes=state.wants_writing, until=until
         )
-        waits = Background.running is not None  # for another model's, and is measured after it
+        waits = Background.running is not None  # backward is another model's; measure after it
         blind = self._step is None and self.highest_nbytes is None
         if blind and not waits and not self._said_blind:
             self._said_blind = True
@@ -152,7 +152,7 @@ class MeasuredSteps:
 
     @property
     def _has_ample_room(self) -> bool:
-        """True if steps are so small that nobody need see whether they are alike."""
+        """True if steps are so small that they need not be compared with each other."""
         highest = self.highest_nbytes
         return highest is not None and highest <= _AMPLE * self.options.budget_nbytes
 
@@ -185,7 +185,7 @@ class MeasuredSteps:
         self._beside.leave()
 
     def interrupt(self) -> None:
-        """Discards the measurement that runs: what follows is no step of a training."""
+        """Discards the running measurement: what follows is no training step."""
         self._stop()
         self._last = None
 
@@ -195,7 +195,7 @@ class MeasuredSteps:
             step.close()
 
     def __del__(self) -> None:
-        self._stop()  # the model died while a step was measured: the profiler must not run on
+        self._stop()  # the model was freed during a measurement: the profiler must be stopped
 
     def _say(self, chosen: Preset, *, rounds: bool) -> None:
         """Logs one line when the setting of a kind of forward changes.

@@ -1,4 +1,4 @@
-"""Summary of what became of a budget, in a few figures: at any time, or after a training."""
+"""Summary of a fitted model in a few figures: at any time, or after training."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,12 +16,12 @@ Row = tuple[str, str, str, str]  # name, measured, estimated, remark
 class Summary:
     """Figures of one fitted model; `print` shows them as a table.
 
-    plain_nbytes      the peak of plain autograd: estimated; None where no step was written down
+    plain_nbytes      the peak of plain autograd: estimated; None where no step was profiled
     predicted_nbytes  the peak under the plan: estimated; None without one
     last_nbytes       the peak of the last step that was measured; None where none was
-    last_setting      what that step ran at: "plan", or a preset of the ladder
+    last_setting      the setting of that step: "plan", or a preset of the ladder
     highest_nbytes    the highest peak of all measured steps
-    setting           what steps run at now
+    setting           the current setting of steps
     slowdown          of the plan over plain autograd, estimated
     noise             variance that its codes add to the gradient, as a share of that of
                       mini-batches; 0 if it is exact; None where that was not measured; inside
@@ -60,7 +60,7 @@ class Summary:
         return "\n".join((title, *lines))
 
     def rows(self) -> list[Row]:
-        """Returns what is known, each figure in the column that says how it is known."""
+        """Returns the known figures, each in the column "measured" or "estimated"."""
         unknown = "" if self.plain_nbytes else "not known: no step was profiled"
         rows = [
             ("peak, plain", "", _size(self.plain_nbytes), unknown),
@@ -77,7 +77,7 @@ class Summary:
         gradients = "no bit of a gradient changed" if self.exact else "codes add noise to gradients"
         if self.exact and self.setting == "compiled":
             gradients += " against plain torch.compile"
-        if self.exact and ran_eagerly():  # compiled kernels round otherwise
+        if self.exact and ran_eagerly():  # compiled kernels round differently
             gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
         rows.append(("exact" if self.exact else "lossy", "", "", gradients))
         by_action: dict[str, list[Line]] = {}
@@ -103,10 +103,11 @@ def summary(fitting: Fitting, model: str) -> Summary:
         fitting = fitting.host
     planning = fitting.planning
     plan, profile = planning.plan, planning.profile
-    # A rehearsed profile has an invented backward: no ground for a claim about plain autograd.
+    # The backward of a rehearsed profile is an estimate, which supports no claim about plain
+    # autograd.
     known = profile is not None and not planning.state.rehearsed
     plain = plain_peak(profile) if profile is not None and known else None
-    if plan is not None and planning.state.follows_given:  # it was made from a step elsewhere
+    if plan is not None and planning.state.follows_given:  # it was made from a step of another run
         plain, known = plan.plain_peak, True
     return Summary(
         model=model,

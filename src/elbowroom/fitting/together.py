@@ -1,14 +1,15 @@
-"""Models that several processes train together: a budget that one refuses ends the step of all.
+"""Models that several processes train together: a refusal in one process ends the step in all.
 
-A process that raises alone leaves the others in the next collective operation, for ever. So, as
-long as one of them learns, they exchange two numbers after each forward: the least budget that any
-asks for, and whether any has more to learn. Once none has, nothing is exchanged any more.
+A process that raises alone leaves the others blocked in the next collective operation. So, as long
+as one of them is learning, they exchange two numbers after each forward: the least budget that any
+process needs, and whether any is still learning. Once all are settled, nothing is exchanged any
+more.
 
     FSDP2   each forward gathers parameters, so all processes run equally many; none is run twice
     DDP     each forward whose backward averages gradients has one in every process. It runs twice
-            only if it talks to nobody: no buffers are sent, no statistics are shared
+            only if it does not communicate: no buffers are sent, no statistics are shared
 
-What else is learned is each process's own, and so plans may differ.
+Everything else is learned by each process separately, so plans may differ.
 """
 
 import sys
@@ -30,14 +31,14 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 class Together:
     """Agreement of a fitted model with its copies, or shards, in other processes.
 
-    runs_once  its forward is part of one of all processes, and must not be run again
+    runs_once  its forward communicates with other processes, and must not run a second time
     """
 
     runs_once = False
 
     def __init__(self) -> None:
         self._is_over = False
-        self._meshes: list[Any] | None = None  # of sharded parameters; None: not looked yet
+        self._meshes: list[Any] | None = None  # of sharded parameters; None: not determined yet
 
     def groups_of(self, model: nn.Module) -> list[Any]:
         """Returns the process groups that run this forward, too; none if nothing is exchanged."""
@@ -49,7 +50,7 @@ class Together:
         if self._meshes:
             self.runs_once = True
             dims = [mesh.get_group(dim) for mesh in self._meshes for dim in range(mesh.ndim)]
-            return [*dims, *dims[:-1]]  # what the last one knows, the first ones must hear
+            return [*dims, *dims[:-1]]  # the first groups must learn what the last one knows
         return self._group_of_ddp(model)
 
     def _group_of_ddp(self, model: nn.Module) -> list[Any]:
@@ -122,13 +123,13 @@ def _take_part(model: nn.Module, forward: Callable[[], Any], given: Given) -> No
         with torch.no_grad():
             undo.watching(forward)()
     finally:
-        with suppress(RuntimeError):  # of buffers that others have taken away
+        with suppress(RuntimeError):  # where buffers cannot be restored
             undo.back()
         undo.close()
 
 
 def _largest(groups: list[Any], values: list[int], model: nn.Module) -> list[int]:
-    """Returns, for each value, the largest in all processes. All must ask."""
+    """Returns, for each value, the largest in all processes. All of them must call this."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found = torch.tensor([int(value) for value in values], dtype=torch.int64, device=device)
     for group in groups:

@@ -1,8 +1,9 @@
-"""The state machine of a fit: (state, what is seen) -> (the next state, what is to be done).
+"""The state machine of a fit: (state, observation) -> (next state, commands).
 
-Pure functions of values: nothing here knows PyTorch, a clock or a log. What `execute.py` carries
-out may answer with an observation, which moves the state again. A picture of the phases stands in
-`phase.py`; what a measured step means in `measured.py`, the answers of planners in `planned.py`.
+These are pure functions of values, which use neither PyTorch nor a clock nor a log. Commands that
+`execute.py` carries out may result in another observation, which changes the state again.
+`phase.py` has a diagram of the phases; `measured.py` handles measured steps, and `planned.py` the
+answers of planners.
 """
 
 from dataclasses import replace
@@ -66,12 +67,12 @@ if TYPE_CHECKING:
     from elbowroom.fitting.options import MemoryState
     from elbowroom.plan.profile import Profile
 
-_MUCH = 0.01  # of the budget: if as much more stands beside the model, it is planned again
-_MOST_STRAYS = 3  # steps that held more than those before, and were learned from anew
+_MUCH = 0.01  # of the budget: if this much more is resident beside the model, it is replanned
+_MOST_STRAYS = 3  # unexpected steps after which learning begins anew, at most
 
 
 def advance(state: FitState, seen: Observation) -> Step:
-    """Returns the state after this observation, and what is to be done, in order."""
+    """Returns the state after this observation, and the commands to execute, in order."""
     match seen:
         case StepBegan():
             return _step_began(state, seen)
@@ -122,7 +123,7 @@ def advance(state: FitState, seen: Observation) -> Step:
 
 
 def _step_began(state: FitState, seen: StepBegan) -> Step:
-    """Begins a step. After one that was another, all is learned again; a larger call is planned."""
+    """Begins a step. After an unexpected step, learning begins anew; a larger call is replanned."""
     commands: tuple[Command, ...] = ()
     gains = _gains_gradients(state, seen.memory)
     if seen.grew or state.was_unexpected or (gains and not state.follows_given):
@@ -150,9 +151,9 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
 
 
 def _gains_gradients(state: FitState, memory: "MemoryState") -> bool:
-    """Returns whether more gradients stand than in any step before, and may be too much.
+    """Returns whether more gradients are resident than in any step before, and may be too much.
 
-    So they do once micro-batches are added up: what was learned is of a step that began without.
+    This is so once micro-batches accumulate: the profiled step began without gradients.
     """
     planned, state = state.plan or state.profile, replace(state, memory=memory)
     nbytes = state.added_gradient_nbytes
@@ -162,7 +163,7 @@ def _gains_gradients(state: FitState, memory: "MemoryState") -> bool:
 
 
 def _first_step_began(state: FitState) -> Step:
-    """Begins the first step of a kind, with the plan that was given if there is one."""
+    """Begins the first step of a kind, with the given plan if there is one."""
     state = replace(state, largest=state.now, plan=state.given)
     if state.given is None:
         return state, ()
@@ -170,7 +171,7 @@ def _first_step_began(state: FitState) -> Step:
 
 
 def _given_held(state: FitState, seen: GivenHeld) -> Step:
-    """Reserves for transients what a given plan leaves beside resident bytes and what it holds."""
+    """Reserves for transients what a given plan leaves besides resident and held bytes."""
     given = state.given
     assert given is not None
     stands = seen.memory.static_nbytes + seen.memory.unallocated_nbytes
@@ -179,7 +180,7 @@ def _given_held(state: FitState, seen: GivenHeld) -> Step:
 
 
 def _stands_beside(state: FitState, nbytes: int) -> Step:
-    """Plans again if more is resident beside the model than when the step was written down."""
+    """Replans if more is resident beside the model than when the step was profiled."""
     more = nbytes - state.beside_nbytes
     if state.profile is None or more <= _MUCH * state.options.budget_nbytes:
         return state, ()
@@ -189,11 +190,11 @@ def _stands_beside(state: FitState, nbytes: int) -> Step:
 
 
 def _plan_again(state: FitState, growth: float) -> Step:
-    """Plans by what is known, if possible, for a larger call or another budget."""
+    """Replans from the known profile, if possible, for a larger call or another budget."""
     if state.headroom.transient_nbytes is None or state.rehearsed or state.infeasible:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
-    watching = state.phase is Phase.WATCHING  # which ends: what is left free is for another plan
+    watching = state.phase is Phase.WATCHING  # which ends: the free bytes are for another plan
     state = replace(
         state,
         headroom=state.headroom.grown(growth),
@@ -211,16 +212,16 @@ def _plan_again(state: FitState, growth: float) -> Step:
 
 
 def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
-    """Plans without a module that does not give the same when it runs again."""
+    """Replans without a module whose second run gives another result."""
     if profile is None:
         return state.fresh(), (ForgetScripts(),)
     return _plan_again(replace(state, profile=profile), 1.0)
 
 
 def _strayed(state: FitState) -> Step:
-    """Learns again after a step that is another than those before, and holds more.
+    """Learns again after a step that differs from those before, and holds more.
 
-    Some models take another path in each step; those are not learned for ever.
+    Some models take another path in each step, so this happens a limited number of times.
     """
     unexpected_steps = state.unexpected_steps + 1
     learns = unexpected_steps <= _MOST_STRAYS
@@ -229,7 +230,7 @@ def _strayed(state: FitState) -> Step:
 
 
 def _layers_held_too_much(state: FitState) -> Step:
-    """Lets layers run again in a forward of which nothing is known, if any may."""
+    """Allows recomputation of recurrent layers in a forward that was never profiled."""
     if state.options.exact or state.is_learned:
         return state, ()
     return state, (say(Line.RUNS_AGAIN), RunLayersAgain())

@@ -1,4 +1,4 @@
-"""Memory that large restored tensors take turns in, during one backward.
+"""Memory that large restored tensors reuse, one after another, during one backward.
 
 A restored tensor lives for one op. glibc hands freed blocks of up to 32 MiB out again, but takes
 larger ones fresh from the kernel every time, and their pages cost more than decoding (49 MiB: 36 ms
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_SMALLEST_NBYTES = 32 << 20  # from here on glibc always takes memory fresh (mallopt(3))
+_SMALLEST_NBYTES = 32 << 20  # from this size on glibc always maps fresh memory (mallopt(3))
 _use_count = torch._C._storage_Use_Count
 
 
@@ -36,7 +36,7 @@ class Arena:
         return sum(block.memory.numel() for block in self._blocks)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor [numel] with any content: a block that nobody uses, or fresh memory."""
+        """A flat uninitialized tensor [numel]: an unused block, or fresh memory."""
         nbytes = numel * dtype.itemsize
         if (
             not self.enabled
@@ -50,9 +50,9 @@ class Arena:
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """Makes all memory fresh inside this context, so that none is held after the step.
+        """Allocates fresh memory inside this context, so that none is held after the step.
 
-        It is for a step whose memory is written down.
+        It is for a step that is profiled.
         """
         before, self.enabled = self.enabled, False
         try:
@@ -61,12 +61,12 @@ class Arena:
             self.enabled = before
 
     def owns(self, x: Tensor) -> bool:
-        """Returns whether x lies in a block, so that it may be overwritten once nobody holds it."""
+        """Returns whether x lies in a block, so that it may be overwritten once it is unused."""
         address = x.untyped_storage()._cdata
         return any(block.address == address for block in self._blocks)
 
     def clear(self) -> None:
-        """Forgets all blocks. Those still in use live on with their users."""
+        """Forgets all blocks. Blocks in use are freed with the tensors that use them."""
         with self._lock:
             self._blocks.clear()
             self._task = -1
@@ -88,7 +88,7 @@ class Arena:
     def _backward_runs(self) -> bool:
         """Returns whether a backward runs.
 
-        If one does, the engine is asked, once for each backward, to call `clear` when it ends.
+        If one does, a callback calls `clear` when it ends; it is queued once for each backward.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
@@ -100,7 +100,7 @@ class Arena:
 
 
 class _Block:
-    """Flat bytes, and the use count of their storage when nobody else holds it."""
+    """Flat bytes, and the use count of their storage when it is not used elsewhere."""
 
     __slots__ = ("address", "idle", "memory")
 

@@ -1,12 +1,13 @@
-"""The arguments of a call, as they are before it, so that it can be made again.
+"""The arguments of a call, as they are before it, so that the call can be repeated.
 
     tensors   found anywhere in them, in lists, caches and objects alike; the caller holds these
     the rest  a private copy is made at once, and a fresh one for each further call
 
-So what a call does to its containers and objects, a second one finds undone, and its own changes
-nobody sees: a block appends keys to the same cache once. The copy is a pickle in which tensors,
-modules, functions, classes and generators of random numbers stand by reference. What no pickle can
-hold (an iterator, an open file, a lock) cannot be given twice, and neither can what is very large.
+So a second call does not see what the first one changed in its containers and objects, and its own
+changes have no effect: a block appends keys to the same cache once. The copy is a pickle in which
+tensors, modules, functions, classes and generators of random numbers stand by reference. Objects
+that cannot be pickled (an iterator, an open file, a lock) cannot be passed twice, and neither can
+very large ones.
 """
 
 import collections.abc
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from elbowroom.runtime.rewind import KINDS as RANDOM
 
-LARGEST = 1 << 20  # bytes of the copy: one is held for each call that is to be made again
+LARGEST = 1 << 20  # bytes of the copy, one of which is held for each call to be repeated
 _PLAIN = frozenset((str, int, float, bool, type(None), bytes, complex, tuple, list, dict, set))
 _BY_REFERENCE = (
     *(nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
@@ -37,7 +38,7 @@ class Arguments:
 
     tensors  each tensor once, in the order in which they are found
     sources  generators of random numbers among them
-    why_not  reason why the arguments cannot be given again; "": they can
+    why_not  reason why the arguments cannot be passed again; "": they can
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ class Arguments:
         return args, kwargs
 
     def let_go(self) -> list[Tensor]:
-        """Returns the tensors, which are the caller's to hold from now on."""
+        """Returns the tensors, which the caller has to hold from now on."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
@@ -81,7 +82,7 @@ class Arguments:
         saving.tensors, saving.others = self.tensors, self._others
         try:
             saving.dump(values)
-        except Exception:  # of any kind: a __reduce__ may raise what it likes
+        except Exception:  # of any kind: a __reduce__ may raise any exception
             self.why_not = f"it is given a '{saving.last}', which cannot be copied"
             if saving.iterator:
                 self.why_not = f"it is given a '{saving.iterator}', which gives its items only once"

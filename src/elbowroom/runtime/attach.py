@@ -1,4 +1,4 @@
-"""A context around every forward of a model, without changing the model.
+"""Opens a context around every forward of a model, without changing the model.
 
 Its calls are seen by `calls.py`, and the called one is looked up in a weak table: no attribute, no
 wrapper, no subclass. So `state_dict`, `type(model)`, pickles and deep copies are those of the plain
@@ -43,9 +43,9 @@ Meet = Callable[[nn.Module], bool]
 
 _attached: "weakref.WeakKeyDictionary[nn.Module, Around]" = weakref.WeakKeyDictionary()
 _ids: set[int] = set()  # of the attached
-_mortal: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # whose death will be heard of
+_mortal: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models with a finalizer
 _meet: Meet | None = None
-_lock = threading.RLock()  # a model may die, and be forgotten, inside any of our own lines
+_lock = threading.RLock()  # a model may be freed, and removed, at any line of this module
 
 
 class _Thread(threading.local):
@@ -61,7 +61,7 @@ _thread = _Thread()
 def attach(model: nn.Module, around: Around) -> None:
     """Makes every call of `model` that records gradients go through `around.run` from now on."""
     with _lock:
-        if model not in _mortal:  # before `_attached`: what is younger is called first
+        if model not in _mortal:  # before `_attached`: younger finalizers are called first
             _mortal.add(model)
             weakref.finalize(model, _forget).atexit = False
         _attached[model] = around
@@ -77,13 +77,13 @@ def detach(model: nn.Module) -> Around | None:
 
 
 def _forget() -> None:
-    """Called when an attached model has died."""
+    """Called when an attached model was freed."""
     with _lock:
         _watch()
 
 
 def discover(meet: Meet | None) -> None:
-    """Sets `meet`, which sees outermost modules before they run with gradients on; None ends that.
+    """Sets `meet`, called with outermost modules before they run with gradients; None ends that.
 
     Those that are attached already are not shown, nor what is called in backward or on a thread of
     its own. `meet` may attach a module: then this very call goes through it. It returns whether
@@ -97,7 +97,7 @@ def discover(meet: Meet | None) -> None:
 
 
 def _watch() -> None:
-    models = list(_attached)  # alive until the end: what dies in between would be watched after all
+    models = list(_attached)  # alive until the end: otherwise freed modules would be watched
     _ids.clear()
     _ids.update(map(id, models))
     classes = _classes_of(models)
@@ -128,7 +128,7 @@ def opener_of(model: nn.Module) -> Around | None:
 
 
 def attached() -> list[tuple[nn.Module, Around]]:
-    """All models that something is attached to."""
+    """All attached models."""
     return list(_attached.items())
 
 
@@ -171,7 +171,7 @@ def _around_of(module: nn.Module) -> Around | None:
 def _is_outermost() -> bool:
     """Returns whether a call is neither inside another module nor in a backward.
 
-    In backward it would be run again by somebody's checkpointing.
+    In backward the user's checkpointing would run it again.
     """
     return (
         not _thread.open

@@ -1,16 +1,16 @@
-"""Calls of modules, seen whole: to open a context around one, to record it, to run it again.
+"""Interception of module calls: to open a context around a call, to record it, to repeat it.
 
-PyTorch's global module hooks are not shown keyword arguments, and cannot change how a call runs. So
-while somebody wants to, and only then, `__call__` itself is another function (as under torch.fx's
-tracer); no module is changed, and nothing is left behind.
+PyTorch's global module hooks get no keyword arguments, and cannot change how a call runs. So
+`__call__` itself is replaced while interception is on (as by torch.fx's tracer); no module is
+changed.
 
     nn.Module.__call__     where any module may be meant: it costs about 1 us for each of them
     that of some classes   where modules are known, as a fitted model is (`watch_known`): a call of
                            any other costs nothing
 
 Where modules are known, their own classes alone get another `__call__`. That of the wrappers that
-torch.compile makes gets a `_call_impl`, in which its own `__call__` ends. Nothing is changed in a
-module, and nothing is left in a class.
+torch.compile makes gets a `_call_impl`, in which its own `__call__` ends. No module is changed, and
+classes are restored afterwards.
 """
 
 import sys
@@ -75,7 +75,7 @@ def intercepted(around: Around) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suspends `intercepted` on this thread: inside, modules are called as if nobody looked."""
+    """Suspends `intercepted` on this thread: inside, modules are called without interception."""
     held, _thread.around = _thread.around, []
     try:
         yield
@@ -119,7 +119,7 @@ def dynamo_looks() -> bool:
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Asked first, and so that it costs little: Dynamo would guard on whatever else is asked, on the
     # identity of each module above all.
-    if torch.compiler.is_dynamo_compiling():  # inside somebody's compiled region: not covered
+    if torch.compiler.is_dynamo_compiling():  # inside a compiled region of the user: not covered
         return _plain_call(module, *args, **kwargs)
     if _of is not None and not (_thread.around or _of(module)):
         return _plain_call(module, *args, **kwargs)  # most calls, so little else is asked
@@ -188,7 +188,7 @@ def _keep_in_step() -> None:
             _optimized = None
             if optimized.__dict__.get("_call_impl") is _call_optimized:
                 del optimized._call_impl
-    if _wanted and optimized is None:  # it may be imported while we watch
+    if _wanted and optimized is None:  # it may be imported during interception
         nn.Module.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment,arg-type]
     elif "__init_subclass__" in nn.Module.__dict__:
         del nn.Module.__init_subclass__
@@ -210,14 +210,14 @@ def _init_subclass(cls: type[nn.Module], **settings: Any) -> None:
 
 
 def _call_known(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # By name, and now: whoever else wants to see calls (torch.fx, `calls.py`) is there.
+    # By name, and now: this finds other interceptors (torch.fx).
     if torch.compiler.is_dynamo_compiling() or not _is_known(module):
         return nn.Module.__call__(module, *args, **kwargs)
     return _seen(module, _plain_now, args, kwargs)
 
 
 def _plain_now(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Looked up once the context is open: it may want to see this call, too.
+    # Looked up once the context is open, which may intercept this call, too.
     return nn.Module.__call__(module, *args, **kwargs)
 
 

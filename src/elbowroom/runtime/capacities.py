@@ -1,20 +1,19 @@
-"""Capacities for payloads of unknown size, as those of their site have needed lately.
+"""Capacities for payloads of unknown size, by the recent sizes at their site.
 
     step n      a kernel writes a payload, and its size to a slot in memory of the device
-    step n + 1  the first site that comes again has all slots copied to pinned host memory
-    later       the copy is found done, without waiting for it: sites have learned their sizes
+    step n + 1  the first known site starts a copy of all slots to pinned host memory
+    later       once the copy is done, which is polled, sites learn their sizes
 
 A capacity is the largest size of the last steps and a sixteenth; it changes only when it is nearly
 used up, or much too large, so that the allocator meets the same sizes again. A payload that does
-not fit has its rest in pinned host memory (`codecs/room.py`), and is counted. Where there is no
-pinned memory, or a kernel cannot reach it, which is tried once, a payload gets what it never
-exceeds.
+not fit has its rest in pinned host memory (`codecs/room.py`), and is counted. Without pinned
+memory, or where a kernel cannot reach it (tested once), a payload gets its upper bound.
 
 1. Slots and spills belong to one stream of one device: what is written there again is written after
    it was read.
-2. A spill is given back from `__del__`, which may run anywhere: it takes no lock.
-3. Pinned memory is never given back to torch, which does not know what kernels do with it, and
-   would hand it to others while one still writes.
+2. A spill is returned from `__del__`, which may run anywhere: it takes no lock.
+3. Pinned memory is never returned to torch, which does not know that kernels use it, and would
+   reuse it while one still writes.
 """
 
 import os
@@ -56,7 +55,7 @@ class Capacities:
         self._lock = threading.Lock()
 
     def room(self, site: Hashable) -> "SiteRoom":
-        """The room of one site. It is known by anything that tells its payloads from others."""
+        """The memory for payloads of one site, which any hashable key identifies."""
         return SiteRoom(self, site)
 
     def space(
@@ -180,7 +179,7 @@ class _Pool:
         self._slabs = Slabs(_memory_nbytes(), _within_share, _SLAB_NBYTES)
         self._dropped: deque[Part] = deque()
         self._lock = threading.Lock()
-        self._can_spill: bool | None = None  # nobody has tried
+        self._can_spill: bool | None = None  # not tested yet
         self.nothing = torch.empty(0, dtype=torch.uint8, device=device)
 
     @property
@@ -190,7 +189,7 @@ class _Pool:
     def try_spills(self) -> bool:
         """Returns whether kernels can reach host memory.
 
-        It is found out in a step that waits anyway.
+        This is tested in a step that waits anyway.
         """
         if self._can_spill is None:
             self._can_spill = can_spill(self.nothing.device)
@@ -219,7 +218,7 @@ def _memory_nbytes() -> int:
 def _within_share(nbytes: int) -> Tensor:
     """Allocates pinned memory.
 
-    RuntimeError: there is none, or spills have their share of the host's.
+    RuntimeError: there is none, or spills use their whole share of the host's.
     """
     held = sum(pool.pinned_nbytes for pool in list(_POOLS.values()))
     if held + nbytes > _memory_nbytes() // _SHARE_OF_MEMORY:
@@ -246,7 +245,7 @@ class _Place:
         return self._slots[at : at + 1]
 
     def arrived(self) -> list[tuple[_Known, int, int]]:
-        """Returns sites, capacities and sizes of which the host has heard."""
+        """Returns sites, capacities and sizes that have arrived at the host."""
         found = []
         while self._sent and self._sent[0][0].has_arrived:
             sizes, sites = self._sent.popleft()

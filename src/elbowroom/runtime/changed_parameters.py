@@ -4,9 +4,9 @@
                                                     there; `p.data` has a version of its own
     p.data = x                                      puts other memory behind it
 
-Copies of all parameters would double a model whose weights are frozen. So calls are looked at, and
-what one is about to write to is copied just before it. What a kernel of the user's changes is told
-by the parameter's version alone, and cannot be undone.
+Copies of all parameters would double the memory of a model whose weights are frozen. So calls are
+intercepted, and a parameter is copied just before a call writes to it. A change by a kernel of the
+user shows in the parameter's version alone, and cannot be undone.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class ChangedParameters(TorchFunctionMode):
-    """Parameters of a module as they are now; inside, those that calls write to are copied."""
+    """Parameters of a module as they are now; inside, those that a call writes to are copied."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -104,9 +104,9 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _has_moved(p: Tensor, memory: Tensor) -> bool:
-    """Returns whether other memory than this is behind p, and nobody has let go of this.
+    """Returns whether p has other memory than this, and this was not freed.
 
-    Those who spread weights over processes let go of what they gather.
+    FSDP frees the memory of gathered weights.
     """
     if not _has_memory(p) or p.data_ptr() == memory.data_ptr():
         return False

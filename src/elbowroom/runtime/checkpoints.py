@@ -1,10 +1,11 @@
-"""Inside torch.utils.checkpoint of the user's: what it saves are the inputs of a piece of forward.
+"""Inputs that the user's torch.utils.checkpoint saves, of a piece of forward.
 
-That piece runs again in backward from whatever is given back. From a decoded input all that it
-makes fits together, so the error is as smooth as the piece is: a function that must not be given
-such an input (a logarithm, a choice of experts, a test whose outcome decides on shapes) would be
-wrong, or not run. Which functions it calls is seen while it runs for the first time; so its inputs
-are kept until it has ended, and encoded then, if it has called nothing but what is listed here.
+This piece runs again in backward from the restored inputs. From a decoded input it computes
+consistent values, so their error is as smooth as the piece. But a function that must not get an
+inexact input (a logarithm, a choice of experts, a test whose outcome decides on shapes) would give
+wrong results, or fail. The functions that the piece calls are recorded in its first run; so its
+inputs are kept until it has ended, and encoded then, if it called no other functions than those
+listed here.
 
 Modules that a plan runs again from codes of their inputs are such pieces, too (`recompute.py`).
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.consumers import TOLERANT, Call
 
-# Linear, smooth, or with a kink that an error passes once in a while; no poles, no choices.
+# Linear, smooth, or with a kink that an error rarely crosses; no poles, no choices.
 SMOOTH = frozenset(
     (
         *TOLERANT,
@@ -55,7 +56,7 @@ _FILE = torch.utils.checkpoint.__file__
 
 
 def checkpoint_call(x: Tensor) -> Call | None:
-    """Returns a call that stands for the checkpoint that saves x now; None: it is none."""
+    """Returns a call that represents the checkpoint that saves x now; None: it is none."""
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         code = frame.f_code
@@ -68,7 +69,7 @@ def checkpoint_call(x: Tensor) -> Call | None:
 
 
 class Pieces:
-    """The piece of forward that runs now inside a checkpoint, and what is `waiting` for its end."""
+    """The piece of forward that runs now inside a checkpoint, and tensors `waiting` for its end."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[str], None]] = []
@@ -77,7 +78,7 @@ class Pieces:
     def wait(self, ended: Callable[[str], None]) -> None:
         """Calls `ended` when the piece has ended.
 
-        Its argument is why the inputs of the piece must stay as they are, or "".
+        Its argument is the reason why the inputs must stay as they are, or "".
         """
         self.waiting.append(ended)
 
@@ -87,13 +88,13 @@ class Pieces:
         return bool(self._names)
 
     def calls(self, call: Call) -> bool:
-        """Notes a call of the piece; returns whether its arguments tell if it is smooth."""
+        """Notes a call of the piece; returns whether its arguments decide if it is smooth."""
         by_name, smooth = call.name in SMOOTH, is_smooth(call)
         self._names.add("" if smooth else call.name or "a function of no name")
         return smooth and not by_name
 
     def end(self) -> None:
-        """Ends the piece, and calls what waits for that."""
+        """Ends the piece, and calls all that wait for its end."""
         rough = self._names - {""}
         why = f"its checkpoint calls '{min(rough)}', which may not tolerate errors" if rough else ""
         waiting = self.waiting
@@ -107,7 +108,7 @@ class Pieces:
 
 
 def is_smooth(call: Call) -> bool:
-    """Returns whether the function tolerates an error of what it is given."""
+    """Returns whether the function tolerates an error of its input."""
     return call.name in SMOOTH or _is_smooth(call)
 
 

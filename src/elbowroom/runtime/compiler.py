@@ -1,13 +1,13 @@
-"""Beside torch.compile: inside a context, compiled code runs eagerly, but for `in_graph.py`.
+"""Inside a context, compiled code runs eagerly, except by `in_graph.py`.
 
-A compiled region hands what it saves to the hooks all at once, after its forward, without the ops
-that saved it: nothing could be gained there. Worse, Dynamo would try to compile the hooks
+A compiled region passes all its saved tensors to the hooks at once, after its forward, and without
+the ops that saved them: nothing could be gained there. Worse, Dynamo would try to compile the hooks
 themselves, and all that they call. So a context sets the stance "force_eager" while it is open, and
-says so once when it sees a compiled module. Dynamo is asked only if somebody has imported it: the
-import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
+logs this once when it sees a compiled module. Dynamo is used only if it is imported already, since
+the import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
 
 The stance is the process's, and contexts need not close in the order in which they were opened, nor
-be of one thread: the first sets it, and the last puts back what was there before.
+be of one thread: the first sets it, and the last restores the one before.
 """
 
 import sys
@@ -33,7 +33,7 @@ _thread = _Thread()
 _lock = threading.Lock()
 _forcing = 0  # contexts of the process that are open
 _stance: Any = None  # what the first of them has set
-_heard = ExitStack()  # what puts Dynamo's function back
+_heard = ExitStack()  # restores Dynamo's function
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def eagerly() -> Iterator[None]:
 
 
 def _force(more: int) -> None:
-    """Counts so many contexts more as open, or fewer."""
+    """Changes the number of open contexts."""
     global _forcing, _stance
     with _lock:
         if more > 0 and not _forcing:
@@ -65,10 +65,10 @@ def _force(more: int) -> None:
 
 
 def _notice_functions() -> None:
-    """Until `_heard` is closed, hear of compiled functions that are called.
+    """Until `_heard` is closed, notices calls of compiled functions.
 
-    Nothing public tells of them: Dynamo asks one function of its own what its stance makes of each
-    compiled call. A version without it leaves functions unmentioned.
+    There is no public interface for this: for each compiled call, Dynamo calls an internal function
+    that applies its stance. In a version without it, calls are not noticed.
     """
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
     plain = getattr(dynamo, "_callback_from_stance", None)
@@ -89,7 +89,7 @@ def _notice_functions() -> None:
 def forced_backend(backend: Callable[..., Any] | None) -> Iterator[None]:
     """Compiles with this backend in place of any other; None: with the backends as given.
 
-    There may be one caller at a time in the whole process.
+    The process may have only one caller at a time.
     """
     with torch.compiler.set_stance("default", force_backend=backend):
         yield
@@ -103,7 +103,7 @@ def may_compile() -> bool:
 
 
 def compilations() -> frozenset[int] | None:
-    """Returns ids of all that this process has given to torch.compile; None: it is not known.
+    """Returns ids of everything this process has passed to torch.compile; None: unknown.
 
     Dynamo notes a backend for each.
     """
@@ -122,14 +122,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The compiled function that was put in the place of the module's forward, if one was."""
+    """The compiled function that replaces the module's forward, if there is one."""
     forward = module.__dict__.get("forward")
     is_ours = forward is not None and original(module) is module
     return forward if is_ours and hasattr(forward, "_torchdynamo_orig_callable") else None
 
 
 def inductor_options(module: nn.Module) -> dict[str, Any] | None:
-    """The options with which Inductor was asked to compile the module; None: another compiles it.
+    """The options for Inductor, if that compiles the module; None: another backend does.
 
     Our own backend is Inductor's, too; its budget is not for contexts.
     """
@@ -174,7 +174,7 @@ def original(module: nn.Module) -> nn.Module:
 
 
 def has_said() -> None:
-    """Notes that somebody has said it: that compiled code runs eagerly is not said again."""
+    """Notes that the user knows: the message that compiled code runs eagerly is not repeated."""
     global _said
     _said = True
 
@@ -185,7 +185,7 @@ def ran_eagerly() -> bool:
 
 
 def say_eager(module: nn.Module) -> None:
-    """Warn, once, if a compiled module is called while a context is open."""
+    """Warns, once, if a compiled module is called while a context is open."""
     if _thread.depth and original(module) is not module:
         _warn_eager(f"{type(original(module)).__name__} is compiled, and")
 

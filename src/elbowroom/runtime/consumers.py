@@ -1,14 +1,14 @@
 """Recognition of the op that saves a tensor, and of what its backward needs.
 
-Pack is not told who saves. A TorchFunctionMode is: it sees each call from Python to torch, and what
-is packed during a call is saved by it (about 3 us a call; CPU, torch 2.13). Calls that torch makes
-inside a Python function of its own (multi_head_attention_forward) or in C++ (lstm) are seen as that
-function.
+The pack hook does not get the saving op. A TorchFunctionMode does: it sees each call from Python to
+torch, and a tensor that is packed during a call is saved by it (about 3 us a call; CPU, torch
+2.13). Calls that torch makes inside a Python function of its own (multi_head_attention_forward) or
+in C++ (lstm) are seen as that function.
 
-Lossy only for known readers. The table of derivative formulas (`formulas.py`) says what backward
-does with each tensor that a node has saved. The nodes exist once the call has ended: until then
-what it saves stays as it is (`Deferred`). A few functions are told at once, by the arguments that
-they were called with; of these only the arguments named here may carry an error, never weights or
+Codes are lossy only for known readers. The table of derivative formulas (`formulas.py`) says what
+backward does with each tensor that a node has saved. The nodes exist once the call has ended: until
+then its saved tensors stay as they are (`Deferred`). A few functions are recognized immediately, by
+their arguments; of these only the arguments named here may carry an error, never weights or
 statistics.
 """
 
@@ -42,7 +42,7 @@ from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import version_of
 
-# Functions that are told at once -> the arguments (position, name) that may carry an error.
+# Functions that are recognized immediately -> arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)
 TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _FIRST),
@@ -89,14 +89,14 @@ _IN_PLACE = frozenset(
         "__setitem__",
     )
 )
-_ASKED = {  # which argument asks for that
+_ASKED = {  # the argument that requests it
     **dict.fromkeys(("relu", "relu6", "silu", "mish", "hardswish", "hardsigmoid", "selu"), 1),
     **dict.fromkeys(("leaky_relu", "elu", "celu"), 2),
     **dict.fromkeys(("hardtanh", "threshold", "dropout", "alpha_dropout", "dropout2d"), 3),
     "rrelu": 4,
 }
 _MOST_RESHAPES = 8
-QUESTIONS = frozenset(  # what asks a tensor for its metadata saves nothing and makes nothing
+QUESTIONS = frozenset(  # reading metadata of a tensor saves nothing and creates nothing
     (
         *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous),
         *(Tensor.is_floating_point, Tensor.data_ptr, torch.is_floating_point, torch.numel),
@@ -137,7 +137,7 @@ class Call:
     first        its first argument; version: of that, as the call began
     """
 
-    # Most calls have no other values than these, so they are said once.
+    # Most calls have these values, so they are class attributes.
     reads = Reads.RESTORED
     rounds = reruns = would_rerun = False
     levels: int | None = 16
@@ -153,23 +153,23 @@ class Call:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.name = name or _name(func)
         self.saved: list[Slot] = []  # what it has saved so far
-        self.at_end: list[Callable[[Call, Any], None]] = []  # what waits for its statistics
+        self.at_end: list[Callable[[Call, Any], None]] = []  # tensors that wait for its statistics
         self.deferred: list[tuple[Deferred, Tensor]] = []  # decided on when it has ended
-        self.fine: list[Slot] = []  # what it reads finely is made of these
+        self.fine: list[Slot] = []  # the sources of what it reads with a fine formula
         self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
         self.began = torch._C._autograd._get_sequence_nr()
         self.first: Any = args[0] if args else kwargs.get("input")
-        # A subclass may answer any question with an error (an uninitialized parameter does).
+        # A subclass may raise for any attribute (an uninitialized parameter does).
         is_plain = type(self.first) in PLAIN
         self.version = version_of(self.first) if is_plain else 0  # type: ignore[arg-type]
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, however it was passed."""
+        """An argument, by position or keyword."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     @property
     def changes_first(self) -> bool:
-        """True if the call changes its first argument in place, by its name or as asked to."""
+        """True if the call changes its first argument in place, by its name or by an argument."""
         name = self.name
         if name.startswith("__"):
             return name in _IN_PLACE
@@ -177,9 +177,9 @@ class Call:
 
     @property
     def is_told_at_once(self) -> bool:
-        """True if what the call saves is known as it is saved; else it is known as the call ends.
+        """True if the reading of a saved tensor is known as it is saved.
 
-        Then the nodes of the call tell.
+        Otherwise the nodes of the ended call show it.
         """
         return self.name in _AT_ONCE or self.reads not in (Reads.RESTORED, Reads.PLACE)
 
@@ -194,9 +194,9 @@ class Call:
 
 @lru_cache(1024)
 def _name(func: Callable[..., Any]) -> str:
-    """The name of one of torch's own functions; "mylib::relu" for anybody else's of that name.
+    """The name of one of torch's own functions; "mylib::relu" for a custom op of that name.
 
-    A custom op may be called like one of torch's, and save something else.
+    A custom op may have the name of one of torch's, and save something else.
     """
     name: str = getattr(func, "__name__", "")
     if isinstance(func, _METHODS):
@@ -206,9 +206,9 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 class Consumers(Observing):
-    """Keeps `call` at the torch function that runs now, and reports to `finished` what ended.
+    """Keeps `call` at the current torch function, and reports ended calls to `finished`.
 
-    It runs as `run_as`(call); `failed`() if it raises.
+    The call runs as `run_as`(call); `failed`() is called if it raises.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:
-    """Returns how the op that saves x reads it, for ops that are told at once."""
+    """Returns how the op that saves x reads it, for ops that are recognized immediately."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
     if call.name in (CHECKPOINT, RECOMPUTE):
@@ -304,7 +304,8 @@ def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Readi
     if formula.tolerates_errors and not x.is_floating_point():
         return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
     if formula.tolerates_errors and x.grad_fn is None and not is_argument(x, call):
-        # Dropout's factors, for one: their zeros are exact, or a gradient passes where none should.
+        # Dropout's factors, for example: without exact zeros a gradient would pass where none
+        # should.
         return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
     if formula in (Formula.SUMMED, Formula.MATRIX):
         formula = _as_product(formula, x, call)
@@ -317,7 +318,7 @@ def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Readi
 
 
 def features_of(x: Tensor, call: Call | None = None) -> int:
-    """The elements of a row of x, if it looks like the features of a token or a node; else 0.
+    """The elements of a row of x, if it has the shape of features of tokens or nodes; else 0.
 
     Gradients may be as large as 1 / rms of a row, far from the norm that makes them so.
     """
@@ -390,7 +391,7 @@ def is_capped(call: Call) -> bool:
 def _is_number(argument: Any, number: int) -> bool:
     """Returns whether an argument is this number.
 
-    A tensor is not asked: one may have many elements, on a GPU.
+    Tensors are not compared: they may be large, and on a GPU.
     """
     return not isinstance(argument, Tensor) and bool(argument == number)
 
@@ -466,7 +467,7 @@ def is_running_copy(x: Tensor, call: Call | None) -> bool:
 
 
 def is_argument(x: Tensor, call: Call | None) -> bool:
-    """Returns whether x was handed to the op, rather than made by it."""
+    """Returns whether x is an argument of the op, rather than its result."""
     if call is None:
         return False
     given = (*call.args, *call.kwargs.values())

@@ -1,6 +1,6 @@
 """State that outlives one forward: the seed, the count of steps, and what was learned about sites.
 
-Nothing else keeps these. Every encoded tensor gets a seed of its own, a hash of (base seed, rank,
+They are kept nowhere else. Every encoded tensor gets a seed of its own, a hash of (base seed, rank,
 count): noise never repeats between tensors, steps or micro-batches, the user's RNG is untouched,
 and a run with the same base seed draws the same noise.
 """
@@ -21,7 +21,7 @@ from elbowroom.runtime.slot import MadeAgain
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
-OUTLIVED = "somebody else held it until backward"  # so that to encode it frees nothing
+OUTLIVED = "somebody else held it until backward"  # so that encoding it frees nothing
 
 
 class Context:
@@ -30,13 +30,14 @@ class Context:
     Or those of the process, for plain `er.saving`.
 
     unrepeatable  names of modules that are never to be recomputed
-    blames_classes  nor are others of their class, as long as there are plans without them
-    capacities    of codes whose size is known to the device alone
-    coders        what encodes tensors of the kinds that were met last
+    blames_classes  others of their class are not recomputed either, as long as there are plans
+                    without them
+    capacities    of codes whose size only the device knows
+    coders        encoders of the kinds of tensors that were met last
     device_seeds  the seeds of settled steps, where codes are made on a GPU
-    kept          why sites are kept that it has learned to keep
-    made_again    tensors that were made again and wait for their next readers
-    runs_again    recurrent layers run forward again in backward, in every forward (`recurrent.py`)
+    kept          reasons for sites that are always kept
+    made_again    rebuilt tensors that wait for their next readers
+    runs_again    recurrent layers are recomputed in backward, in every forward (`recurrent.py`)
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
@@ -74,7 +75,7 @@ class Context:
     def give_back(self, before: int, seeds: int, used: int = 0) -> None:
         """Takes back reserved seeds that were not used, if none was reserved since.
 
-        used: so many were.
+        used: number of used ones.
         """
         with self._lock:
             if self.count == before + seeds:
@@ -85,12 +86,12 @@ class Context:
         self.step += 1
 
     def learn_keep(self, key: SiteKey, why: str = OUTLIVED) -> None:
-        """Learns to keep this site, and why."""
+        """Keeps this site from the next step on, for this reason."""
         if self.learns:
             self.kept.setdefault(key, why)
 
     def learn_unrepeatable(self, module: str) -> None:
-        """Learns that the module of this name gives another result when it runs again."""
+        """Notes that a second run of the module of this name gives another result."""
         if self.learns:
             self.unrepeatable |= {module}
 
@@ -102,7 +103,7 @@ class Context:
             return cast(T, self._remembered[key])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint needs to go on with the same noise."""
+        """Returns the state by which a checkpoint continues with the same noise."""
         return {"seed": self.seed, "count": self.count, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

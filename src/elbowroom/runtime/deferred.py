@@ -1,21 +1,21 @@
-"""Inputs of norms that wait for one more op, the reader of what came out.
+"""Inputs of norms that wait for one more op, which reads the norm's output.
 
 The mask helps if that is a ReLU; if it is a GELU or SiLU, a finer code is needed. A norm's input is
-known to be one when the norm saves it. Who follows shows with the next op that saves something;
+recognized when the norm saves it. The op that follows is known when the next op saves something;
 until then the tensor stays as it is. Where it might be the ReLU of a sum, the branch that is added
 may save, too: then it waits for a few more, as long as nothing else reads the norm's output.
-Nothing waits longer than it lives: if backward comes first, the tensor is freed as always.
+Waiting does not extend a lifetime: if backward comes first, the tensor is freed as always.
 
-A norm may also have its whole gradient through one ReLU (`Gate`). Such a gradient is 0 wherever
-that ReLU lets nothing pass, and the norm's backward reads what lies there in one small term only,
-so that a rough code will do (`codecs/sided.py`). Forward tells:
+The whole gradient of a norm may also pass through one ReLU (`Gate`). Such a gradient is 0 wherever
+the ReLU is, and the norm's backward reads the input there in one small term only, so that a coarse
+code suffices (`codecs/sided.py`). Forward shows this:
 
     h = norm(x); z = relu(h)            h has no other reader, and is gone, or has become z
     h = norm(x); z = relu(h + other)    the same of h, and of the sum
 
-A gate follows h from op to op. Whatever else takes h or the sum, be it a view, a hook or a second
-ReLU, ends it; so does h or a sum that could still be read when the next op begins. If what Python
-does not see reads one (a kernel of the user's own), the gradient is noisier, and still unbiased.
+A gate follows h from op to op. Any other use of h or the sum ends it, be it a view, a hook or a
+second ReLU; so does a reference to h or the sum when the next op begins. If code outside Python
+reads one (a kernel of the user), the gradient is noisier, and still unbiased.
 """
 
 import weakref
@@ -40,7 +40,7 @@ MOST_SAVES = 6  # calls that save, of the branch that is added
 
 
 class Waiting:
-    """Slot whose encoding waits, the policy's wish, and what is known of the norm's output."""
+    """Slot whose encoding waits, the policy's action, and what is known of the norm's output."""
 
     def __init__(
         self, slot: Slot, action: Encode, hold: Callable[[Slot, Tensor, Action], None], out: Tensor
@@ -53,11 +53,11 @@ class Waiting:
         self._saves_left = MOST_SAVES
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
-        """Notes that a call has ended; returns whether all is known, or nothing will be."""
+        """Notes that a call has ended; returns whether waiting longer would add nothing."""
         slot, gate = self.slot(), self._gate
         gate.ended(call, out)
         if not call.saved:
-            return slot is None  # nothing can be told yet
+            return slot is None  # nothing is known yet
         if self._action.curved is not None and slot is not None:
             self._is_curved = slot in call.fine
         self._mask = relu_mask(call, out, slot, identity)
@@ -71,7 +71,7 @@ class Waiting:
 
     @property
     def is_known(self) -> bool:
-        """True if the mask was found: what is left to know shows as the next call begins."""
+        """True if the mask was found: the rest is known as the next call begins."""
         return self._mask is not None
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class Waiting:
             slot.waits = False
         if slot is None or not isinstance(kept, KeepHandle) or kept.was_changed:
             return
-        if self._is_curved:  # what is read later, to plan by, to watch and to count, knows it
+        if self._is_curved:  # planner, observers and ledger read it later
             slot.sites[-1] = replace(slot.sites[-1], curved=True)
         codec, action = self._codec(slot), self._action
         if codec is not None:
@@ -136,11 +136,11 @@ class Gate:
         self.is_sole, self.is_summed = is_touchable(out), False
         self._geometry = Geometry.of(out)
         self._tip = _address(out) if self.is_sole else 0
-        self._path = {self._tip: WeakStorage(out)} if self.is_sole else {}  # it, and the sums
-        self._passed: int | None = None  # the storage of what the ReLU has made
+        self._path = {self._tip: WeakStorage(out)} if self.is_sole else {}  # the output, and sums
+        self._passed: int | None = None  # the storage of the ReLU's result
 
     def ended(self, call: Call, out: Any) -> None:
-        """Notes a call that has ended, and whether it has read what this gate follows."""
+        """Notes a call that has ended, and whether it has read a tensor that this gate follows."""
         if not self.is_sole:
             return
         read = {_address(x) for x in _tensors(call.args, call.kwargs)} & self._path.keys()
@@ -171,7 +171,7 @@ class Gate:
 
     @property
     def is_closed(self) -> bool:
-        """True if nothing can read the norm's output or the sum any more: the ReLU was all."""
+        """True if nothing but the ReLU has read, or can read, the norm's output or the sum."""
         gone = (known.expired() or at == self._passed for at, known in self._path.items())
         return self.is_sole and self._passed is not None and all(gone)
 

@@ -1,12 +1,12 @@
-"""Seeds of a settled step, made on the device where its codes are.
+"""Seeds of a settled step, computed on the device of its codes.
 
     count [1]  --mixed-->  seeds [n], a seed for each code of the forward;  count += n
 
-A CUDA graph launches its kernels with the numbers that they were captured with, so a seed that the
-host gives would be the same in each launch, and so would be the noise. Here the device counts for
-itself. The host, which counts along, sets the device's count only where a step was not a settled
-one, or not of this context: never in two settled steps that follow each other. Seeds are those that
-the host would have drawn.
+A CUDA graph launches its kernels with the arguments of their capture, so a seed from the host would
+be the same in each launch, and so would the noise. Here the device counts itself. The host counts
+in parallel, and sets the device's count only after a step that was not settled, or belonged to
+another context: never between two settled steps. The seeds equal those that the host would have
+drawn.
 """
 
 import threading
@@ -21,7 +21,7 @@ _SIGNLESS = (1 << 63) - 1
 
 
 class DeviceSeeds:
-    """Counts of the devices, each with the number that the host takes it to be."""
+    """Counts of the devices, each with the host's copy of its value."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, tuple[Tensor, int]] = {}

@@ -1,4 +1,4 @@
-"""Telling an error that says "there is no memory left" from all others."""
+"""Recognition of out-of-memory errors."""
 
 import torch
 

@@ -1,16 +1,17 @@
-"""Table of derivative formulas: what the backward of each op does with what it has saved.
+"""Table of derivative formulas: how the backward of each op uses its saved tensors.
 
     node of the graph -> name of the saved tensor -> how its formula uses the value
 
 Nodes and names are those that autograd gives them (`torch/.../derivatives.yaml` has the formulas;
-"Backward0" and "Backward1" are overloads). What is not in the table is held exactly. Rows are
-checked one by one, by derivatives of the gradient itself (tests/numerics/test_formulas.py). `x`
-saved under one name may be `y` of another node: a decision is made over all that read a storage.
+"Backward0" and "Backward1" are overloads). Tensors of nodes that are not in the table are held
+exactly. Rows are checked one by one, by derivatives of the gradient itself
+(tests/numerics/test_formulas.py). One tensor may be saved by several nodes, under different names:
+the decision depends on all readers of a storage.
 
 A formula may be linear and still be fine: a product d(a b) = a db passes the error of `a` on
-upstream, element by element, where a matmul sums over thousands. What is divided by, compared or a
-statistic is never coded, however small the error: a 4-level code under `div`, `log` or `sqrt` gave
-gradients wrong by factors of 8 to 13,000.
+upstream, element by element, where a matmul sums over thousands. A divisor, a statistic or a tensor
+that is compared is never coded, however small the error: a 4-level code under `div`, `log` or
+`sqrt` gave gradients wrong by factors of 8 to 13,000.
 """
 
 from elbowroom.plan.site import Formula
@@ -408,8 +409,8 @@ _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceB
 def formula_of(node: object, name: str, field: str) -> Formula:
     """Returns how the node of this name uses the tensor that it has saved under `field`.
 
-    node: the node itself, which is asked for the exponent of a power with a number for one, and
-    for the name of a reduction.
+    node: the node itself, which has the exponent of a power if that is a number, and for the name
+    of a reduction.
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))

@@ -1,14 +1,14 @@
-"""The main path: autograd saves x -> `_pack` -> a `View`; backward asks -> `unpack` -> x again.
+"""The main path: autograd saves x -> `_pack` -> a `View`; in backward, `unpack` -> x again.
 
     x -> ours to touch? -> seen before?       identity.py
       -> what does the saving op need?        consumers.py, formulas.py, sites.py
       -> policy -> perform                    serving.py, plan/
       -> slot -> View                         slot.py
 
-Everything is decided from metadata; no value of a saved tensor is read. What cannot be touched is
-kept, with the version check that hooks switch off, and the ledger says why. State belongs to the
-views that autograd holds, never to "the step": unpack may come twice, in any order, on another
-thread, or never.
+Everything is decided from metadata; no value of a saved tensor is read. A tensor that must not be
+changed is kept, with the version check that hooks switch off, and the ledger records the reason.
+State belongs to the views that autograd holds, never to "the step": unpack may be called twice, in
+any order, on another thread, or never.
 """
 
 import logging
@@ -73,25 +73,26 @@ from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
 from elbowroom.runtime.storage import storage_nbytes, version_of
 
 _log = logging.getLogger("elbowroom")
-_kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of which that has been said
+_kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
 
 
 class Saving:
-    """Context manager: what autograd saves inside goes through `policy`.
+    """Context manager: tensors that autograd saves inside go through `policy`.
 
     Backward may run inside or after it.
 
     policy      site facts -> action
     min_nbytes  storages smaller than this stay as they are
-    context     where seeds come from and what is learned goes to
+    context     source of seeds, and memory of what was learned
     ledger      the count of bytes, filled as forward runs
-    observer    who may watch what errors the codes make
-    recorder    who writes down what is saved, when, and when it is asked for
+    observer    may measure the errors of codes
+    recorder    profiles what is saved when, and when it is restored
     recompute   names of modules whose forward runs again in backward
-    idle        nothing is to be done: open no hooks at all
-    after       of the forward before in the same step: its ledger and watch go on
-    scribe      writes down what is done, for the forwards that follow
-    shares      what is made again for one reader waits for the next: less time, a larger peak
+    idle        there is nothing to do: open no hooks at all
+    after       context of the forward before in the same step, whose ledger and watch continue
+    scribe      records the script for the next forwards
+    shares      a tensor that is rebuilt for one reader is held for the next: less time, a higher
+                peak
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class Saving:
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
-        self._hook: Callable[[Tensor], Any] | None = None  # that autograd was given for ours
+        self._hook: Callable[[Tensor], Any] | None = None  # replaced by a node of ours
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            return self  # part of somebody's compiled region: not covered
+            return self  # part of a compiled region of the user: not covered
         if self._open is not None:
             raise PlanError(
                 "this saving context is open already; make another one for a nested or second use, "
@@ -145,7 +146,7 @@ class Saving:
         if self.idle:
             self._open = ExitStack()
             return self
-        with ExitStack() as opening:  # undone if a later part fails: inside torch.func, for one
+        with ExitStack() as opening:  # undone if a later part fails: inside torch.func, for example
             opening.enter_context(eagerly())
             modules.watch()
             opening.callback(modules.unwatch)
@@ -161,7 +162,7 @@ class Saving:
         return self
 
     def _begin(self) -> None:
-        """Begins a forward, or what is left of one."""
+        """Begins a forward, or the rest of one."""
         self._counts.clear()
         if self.observer is not None:
             after = self._after
@@ -193,12 +194,12 @@ class Saving:
             self.recorder.forward_ended()
 
     def _finish(self, *, raised: bool) -> None:
-        """Ends the forward: decides on what waits for that."""
+        """Ends the forward: decides on the tensors that wait for its end."""
         self._listener.leaves()
         if not raised:
-            self._serving.waiting.end_sources()  # of constants, some of which are let go of now
+            self._serving.waiting.end_sources()  # of constants, some of which are freed now
         self._identity.clear()
-        if raised:  # what waits stays as it is: nothing may fail now, nor take memory
+        if raised:  # waiting tensors stay as they are: nothing may fail or allocate now
             self._listener.refuse("the forward has raised")
         else:
             self._serving.end()
@@ -213,12 +214,12 @@ class Saving:
         return list(self._calls)
 
     def join(self, hook: Callable[[Tensor], Any], outside: int) -> None:
-        """Begins in the middle of a forward, for which somebody else has opened hooks and mode.
+        """Begins in the middle of a forward, whose hooks and mode another object has opened.
 
-        They hand on what they are asked to `take` and to `see`. hook: the one that packs; outside:
-        how many modules had been called around the model. How often each op of a module has saved
-        before is not known: a plan may know such an op by another number, or not, and then holds
-        what it saves exactly.
+        That object passes tensors to `take`, and calls to `see`. hook: the one that packs; outside:
+        how many modules had been called around the model. It is unknown how often each op of a
+        module has saved before: in a plan such an op may have another number, or none, and its
+        tensors are then held exactly.
         """
         with ExitStack() as opening:
             modules.watch()
@@ -230,7 +231,7 @@ class Saving:
             self._open = opening.pop_all()
 
     def take(self, x: Tensor) -> Any:
-        """Returns what is held of x, which autograd saves."""
+        """Returns the object that is held for x, which autograd saves."""
         return self._pack(x)
 
     def see(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -277,7 +278,7 @@ class Saving:
         return self.observer.error_report()
 
     def drop_everything(self) -> None:
-        """Lets go of all that was decided on. The graph is useless then; only the count goes on."""
+        """Drops all decided tensors. The graph is useless then; only the counting continues."""
         self._listener.refuse("nothing is held")
         for slot in self._identity.slots():
             if slot.sites:
@@ -311,13 +312,13 @@ class Saving:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a module: what it saves may be recomputed, or the call written down."""
+        """Calls a module, which may be recomputed in backward; its call may be recorded."""
         name, consumers = modules.name_of(module), self._consumers
         if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
             if self.recorder is not None:
                 return self.recorder.module(module, call, args, kwargs, self._source_of)
             return call(*args, **kwargs)
-        if not self._is_asked():  # inside a checkpoint of the user's, or of ours
+        if not self._is_asked():  # inside a checkpoint of the user, or of ours
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
@@ -327,7 +328,7 @@ class Saving:
             return call(*args, **kwargs)
         self._listener.begins_region(module)
         self._serving.waiting.end_all()
-        with torch._C.DisableTorchFunction():  # what we do and ask is no op of the model's
+        with torch._C.DisableTorchFunction():  # our own calls are not ops of the model
             self._serving.pieces.end()
             outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
 
@@ -344,7 +345,7 @@ class Saving:
             begin()
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
-        """Warns that a module cannot be run a second time, and holds what it saves."""
+        """Warns that a module cannot be recomputed, and holds its saved tensors."""
         if module not in _kept_out:
             _kept_out.add(module)
             _log.warning(
@@ -358,9 +359,9 @@ class Saving:
     def _run_as(self, call: Call) -> Callable[..., Any]:
         """Returns the function to run for a call.
 
-        Where it can be, it has a backward on what is held.
+        Where possible, its backward reads codes or bits.
 
-        A step that is written down runs as it is, and says what it could.
+        A step that is profiled runs unchanged, and notes what could be replaced.
         """
         with self._looking():
             listener, pieces = self._listener, self._serving.pieces
@@ -387,9 +388,10 @@ class Saving:
             return run
 
     def _copy_source(self, x: Any) -> None:
-        """Copies what others are made again from, and an op is about to change in place.
+        """Copies a source of other tensors that an op is about to change in place.
 
-        Who saved it may lie on no path of the loss: then plain autograd would not mind the change.
+        The op that saved it may not contribute to the loss: then plain autograd would allow the
+        change.
         """
         slot = self._identity.slot(x) if is_touchable(x) else None
         kept = None if slot is None else slot.value
@@ -401,7 +403,7 @@ class Saving:
         self._listener.refuse("a source of recipes is changed in place")
 
     def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:
-        """Returns the function to run for a call that a node of ours could stand for."""
+        """Returns the function to run for a call that a node of ours could replace."""
         call.reads = direct.reads
         call.would_rerun = call.name == ATTENTION
         if not self._may_stand(direct, call) or not may_run(call, direct) or not self._is_asked():
@@ -411,16 +413,17 @@ class Saving:
         return direct.run if direct.coded is None or self.is_exact() else direct.coded
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
-        """Returns whether this node may stand in the graph of this context."""
+        """Returns whether this node may be used in this context."""
         if direct.always:
             return True
-        # Those that read a code gain nothing where none is lossy; ReLU's and dropout's read bits.
+        # Nodes that read a code gain nothing where none is lossy; those of ReLU and dropout read
+        # bits.
         allowed = direct.reads is Reads.BITS or not self.is_exact()
         if direct.again and self.context.runs_again:
             return True
         if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
             return False
-        if call.would_rerun:  # else q and k could have no code
+        if call.would_rerun:  # otherwise q and k could have no code
             reruns = getattr(self.policy, "reruns_attention", True)
             return allowed and bool(reruns(self._module) if callable(reruns) else reruns)
         return allowed and self.recorder is None
@@ -428,36 +431,36 @@ class Saving:
     def is_exact(self) -> bool:
         """Returns whether no code of the policy adds errors.
 
-        A policy that does not say counts as exact.
+        A policy without this information counts as exact.
         """
         return bool(getattr(self.policy, "exact", True))
 
     @property
     def _may_round(self) -> bool:
-        """True if codes add errors, in this forward or in one that this is written down for."""
+        """True if codes add errors, in this forward or in those for which it is profiled."""
         return self.recorder is not None or not self.is_exact()
 
     @property
     def _skims(self) -> bool:
-        """True if nobody asks what slots there are: neither a plan, nor one that is to be made."""
+        """True if slots need not be recorded: neither for a plan, nor for planning."""
         return hasattr(self.policy, "rebuild") and self.recorder is None
 
     @property
     def _codes_checkpoints(self) -> bool:
-        """True if inputs of the user's checkpoints may be codes: no step is being written down.
+        """True if inputs of the user's checkpoints may be codes: the step is not being profiled.
 
-        Which codes they may be is known when their piece of forward has run.
+        The possible codes are known when their piece of forward has run.
         """
         again = getattr(self.policy, "again", False) and not self.is_exact()
         return again and self.recorder is None
 
     def _codes_input(self, name: SiteName) -> bool:
-        """Returns whether a module is to run again from a code of this input."""
+        """Returns whether a module is to be recomputed from a code of this input."""
         codes_input = getattr(self.policy, "codes_input", None)
         return codes_input is not None and bool(codes_input(name))
 
     def _is_asked(self) -> bool:
-        """Returns whether this context gets what is saved now: no other hooks lie over its own."""
+        """Returns whether this context gets what is saved now: its hooks are the innermost."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
@@ -489,9 +492,9 @@ class Saving:
         return deferred
 
     def _decide_on_deferred(self, call: Call, out: Any) -> list[Callable[[], None]]:
-        """Decides on deferred tensors of a call that has ended: its nodes tell how they read them.
+        """Decides on deferred tensors of a call that has ended, by how its nodes read them.
 
-        What comes back decides on its results, once it is known how these could be made again.
+        The function that is returned decides on its results, once their recipes are known.
         """
         saved, call.deferred = call.deferred, []
         wanted = [one for one, x in saved if storage_nbytes(x) >= self.min_nbytes]
@@ -515,7 +518,7 @@ class Saving:
             one.held = self._packed(x, call, reading, one.node)
 
     def _left_alone(self, x: Tensor, call: Call | None) -> Lone | Beside | KeepHandle | None:
-        """Returns what is held of a tensor that is not ours to touch, or not worth it, or None."""
+        """Returns what is held of a tensor that is kept unchanged; None for all others."""
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         why = untouchable(x)
@@ -569,14 +572,14 @@ class Saving:
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
-            # Of what runs again no op of the graph reads it, to be probed.
+            # In a recomputed module, no op of the graph reads it that could be probed.
             readable = call.name not in (CHECKPOINT, RECOMPUTE)
             if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
-        """Returns what is written down of a save before anything is done: its site and sources."""
+        """Returns the profile's record of a save before any action: its site and sources."""
         ready, call = request.ready(), request.call
         site = site_of(request, ready)
         if call is not None and call.would_rerun:
@@ -584,11 +587,11 @@ class Saving:
         return site, () if ready is None else ready.slots
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
-        """Notes that the call reads what is made of `source` with a formula that is fine."""
+        """Notes that the call reads a result of `source` with a fine formula."""
         if source is None:
             return
         call.fine.append(source)
-        if source.sites:  # should it be encoded later than now
+        if source.sites:  # in case it is encoded later
             source.sites[-1] = replace(source.sites[-1], curved=True)
         for one in (self.recorder, self._watch):
             if one is not None:
@@ -611,7 +614,7 @@ class Saving:
 
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:
-            return None  # kept, whatever it could be made from
+            return None  # kept, whatever its possible sources
         origin = self._identity.origin(x)
         ready = None if origin is None else origin.ready()
         return None if ready is None or not ready.exact else ready.sole_source
@@ -621,7 +624,7 @@ class Saving:
         self._listener.copies(slot, y, None if self._consumers is None else self._consumers.call)
 
     def _name(self, call: Call | None) -> SiteName:
-        """Returns whose save this is, and how many this op of this module has made before."""
+        """Returns the owner of this save, and how many this op of this module has made before."""
         key = self._module, "" if call is None else call.name
         nth = self._counts.get(key, 0)
         self._counts[key] = nth + 1

@@ -1,17 +1,17 @@
-"""Is it ours to touch, and have we seen it before?
+"""Identity of saved tensors: which may be changed, and which were saved before.
 
 1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a
-   view: all of these find one `Slot`. Addresses are compared under a weak reference, so that one is
-   never taken for another that died.
-2. Parameters are left alone: leaves that require grad, their views, and whatever a graph makes from
-   nothing else (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The
+   view: all of these find one `Slot`. Addresses are compared under a weak reference, so that an
+   address is not reused after a tensor was freed.
+2. Parameters stay unchanged: leaves that require grad, their views, and results of a graph that has
+   no other leaves (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The
    latter are memory, and are counted.
 3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the
    storage as a flat run. A small window onto a large storage is kept: what plain autograd would do
    too.
-4. What an op made, and whether it has exact zeros, is remembered as an `Origin` until the context
-   ends. So it is known what an op could be run on again: a slot, a recipe, or a slot that is
-   expected.
+4. The op that computed a tensor, and whether the tensor has exact zeros, is recorded as an `Origin`
+   until the context ends. This gives the sources from which an op could be recomputed: a slot, a
+   recipe, or an expected slot.
 """
 
 import threading
@@ -35,37 +35,38 @@ from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 if TYPE_CHECKING:
     from elbowroom.runtime.consumers import Call
 
-Source: TypeAlias = Slot | Recipe | Expected  # what an op can be run on again
-_EXPANDED = 8  # a result is at least so many times as large as a copy of what it is made of
+Source: TypeAlias = Slot | Recipe | Expected  # sources from which an op can be recomputed
+_EXPANDED = 8  # least size of a result relative to a copy of its source
 _WINDOW = 4  # a view of less than a fourth of its storage is a window
-# Multiplications of linear layers that run again, as a share of forward's, which are a third of a
-# step's; they do while what is held is not so many times less than in plain autograd.
+# Multiplications of recomputed linear layers, as a share of forward's, which are a third of a
+# step's; they are recomputed until the held bytes are smaller than plain autograd's by the second
+# factor.
 _AGAIN, _ENOUGH = 1 / 5, 1.75
 _MOST_CONSTANTS = 8
-_MOST_SPARES = 4  # copies that nothing was made of yet: queries, keys and values of edges
+_MOST_SPARES = 4  # copies without a dependent recipe yet: queries, keys and values of edges
 _DEEPEST_PARAMETER_GRAPH = 16
-_PICKS = ("Embedding", "Index", "Gather", "Take")  # what these make of a parameter is data
+_PICKS = ("Embedding", "Index", "Gather", "Take")  # their results for a parameter are data
 _SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
 
 
 _Copies = dict[tuple[int, int], tuple[WeakStorage, Slot]]  # by address and version
 
-# Classes of tensors that are plain memory, ours to touch: torch's own two, and while a dry run
-# pretends, the class that stands in for them.
+# Classes of tensors with plain memory, which may be changed: torch's own two, and in a dry run the
+# class of stand-ins.
 PLAIN: set[type] = {Tensor, nn.Parameter}
 _standing_in_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The op that made a tensor, whether exact zeros matter in it, how it could be made again."""
+    """The op that computed a tensor, whether exact zeros matter in it, and how to rebuild it."""
 
     op: str
     has_zeros: bool = False
     recipe: Recipe | None = None
 
     def ready(self) -> Ready | None:
-        """Returns how the tensor could be made again now."""
+        """Returns how the tensor could be rebuilt now."""
         return None if self.recipe is None else self.recipe.ready()
 
     def root(self) -> Slot | None:
@@ -94,11 +95,11 @@ class Identity:
     """The storages that one context has seen.
 
     ledger  counts copies of constants; None: there are to be none
-    told    hears of each constant that is asked for, and of the slot of its copy
-    is_exact  no code adds errors, and no plan counts on what is held when: recipes may start from
-              what is saved later, and run linear layers again
+    told    is called with each constant that is requested, and the slot of its copy
+    is_exact  no code adds errors, and no plan predicts when tensors are held: recipes may start
+              from tensors that are saved later, and recompute linear layers
     products  multiplications of linear layers and convolutions so far
-    again     those of them that run again in backward
+    again     those of them that are recomputed in backward
     reordered copies that ops have made of their inputs, by what and where these were
     """
 
@@ -114,7 +115,7 @@ class Identity:
         self._purge_at = 256
 
     def slot(self, x: Tensor) -> Slot | None:
-        """The slot of x's storage at its version, if some op has saved it already."""
+        """The slot of x's storage at its version, if an op has saved it already."""
         known = self._storages.get(x.untyped_storage()._cdata)
         found = None if known is None else known.slots.get((version_of(x), x.dtype))
         return None if found is None else found()
@@ -125,9 +126,9 @@ class Identity:
         return [slot for x in tensors if (slot := self.slot(x)) is not None]
 
     def stored(self, x: Tensor) -> Stored:
-        """Returns the record of x's storage, made now if there is none."""
+        """Returns the record of x's storage, which is created if there is none."""
         at = x.untyped_storage()._cdata
-        # A weakly held address is never reused: who lives there now is who lived there then.
+        # A weakly held address is never reused: the storage at this address is still the same one.
         known = self._storages.get(at)
         if known is None:
             if len(self._storages) >= self._purge_at:
@@ -148,17 +149,17 @@ class Identity:
     # --- What an op could be run on again
 
     def source(self, call: "Call") -> "tuple[Source | None, Geometry]":
-        """Returns what the call can be run on again, and where in it its first argument lies.
+        """Returns the source for recomputing the call, and where in it the first argument lies.
 
-        It is the argument as the call saved it, its recipe, what an earlier op saved, or what a
-        later one may save.
+        It is the argument as the call saved it, its recipe, a tensor that an earlier op saved, or
+        one that a later op may save.
         """
         x = call.first
         seen = Geometry.of(x)
         held = self._held(x) if version_of(x) == call.version else None
         if held is not None and (held in call.saved or held.is_shared_now):
             return held, seen
-        for slot in call.saved:  # a cast that autocast made
+        for slot in call.saved:  # a cast by autocast
             if (
                 slot.dtype is not x.dtype
                 and slot.dtype.is_floating_point
@@ -172,9 +173,9 @@ class Identity:
         return (self.expected(x, call.version) if held is None else held), seen
 
     def operand(self, x: Tensor, call: "Call") -> "Source | None":
-        """Returns what x can be made from: its slot, if this op saved it, else a recipe, or a slot.
+        """Returns the source of x: its slot, if this op saved it, else a recipe, or a slot.
 
-        x is as the op has left it.
+        x is in its state after the op.
         """
         held, origin = self._held(x), self.origin(x)
         if held is not None and (held in call.saved or held.is_shared_now):
@@ -184,7 +185,7 @@ class Identity:
         return self._cheapest(origin.recipe, x)
 
     def operand_or_spare(self, x: Tensor, call: "Call", out: Tensor) -> "Source | None":
-        """The same, or a copy of x, where nothing that is held by now could make x."""
+        """The same, or a copy of x, if x cannot be rebuilt from held tensors."""
         source = self.operand(x, call)
         if isinstance(source, Slot) or (source is not None and followed(source) is not None):
             return source
@@ -195,7 +196,7 @@ class Identity:
         return type(y) is nn.Parameter or (not untouchable(y) and self._held(y) is not None)
 
     def expected(self, x: Tensor, version: int | None = None) -> Expected | None:
-        """Returns a link to what a later op may save of x, in contexts where that is worth it.
+        """Returns a link to what a later op may save of x, in contexts where that pays.
 
         version: of x as it was before an op that may have changed it in place
         """
@@ -211,26 +212,26 @@ class Identity:
         return None if slot is None or slot.value is None else slot
 
     def _cheapest(self, recipe: Recipe, x: Tensor, version: int | None = None) -> "Source":
-        """Returns x's recipe; if it costs much or is not ready, what an op saves comes first."""
+        """Returns x's recipe; if it is expensive or not ready, a saved tensor is preferred."""
         if not self.is_exact or not (recipe.op.products or recipe.ready() is None):
             return recipe
         held = self._held(x) if version in (None, version_of(x)) else None
         return self._link(x, version, recipe) if held is None else held
 
     def _link(self, x: Tensor, version: int | None, recipe: Recipe | None) -> Expected:
-        """Returns a link to the slot that x may get; `recipe`, for where it gets none."""
+        """Returns a link to the slot that x may get; `recipe` is used if it gets none."""
         known = self.stored(x)
         key = version_of(x) if version is None else version, x.dtype
         return Expected(known.slots, key, known.weak, recipe)
 
     def affords(self, products: int) -> bool:
-        """Returns whether so many multiplications may run again for what is kept so far."""
+        """Returns whether so many multiplications may be recomputed, by the bytes kept so far."""
         if self._ledger is None or self._ledger.times_less >= _ENOUGH:
             return False
         return self.again + products <= _AGAIN * self.products
 
     def made(self, x: Tensor, origin: Origin) -> None:
-        """Records what made x."""
+        """Records the origin of x."""
         self.stored(x).origins[version_of(x), x.dtype] = origin
 
     def slots(self) -> list[Slot]:
@@ -239,19 +240,19 @@ class Identity:
         return [slot for slot in found if slot is not None]
 
     def constant(self, x: Tensor, op: str) -> Slot | None:
-        """A slot with a copy of what no op saves: a mask that is added, for one.
+        """A slot with a copy of a tensor that no op saves, such as an additive mask.
 
-        One for each version of a storage, in which x may be any view. The last ones are held, be
-        they used or not: what is made again with one may be saved a few ops later.
+        There is one for each version of a storage, of which x may be any view. The last ones are
+        held, used or not: a tensor that is rebuilt with one may be saved a few ops later.
         """
         return self._copy(x, op, self._constants, _MOST_CONSTANTS)
 
     def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
-        """A slot for a copy of x, of which an op has made `out`, much larger, and nobody saves x.
+        """A slot for a copy of x, which no op saves; an op computed a much larger `out` from it.
 
-        Rows that are gathered many times, for one, or a bias of two parts: it takes no more than a
-        code of the result would. It is copied when something is made of it: most are not used. Only
-        the last few are held until then.
+        Examples are rows that are gathered many times, or a bias of two parts: the copy is no
+        larger than a code of the result. x is copied when a recipe uses it, because most are never
+        used. Only the last few are held until then.
         """
         if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
             return None
@@ -289,9 +290,9 @@ class Identity:
         self.told = None
 
     def _purge(self) -> None:
-        """Forgets dead storages now and then: a context around a whole training must not grow.
+        """Forgets freed storages now and then: a context around a whole training must not grow.
 
-        Not those for which something is held still, a code of it or how it is made again.
+        It keeps those for which a code or a recipe is still held.
         """
         self._storages = {
             at: known
@@ -305,7 +306,7 @@ def untouchable(x: Tensor) -> str:
     """Returns why x must be kept as it is, or "" if it is a plain dense tensor."""
     if type(x) not in PLAIN:
         return f"tensor subclass {type(x).__name__}"
-    keys = torch._C._dispatch_keys(x).raw_repr()  # which say it all: ask once for each set
+    keys = torch._C._dispatch_keys(x).raw_repr()  # these decide: test once for each set
     why = _untouchable_keys.get(keys)
     if why is None:
         why = _untouchable_keys[keys] = _why_untouchable(x)
@@ -373,7 +374,7 @@ def is_made_of_parameters(x: Tensor) -> bool:
             if not name.startswith(_SCALES):
                 return False
             scaled = True
-        waiting += reversed(edges)  # data first: most graphs are soon seen to be too large
+        waiting += reversed(edges)  # data first: most graphs soon turn out to be too large
     return not scaled or x.numel() in sizes
 
 
@@ -397,8 +398,8 @@ def is_dense(x: Tensor) -> bool:
 def covering(x: Tensor) -> Tensor | None:
     """Returns x, or what it is a view of, if that is dense and covers the storage.
 
-    Where neither does, there are parts of the storage that x's version does not tell of: the pieces
-    of `unsafe_chunk` (a GRU's gates) share a storage, and each counts its own changes.
+    Where neither does, x's version does not cover some parts of the storage: the pieces of
+    `unsafe_chunk` (a GRU's gates) share a storage, and each counts its own changes.
     """
     nbytes = storage_nbytes(x)
     for candidate in (x, x._base):

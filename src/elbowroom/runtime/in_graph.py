@@ -1,9 +1,9 @@
-"""Compiled modules inside a context: their graphs hold what the context's policy asks for.
+"""Compiled modules inside a context, whose graphs follow the context's policy.
 
-A compiled region hands what it saves to hooks all at once, without the ops that saved it. So where
-a policy has a form for graphs (`GraphForm`), a compiled module runs through it: its call leaves the
-context's hooks and function mode, and Dynamo is told to compile with another backend. What it has
-compiled for the plain module stays, and is found again outside.
+A compiled region passes all its saved tensors to hooks at once, without the ops that saved them. So
+where a policy has a form for graphs (`GraphForm`), a compiled module runs through it: its call
+leaves the context's hooks and function mode, and Dynamo compiles with another backend. Code that
+was compiled for the plain module stays cached, and is used again outside.
 
 Dynamo's backend is a setting of the process, so such calls run one at a time.
 """
@@ -39,7 +39,7 @@ class GraphForm(Protocol):
         ...
 
     def running(self, told: Callable[[int, int, Any], None]) -> AbstractContextManager[None]:
-        """Tells `told` of each region that runs: bytes of plain compile, bytes held, owner."""
+        """Calls `told` for each region that runs: bytes of plain compile, bytes held, owner."""
         ...
 
 
@@ -47,7 +47,7 @@ class GraphForm(Protocol):
 def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[list[str]]:
     """Compiles modules on this thread by `form`, where Inductor compiles them.
 
-    Gives the names of those that have been called so far.
+    Yields the names of those that have been called so far.
 
     ledger   counts what they hold
     watches  whether the context around knows which module runs (`modules.watch`)
@@ -76,7 +76,7 @@ def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[l
 
 
 def _teller(ledger: Ledger, module: str) -> Callable[[int, int, Any], None]:
-    """Counts a region that has run in the ledger, until the graph that holds it is gone."""
+    """Counts a region that has run in the ledger, until the graph that holds it is freed."""
 
     def told(plain_nbytes: int, held_nbytes: int, owner: Any) -> None:
         entry = ledger.open(module, "compiled region", "", plain_nbytes)

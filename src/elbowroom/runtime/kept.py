@@ -42,9 +42,9 @@ def last_node() -> int:
 
 
 class Deferred:
-    """Tensor that is decided on when the call that saves it has ended.
+    """Tensor about which a decision is made when the call that saves it has ended.
 
-    held: the tensor as it is until then, or for good if the call raises; afterwards its view.
+    held: the tensor itself until then, or for ever if the call raises; afterwards its view.
     node: autograd's number of the node that has saved it; a call may make several.
     """
 
@@ -60,7 +60,7 @@ class Deferred:
 
 
 class Beside:
-    """Another view of the storage that a `Lone` counts, which goes on for as long as both."""
+    """Another view of the storage of a `Lone`, which counts it as long as either exists."""
 
     __slots__ = ("_counted", "_handle")
 
@@ -72,7 +72,7 @@ class Beside:
 
 
 class Many:
-    """Keeper of what an op saves that saves thousands, each too small to do anything with."""
+    """Keeps the tensors of an op that saves thousands of them, each too small for an action."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[Lone]] = {}

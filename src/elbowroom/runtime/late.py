@@ -1,7 +1,7 @@
-"""Values that a device sends to the host, which reads them when they have arrived, and never waits.
+"""Values that a device sends to the host, which reads them once they have arrived, without waiting.
 
-They go to pinned memory, with an event behind the copy. Both are looked up here when they are asked
-for, so that tests can let any memory play the device's.
+They are copied to pinned memory, followed by an event. Both functions are looked up at each use, so
+that tests can replace device memory.
 """
 
 from typing import Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """Interface of what tells whether a stream has done what it was asked for before."""
+    """Interface of an event: whether a stream has finished its work up to it."""
 
     def query(self) -> bool:
         """Returns whether the stream has done it; this does not wait."""
@@ -28,7 +28,7 @@ def pinned(nbytes: int) -> Tensor:
 
 
 def event(device: torch.device) -> Event:
-    """Returns an event behind all that the current stream was asked for."""
+    """Returns an event behind all work of the current stream."""
     made = torch.cuda.Event()  # type: ignore[no-untyped-call]
     made.record(torch.cuda.current_stream(device))
     return made
@@ -43,7 +43,7 @@ class Sent:
         """x: strided and dense; what is written to it later does not count."""
         try:
             memory = pinned(x.nbytes)
-        except RuntimeError:  # the system gives no more: the copy waits, and is as good
+        except RuntimeError:  # no pinned memory is left: the copy blocks, with the same result
             memory = torch.empty(x.nbytes, dtype=torch.uint8)
         there = memory.view(x.dtype).view(x.shape)
         there.copy_(x, non_blocking=True)
@@ -60,7 +60,7 @@ class Sent:
         return found
 
     def number(self, *, wait: bool = False) -> float:
-        """Returns the one number that was sent. wait: it may not have arrived."""
+        """Returns the single number that was sent. wait: it may not have arrived yet."""
         if wait:
             self._event.synchronize()
         return float(self._there.item())

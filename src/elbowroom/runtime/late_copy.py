@@ -1,8 +1,8 @@
-"""A copy that is made when it is first asked for, of a tensor that may be asked for never.
+"""A copy that is made only when it is first used, of a tensor that may never be used.
 
-What is gathered from x (the features of nodes, once for each edge) could be made again from a copy
-of x. Mostly no op saves it, and a copy that was made at once would stand in the step's highest
-moment, beside what was gathered. So x is referred to weakly until something is made of it:
+A tensor that is gathered from x (the features of nodes, once for each edge) could be rebuilt from a
+copy of x. Usually no op saves x, and an immediate copy would be alive at the step's peak, beside
+the gathered tensor. So x is referred to weakly until a recipe uses it:
 
     x is there, unchanged         it is copied when it is asked for
     x dies before                 it is copied then, if what was gathered lives on
@@ -22,10 +22,10 @@ CONSTANT = "a constant: something is made again with it"
 
 
 class LateCopy(CountedSlot):
-    """Slot that copies a tensor when its value is first asked for, if it is still as it was."""
+    """Slot that copies a tensor when its value is first used, if the tensor is unchanged."""
 
     def __init__(self, x: Tensor, base: Tensor, entry: Entry, out: Tensor) -> None:
-        """base: a dense tensor that covers x's storage. out: what was made of x."""
+        """base: a dense tensor that covers x's storage. out: the result computed from x."""
         super().__init__(base, entry)
         self._value: Handle | None = None
         self._storage: WeakStorage | None = WeakStorage(x)
@@ -41,12 +41,13 @@ class LateCopy(CountedSlot):
             if slot is not None:
                 slot._copy(only_for_out=True)
 
-        # Of what x is a view, the base lives as long as x's memory; a view may be gone at once.
+        # If x is a view, its base exists as long as its memory; the view itself may be freed
+        # immediately.
         self._owner = weakref.ref(x if x._base is None else x._base, died)
 
     @property
     def value(self) -> Handle | None:
-        """What is held: the copy, which is made now if it was not before."""
+        """The held copy, which is made now if it does not exist yet."""
         if self._value is None:
             self._copy()
         return self._value
@@ -58,7 +59,7 @@ class LateCopy(CountedSlot):
     def _copy(self, *, only_for_out: bool = False) -> None:
         """Copies the tensor, the first time that it is called; else, it does nothing."""
         storage, self._storage = self._storage, None
-        # A tensor dies between two ops of the model's: what is done then is none of them.
+        # A tensor is freed between two ops of the model, so this copy is not one of them.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             changed = self._counter._version != self._version
             if storage is None or changed or (only_for_out and self._out.expired()):

@@ -1,9 +1,9 @@
-"""Our own count of bytes: what autograd would hold, what we hold instead, and why.
+"""Elbowroom's own count of bytes: what autograd would hold, what is held instead, and why.
 
-Every saved storage that is not a parameter has one `Entry`, from the first op that saves it to the
-last that lets go. The figures are those of the fullest moment: when the entries alive would take
-most bytes in plain autograd, which is just before backward. Parameters are not counted; scalars and
-small tensors are.
+Every saved storage that is not a parameter has one `Entry`, from the first op that saves it until
+the last one releases it. The figures are those of the fullest moment: when the entries alive would
+take most bytes in plain autograd, which is just before backward. Parameters are not counted;
+scalars and small tensors are.
 """
 
 import io
@@ -42,7 +42,7 @@ class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now.
 
     away_nbytes: what is held for it in another tier, and not on its own device.
-    counts: whether it wants to know what is held
+    counts: whether it counts the held bytes
     """
 
     counts = True
@@ -53,7 +53,7 @@ class Entry:
     def __init__(
         self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
     ) -> None:
-        self._ledger = ledger._weak  # no cycle: a step's garbage would wake the collector
+        self._ledger = ledger._weak  # no cycle: garbage of each step would start the collector
         self.module, self.consumer, self.dtype = module, consumer, dtype
         self.before_nbytes = before_nbytes
 
@@ -71,7 +71,7 @@ class Entry:
             ledger._change(self, held - nbytes, nbytes)
 
     def ask(self) -> None:
-        """Notes that backward asks for the storage."""
+        """Notes that backward requests the storage."""
         ledger = self._ledger()
         if ledger is not None:
             ledger.was_asked = True
@@ -101,7 +101,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Figures that a ledger has come to. held_nbytes: as forward ended."""
+    """Final figures of a ledger. held_nbytes: at the end of forward."""
 
     entries: tuple[Counted, ...]
     before_nbytes: int
@@ -122,7 +122,7 @@ class Counts:
 
 
 class Mark(NamedTuple):
-    """Figures of a ledger at a moment: what it counts later belongs to another forward."""
+    """Figures of a ledger at a moment; later counts belong to another forward."""
 
     clock: int
     before_nbytes: int
@@ -146,7 +146,7 @@ class NoEntry:
         """Ignores the bytes that are elsewhere from now on."""
 
     def close(self) -> None:
-        """Does nothing when nobody waits for the slot any more."""
+        """Does nothing when the slot is not used any more."""
 
 
 NOT_COUNTED = NoEntry()
@@ -174,7 +174,7 @@ class _Graph:
 class Tally:
     """Bytes of a forward that are not counted anew: as many as when its script was learned.
 
-    They are held from the end of forward until backward begins, or nobody waits for it any more.
+    They are held from the end of forward until backward begins, or the graph is freed.
     """
 
     def __init__(self, held_nbytes: int, before_nbytes: int) -> None:
@@ -218,7 +218,7 @@ class Tally:
 
 
 class Account(ABC):
-    """Base class of what shows a ledger; compare its `before_nbytes` with its `after_nbytes`.
+    """Base class of ledgers that are shown; compare `before_nbytes` with `after_nbytes`.
 
     away_nbytes  what was in host memory or in a file instead, at the same moment
     most_nbytes  the most that was held at any moment
@@ -255,7 +255,7 @@ class Account(ABC):
 
     def __repr__(self) -> str:
         before, after = show_nbytes(self.before_nbytes), show_nbytes(self.after_nbytes)
-        return f"Ledger({before} -> {after})"  # whatever the kind: it is one to its reader
+        return f"Ledger({before} -> {after})"  # whatever the kind: readers do not distinguish them
 
 
 class Ledger(Account):
@@ -298,11 +298,11 @@ class Ledger(Account):
 
     @property
     def times_less(self) -> float:
-        """The bytes that plain autograd would hold now, over those that are held."""
+        """Ratio of the bytes that plain autograd would hold now to those that are held."""
         return self._plain_nbytes / max(self.held_nbytes, 1)
 
     def mark(self) -> Mark:
-        """Returns how far it has come."""
+        """Returns a mark of the current moment."""
         sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
         return Mark(self._clock, *sums, self.most_nbytes, self.held_nbytes)
 

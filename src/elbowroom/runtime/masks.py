@@ -20,7 +20,7 @@ _KINDS = (MASKED_OUTPUT, MASKED_INPUT, CAPPED)
 
 
 def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tensor | None:
-    """Returns one bit an element, exact, whatever the codec. None: no bit can say it.
+    """Returns one bit an element, exact, whatever the codec. None: one bit does not suffice.
 
     ReLU's output is never negative, so there != 0 says it too, if `base` is `only_output`, and not
     a larger tensor that ReLU changed a part of.

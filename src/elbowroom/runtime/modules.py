@@ -35,7 +35,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
-        self.joined = 0  # how many of them, the first, were called before anybody watched
+        self.joined = 0  # number of the first ones, which were called before watching began
         self.outside = 0  # modules that were called around these
         self.names: dict[int, str] = {}  # by id, those in the first of them
         self.calls: Calls | None = None  # of outermost modules, so far
@@ -67,7 +67,7 @@ def unwatch() -> None:
 
 
 def _install() -> None:
-    """Installs the hooks if somebody needs them, or removes them."""
+    """Installs the hooks if they are needed, or removes them."""
     if _users > _by_calls and not _hooks:
         _hooks.append(register_module_forward_pre_hook(_hook_enter))
         _hooks.append(register_module_forward_hook(_hook_leave, always_call=True))
@@ -153,7 +153,7 @@ def join(calls: Calls, outside: int) -> None:
 
 
 def _running() -> list[nn.Module]:
-    """Returns the modules that run; no hook tells when one ends that was joined."""
+    """Returns the running modules; no hook reports the end of a module that was joined."""
     if _thread.joined:
         there, joined = on_stack()[_thread.outside :], 0
         for mine, module in zip(_thread.running[: _thread.joined], there, strict=False):
@@ -189,7 +189,7 @@ def stack() -> tuple[str, ...]:
 
 
 def name_of(module: nn.Module) -> str:
-    """The name of a module that is about to be called; "" for one that nobody contains."""
+    """The name of a module that is about to be called; "" for one without a parent."""
     if not _running():
         return ""  # the outermost
     name = _thread.names.get(id(module))

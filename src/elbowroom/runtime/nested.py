@@ -1,7 +1,7 @@
-"""The tensors among nested arguments: what torch's pytrees find, where they need not be asked.
+"""The tensors among nested arguments, as torch's pytrees find them, but faster.
 
 An op's arguments are mostly tensors, numbers and lists of these; pytrees take ten times as long to
-say so, and each op of a step that is looked at asks several times.
+find them, and each op of an examined step needs them several times.
 """
 
 from collections.abc import Iterator

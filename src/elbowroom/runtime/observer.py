@@ -1,12 +1,12 @@
-"""Who is told of a forward that is looked at, op by op.
+"""Interfaces of objects that are notified of an examined forward, op by op.
 
     Observer, Watch, Recorder    protocols, for a step that is watched; `measure` implements them
-    Listener                     hears of all that is done. Somebody always listens: most often
-                                 `NOBODY`; `replay/scribe.py` writes it down, to be followed
+    Listener                     is notified of all actions. There always is one: usually `NOBODY`;
+                                 `replay/scribe.py` records a script
 
-A lower floor does not import a higher one, so the hooks know no measure; they know that somebody
-may watch what errors codes make (`Observer`), or write down what is saved when (`Recorder`). Most
-steps are not watched, and then nothing here is called but `begin`.
+A lower package does not import a higher one, so the hooks do not use `measure`; they know only that
+the errors of codes may be measured (`Observer`), or a profile recorded (`Recorder`). Most steps are
+not watched, and then nothing here is called but `begin`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Watch(Protocol):
         ...
 
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
-        """Called with what a slot was made from, just before that is let go.
+        """Called with the original of a slot, just before it is released.
 
-        The slot holds its stand-in.
+        The slot holds its replacement.
 
-        codec: of the stand-in if it is a code; None if it is a recipe.
+        codec: of the replacement if it is a code; None if it is a recipe.
         """
         ...
 
     def curved(self, slot: Slot) -> None:
-        """Called when a GELU or SiLU reads what is made of what this slot holds, or will hold."""
+        """Called when a GELU or SiLU reads a result of what this slot holds, or will hold."""
         ...
 
     def ended(self, call: Call, out: Any) -> None:
@@ -70,7 +70,7 @@ class Observer(Protocol):
     """Decides which steps are watched."""
 
     def begin(self) -> Watch | None:
-        """Called when a forward begins. Returns what watches it; None: nobody does."""
+        """Called when a forward begins. Returns its watch; None: it is not watched."""
         ...
 
     def error_report(self) -> object:
@@ -79,10 +79,10 @@ class Observer(Protocol):
 
 
 class Recorder(Protocol):
-    """Writes down one forward, and the backward that follows."""
+    """Records a profile of one forward, and of the backward that follows."""
 
     def looking(self) -> AbstractContextManager[None]:
-        """Returns a context for what is no work of the step's: its time is not counted."""
+        """Returns a context for work that does not belong to the step: its time is not counted."""
         ...
 
     def saved(
@@ -90,19 +90,19 @@ class Recorder(Protocol):
     ) -> View:
         """Called when an op has saved x.
 
-        why: the reason that it is left alone whatever the policy says, or "".
+        why: the reason that it is kept whatever the policy says, or "".
 
-        node: autograd's number of its node. sources: what x could be made again from.
-        What comes back is what autograd holds: the view, or one that tells when it is asked for.
+        node: autograd's number of its node. sources: from which x could be rebuilt. Returns what
+        autograd holds: the view, or one that reports when it is restored.
         """
         ...
 
     def curved(self, slot: Slot) -> None:
-        """Called when a GELU or SiLU reads what is made of what this slot holds."""
+        """Called when a GELU or SiLU reads a result of the tensor that this slot holds."""
         ...
 
     def divided(self, slot: Slot) -> None:
-        """Called when an op divides by what is left of what this slot holds."""
+        """Called when an op divides by 1 minus the tensor of this slot, or the like."""
         ...
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
@@ -119,7 +119,7 @@ class Recorder(Protocol):
     ) -> Any:
         """Runs call(*args, **kwargs), which is that of a module.
 
-        source_of: the one saved tensor that a tensor can be made from again bit for bit, if any.
+        source_of: the single saved tensor from which a tensor can be rebuilt bit for bit, if any.
         """
         ...
 
@@ -129,7 +129,7 @@ class Recorder(Protocol):
 
 
 class Listener:
-    """Listener that hears of all events of a forward, and does nothing."""
+    """Listener to all events of a forward, which does nothing."""
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
         """Called when the forward begins.
@@ -150,10 +150,10 @@ class Listener:
         """Called when autograd saves x, and holds `held` for it."""
 
     def ends(self) -> None:
-        """Called when the call has run; then it is decided on what waited for that."""
+        """Called when the call has run; then the tensors that waited for it are decided on."""
 
     def makes(self, origin: Origin) -> None:
-        """Called when the call has made something that is noted under this origin."""
+        """Called when the result of the call is recorded with this origin."""
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
         """Called when a slot stands for a constant among the arguments of an ended call."""
@@ -165,16 +165,16 @@ class Listener:
         """Called when the call has raised."""
 
     def begins_region(self, module: nn.Module) -> None:
-        """Called when a call begins of a module that runs again in backward."""
+        """Called when a call of a recomputed module begins."""
 
     def saves_between(self, *, of_checkpoint: bool) -> None:
-        """Called when something is saved between two calls.
+        """Called when a tensor is saved between two calls.
 
-        of_checkpoint: by a checkpoint of the user's, as an input; else by a function of the user's
+        of_checkpoint: by a checkpoint of the user, as an input; else by a function of the user
         """
 
     def saves(self) -> None:
-        """Called before the inputs of a module that runs again, or what is between, are saved."""
+        """Called before inputs of a recomputed module, or tensors between calls, are saved."""
 
     def region_saved(self) -> None:
         """Called when the inputs of the module are saved, and it runs."""
@@ -192,10 +192,10 @@ class Listener:
         covers: bool = False,
         drawn: int = 0,
     ) -> None:
-        """Called when something is done with a slot.
+        """Called when an action is performed on a slot.
 
-        action  None: what follows says it
-        ready   what it is made again by
+        action  None: the other arguments say what is done
+        ready   the recipe by which it is rebuilt
         norm    the statistics that it is normalized with
         bits    the op whose mask is taken of it; "": none is
         covers  whether the op that saves it made all of its storage

@@ -1,9 +1,9 @@
 """Functions of torch's that are written in Python, run so that what they call is seen.
 
-A TorchFunctionMode is told of such a function as of one call, for its first lines hand it over to
-whoever wants to see it, and while the mode answers, it is off. So what it calls inside (linear,
-softmax, dropout, attention) was saved by an op of which nothing is known. Here its body runs with
-the mode on: a copy of the function whose globals say that nobody wants to see it.
+A TorchFunctionMode sees such a function as one call, because its first lines dispatch it to the
+mode, which is off while it handles the call. So the tensors of ops inside it (linear, softmax,
+dropout, attention) would be saved by an unknown op. Here its body runs with the mode on: as a copy
+of the function whose globals make these first lines skip the dispatch.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def _nobody(*_: Any) -> bool:
 
 def _opened(func: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(func, FunctionType)
-    inside = dict(func.__globals__)  # of now: what others replace there later is not seen
+    inside = dict(func.__globals__)  # as of now: later replacements there are not seen
     inside |= dict.fromkeys(_ASKING, _nobody)
     copy = FunctionType(func.__code__, inside, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__

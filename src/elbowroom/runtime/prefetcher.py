@@ -1,17 +1,17 @@
-"""Bring offloaded tensors back a little before backward asks.
+"""Fetches offloaded tensors a little before backward needs them.
 
-Tensors that are offloaded before anything of them is asked for make a round: mostly one forward.
-In the next round of the same sites, they are asked for in the same order, so each request starts
-the ones that came next. Before that, or where the order is another, the guess is autograd's habit:
-what went last comes back first.
+Tensors that are offloaded before one of them is requested form a round: usually one forward. In the
+next round of the same sites, they are requested in the same order, so each request starts those
+that came next. Before that, or where the order differs, the guess is autograd's usual order: last
+in, first out.
 
     put      a b c d          a round; it ends with the first request
     asked    d b c a          remembered under the sites of a b c d
     request for d: starts b, c, as far as the window reaches
 
-A guess only costs time. What is back too early, and was not asked for while other things were, is
-let go again when it takes the room of what is needed. Nothing here holds a handle: rounds know them
-weakly, and what is remembered are numbers.
+A wrong guess only costs time. A tensor that was fetched too early, and not requested while others
+were, is released again when its memory is needed. Nothing here holds a handle: rounds refer to them
+weakly, and only numbers are remembered.
 """
 
 import threading
@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 from elbowroom.runtime.tiers.window import MOST_NBYTES, MOST_TENSORS
 
-_LOOKAHEAD = 8  # how many to look at for one that is worth starting
+_LOOKAHEAD = 8  # number of candidates to check for one worth starting
 _MOST_ORDERS = 32
 _MOST_PASSES = 4  # of one round, under retain_graph: the order is known by then
 
@@ -39,7 +39,7 @@ class Movable(Protocol):
 
     @property
     def is_early(self) -> bool:
-        """True if it is back, or on its way, and was not asked for yet."""
+        """True if it is back, or on its way, and was not requested yet."""
         ...
 
     def prefetch(self) -> None:
@@ -47,12 +47,12 @@ class Movable(Protocol):
         ...
 
     def let_go(self) -> None:
-        """Forgets what came back early."""
+        """Drops the prefetched tensor."""
         ...
 
 
 class Round:
-    """Handles in the order in which they were put, and the order in which they were asked for."""
+    """Handles in the order in which they were put, and the order of their requests."""
 
     def __init__(self) -> None:
         self.handles: WeakValueDictionary[int, Movable] = WeakValueDictionary()
@@ -74,7 +74,7 @@ class Round:
         return self.asked
 
     def after(self, index: int) -> Iterator[int]:
-        """Yields the indices of handles that are probably asked for next."""
+        """Yields the indices of handles that are probably requested next."""
         guess = self._guess
         for start in (self._at, 0):
             try:
@@ -95,7 +95,7 @@ class Place:
 
 
 class Prefetcher:
-    """Prefetcher of one training: what it has learned, and what is back early just now.
+    """Prefetcher of one training: the orders it has learned, and the tensors prefetched at present.
 
     found, missed   requests for what was back early, or on its way; and for what was not
     """
@@ -106,7 +106,7 @@ class Prefetcher:
         self._round = Round()
         self._orders: OrderedDict[int, list[int]] = OrderedDict()
         self._early: WeakValueDictionary[int, Movable] = WeakValueDictionary()
-        self._busy = threading.Lock()  # never waited for: who finds it taken starts nothing
+        self._busy = threading.Lock()  # if it is taken, nothing is started
 
     def put(self, handle: Movable, name: Hashable) -> Place:
         """Adds a handle that was made; returns its place."""
@@ -115,9 +115,9 @@ class Prefetcher:
         return Place(self._round, self._round.put(handle, name))
 
     def asked(self, place: Place, handle: Movable, *, was_early: bool | None) -> None:
-        """Starts what probably comes next, while a handle is being restored.
+        """Starts what is probably needed next, while a handle is being restored.
 
-        was_early: None if nothing had to be brought back for it.
+        was_early: None if nothing had to be fetched for it.
         """
         self.found += was_early is True
         self.missed += was_early is False

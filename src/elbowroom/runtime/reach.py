@@ -1,14 +1,14 @@
-"""The mutable objects that can be reached from some values, and what they contain at a moment.
+"""The mutable objects that can be reached from some values, and their contents at a moment.
 
-A forward may change more than it returns: a cache that it was handed, a dictionary that it takes an
-entry out of, a list that a forward hook appends to, an attribute. `Reach` walks from such values
-through containers, instances and modules, and through functions to what these close over and to the
-globals that they name. It remembers the contents of each mutable object (by identity, not a copy of
-what is inside), so it can say which objects have changed since, and fill them as they were.
+A forward may change more than it returns: a cache argument, a dictionary from which it removes an
+entry, a list to which a forward hook appends, an attribute. `Reach` walks from such values through
+containers, instances and modules, and through functions to what these close over and to the globals
+that they name. It remembers the contents of each mutable object (by identity, not a copy of what is
+inside), so it knows which objects have changed since, and can restore their contents.
 
 Left as they are, and not walked into: instances of classes of torch and of the standard library
 other than containers (locks, queues, threads and loggers are shared with others), parameters and
-buffers of modules, and iterators, which cannot be set back.
+buffers of modules, and iterators, which cannot be reset.
 """
 
 import collections
@@ -28,7 +28,7 @@ from elbowroom.runtime.storage import version_of
 
 LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
 SMALL = 1 << 16  # bytes of a tensor that is always copied
-_MOST = 20_000  # objects of one walk; what lies behind is not seen
+_MOST = 20_000  # objects of one walk; objects beyond this number are not seen
 _ATOMS = frozenset(
     (
         *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
@@ -73,12 +73,12 @@ class Reach:
         self._walk(roots)
 
     def changed(self) -> list[str]:
-        """The kinds of those objects, tensors among them, that are not what they were."""
+        """The kinds of the objects, including tensors, that have changed."""
         found = [one.kind for one in self._objects if one.has_changed]
         return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
 
     def restore(self) -> None:
-        """Fills each object that has changed as it was. Tensors are left as they are."""
+        """Restores the contents of each changed object. Tensors are left as they are."""
         for one in self._objects:
             if one.has_changed:
                 one.fill(one.it, one.contents)
@@ -115,7 +115,7 @@ class Reach:
     def _module(self, module: nn.Module) -> None:
         """Walks a module's attributes and its tables of hooks and children."""
         if any(isinstance(p, _UNMADE) for p in _own_tensors(module)):
-            return  # its first forward makes it, once for all
+            return  # its first forward creates it, once for all
         self._note(vars(module), attributes_of, set_attributes, type(module).__name__)
         for name in _TABLES:
             self._note(vars(module)[name], dict, _fill_dict)
@@ -159,9 +159,9 @@ class Reach:
 
 
 class Values:
-    """The values of tensors, as they are now, to be given back to those that change in place.
+    """The current values of tensors, which restore tensors that are changed in place.
 
-    Of one that needs a gradient none is kept: a change of it is a part of a graph.
+    No value is kept for a tensor that needs a gradient: its changes are part of a graph.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class Values:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives tensors that changed their values back.
+        """Restores the values of changed tensors.
 
-        Raises PlanError where that cannot be done.
+        Raises PlanError where that is not possible.
         """
         for x, version, copy in self._tensors:
             if version_of(x) == version:
@@ -202,7 +202,7 @@ class Values:
 
 
 def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
-    """Returns whether a large tensor is what it was when it had this version, and was copied."""
+    """Returns whether a large tensor is unchanged since it had this version, and was copied."""
     if copy is None or nbytes_of(copy) <= SMALL or version_of(x) != version:
         return False
     if copy.layout is not torch.strided:
@@ -242,7 +242,7 @@ def _own_tensors(module: nn.Module) -> Iterable[Any]:
 
 
 def _held_by_function(x: Any) -> Iterator[Any]:
-    """Yields what a function closes over, its defaults, and the globals that it names."""
+    """Yields a function's closure, its defaults, and the globals that it names."""
     if isinstance(x, functools.partial):
         yield from (x.func, x.args, x.keywords)
     elif isinstance(x, types.MethodType):
@@ -267,7 +267,7 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _is_walked(x: Any) -> bool:
-    """Returns whether the attributes of this instance are looked at."""
+    """Returns whether the attributes of this instance are walked."""
     if isinstance(x, _WALKED_OF_STDLIB):
         return True
     if isinstance(

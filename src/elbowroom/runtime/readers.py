@@ -1,8 +1,8 @@
 """Search for the node of the graph that reads a saved tensor, and how, once the call has ended.
 
-A pack hook is not told who saves. But a node shows what it has saved, as hooks have packed it
-(`node._raw_saved_self.data`). So the nodes that a call has made are walked from its outputs down,
-and what they have saved is looked up in the table of derivative formulas.
+A pack hook does not get the saving node. But a node exposes its saved tensors as hooks have packed
+them (`node._raw_saved_self.data`). So the nodes that a call has created are walked from its outputs
+down, and their saved tensors are looked up in the table of derivative formulas.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.formulas import FORMULAS, OURS, formula_of
 from elbowroom.runtime.kept import Deferred
 
-_MOST_NODES = 64  # that one call has made: attention of torch's own, with dropout, makes 15
+_MOST_NODES = 64  # nodes of one call: torch's own attention with dropout has 15
 _SAVED = "_raw_saved_"
 
 
@@ -35,7 +35,7 @@ class Reader(NamedTuple):
 def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Reader]:
     """Returns, by id, how the nodes that `call` has made read each of the wanted tensors.
 
-    A tensor is left out if no reader is found: that is a node of the user's, or lies too deep.
+    A tensor is left out if no reader is found: its node is the user's, or lies too deep.
     """
     waiting, found = {id(one) for one in wanted}, dict[int, Reader]()
     for node in _nodes_of(call, out):
@@ -57,9 +57,7 @@ def _nodes_of(call: Call, out: Any) -> Iterator[Node]:
     before = {id(x.grad_fn) for x in _tensors((*call.args, *call.kwargs.values()))}
     first = [x.grad_fn for x in _tensors((out,)) if x.grad_fn is not None]
     waiting, seen = list(dict.fromkeys(first)), set(map(id, first))
-    kept: list[
-        Node
-    ] = []  # a node that nobody holds gives its address to the next one that is asked for
+    kept: list[Node] = []  # a node that is not held passes its address on to the next one
     while waiting and len(kept) < _MOST_NODES:
         node = waiting.pop(0)
         kept.append(node)
@@ -79,14 +77,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _fields(node: Node, name: str) -> Iterable[str]:
-    """The names of what a node may have saved; of one that is in no table, by what it has."""
+    """The names under which a node may have saved tensors; by its attributes if no table has it."""
     if name in FORMULAS:
         return FORMULAS[name]
     return [each.removeprefix(_SAVED) for each in dir(node) if each.startswith(_SAVED)]
 
 
 def _packed(node: Node, field: str) -> list[Any]:
-    """Returns what hooks have made of the tensors that a node has saved under one name."""
+    """Returns what hooks have packed for the tensors that a node has saved under one name."""
     saved = getattr(node, _SAVED + field, None)
     each = saved if isinstance(saved, list | tuple) else [saved]
     return [getattr(one, "data", None) for one in each]

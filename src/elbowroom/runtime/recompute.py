@@ -1,23 +1,24 @@
-"""Recompute: a module's forward runs again in backward, in place of holding what it saves.
+"""Recompute: a module's forward runs again in backward, so that its saved tensors are not held.
 
-PyTorch's own non-reentrant checkpoint does it: placeholders in forward; at the first one that is
-asked for, the module runs again from its inputs, with RNG and autocast as they were. The inputs are
-saved through the hooks around it, so they can be kept, rebuilt or offloaded like anything else. A
-plan that may be lossy may hold them as codes, from the end of the first run on (`checkpoints.py`).
-What checkpoint leaves to its user is seen to here:
+PyTorch's own non-reentrant checkpoint does this: it saves placeholders in forward; when the first
+one is restored, the module runs again from its inputs, with RNG and autocast as they were. The
+inputs are saved through the hooks around it, so they can be kept, rebuilt or offloaded like
+anything else. A plan that may be lossy may hold them as codes, from the end of the first run on
+(`checkpoints.py`). This module handles what checkpoint leaves to its user:
 
-    buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) are
-                 given back their values of before for the second run, which works on copies:
-                 statistics are updated once
-    random       Python's and NumPy's, and generators that are attributes, as they were, too
+    buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) get
+                 their former values for the second run, which works on copies: statistics are
+                 updated once
+    random       Python's and NumPy's states, and those of generators that are attributes,
+                 likewise
     attributes   those that forward sets (counters, the state of the last call), likewise
-    parameters   those that forward read serve again, also where they were lent to the module for
-                 this call (`torch.func.functional_call`); likewise large buffers. Changed in place
-                 since: RestoreError, as in plain autograd
+    parameters   the same as in forward, also if they were replaced for this call
+                 (`torch.func.functional_call`); likewise large buffers. Changed in place since:
+                 RestoreError, as in plain autograd
     training     the flags of forward hold for the second run
-    arguments    lists, dictionaries, caches and other objects are given again as they were before
-                 the first run (`arguments.py`); tensors inside of them are inputs as well
-    identity     arguments that are one tensor are one again: attention asks whether q is k
+    arguments    lists, dictionaries, caches and other objects are passed as they were before the
+                 first run (`arguments.py`); tensors inside them are inputs as well
+    identity     arguments that are the same tensor remain so: attention checks whether q is k
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +36,8 @@ from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.rewind import Attributes, Generators
 from elbowroom.runtime.storage import check_version, version_of
 
-# Bytes. Up to here a buffer is copied whatever happens to it: BatchNorm writes to its statistics
-# without raising their version. Larger ones are not, and must not change.
+# Bytes. Up to this size a buffer is always copied: BatchNorm writes to its statistics without
+# raising their version. Larger ones are not, and must not change.
 LARGEST_BUFFER = 1 << 16
 
 
@@ -48,14 +49,14 @@ def recomputed(
     arguments: Arguments,
     begin: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Calls call(*args, **kwargs), to be run again in backward.
+    """Calls call(*args, **kwargs), which runs again in backward.
 
     arguments: the same as they are now. begin: called once inputs are saved.
     """
-    with torch._C.DisableTorchFunction():  # nobody else's ops
+    with torch._C.DisableTorchFunction():  # not for ops of other code
         state = State(module, arguments.sources)
-    # Let go of once used: what is held until backward must not hold the outputs that a cache gets,
-    # whose graph holds this. Such a circle would never die.
+    # Released after use: objects that are held until backward must not refer to outputs in a cache,
+    # whose graph refers to this one. Such a cycle would never be freed.
     first = [(args, kwargs)]
     del args, kwargs
 

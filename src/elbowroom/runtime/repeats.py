@@ -1,15 +1,16 @@
 """Trial of whether a module may run a second time, before it is recomputed at all.
 
-What it reads is given back to it as far as it can be seen (`recompute.py`). The rest would be
-another in backward, and gradients silently wrong: a list that it changes, the clock, a generator
-that nobody sees. So its first calls run twice more, holding nothing, as backward would run it. What
-they give must have the same bits, the second may change nothing that it keeps, and neither may
-change a tensor that it is given in place. That reads values, for once: on a GPU each trial waits
-for it. Code that is the same by chance in all of them is not found out.
+Its known inputs are restored for the second run (`recompute.py`). Any other input would differ in
+backward, and gradients would be silently wrong: a list that it changes, the clock, an unknown
+generator. So its first calls run twice more, without holding tensors, as backward would run them.
+Their results must have the same bits, the second run may change no persistent object, and neither
+may change an argument in place. This reads values: on a GPU the host waits for each trial. Code
+that happens to give equal results in all trials is not detected.
 
-A trial has no effect outside of itself: it works on copies of the arguments and of buffers, and
-what can be reached from the module, its hooks and the functions that run is put back (`reach.py`).
-The function mode that looks at the forward does not hear of it, so the forward can be written down.
+A trial has no effect outside of itself: it works on copies of the arguments and of buffers, and all
+objects that can be reached from the module, its hooks and the functions that run are restored
+(`reach.py`). The function mode that examines the forward does not see the trial, so the forward can
+be profiled.
 """
 
 import weakref
@@ -54,17 +55,17 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
 
 
 def will_be_tried(module: nn.Module) -> bool:
-    """Returns whether its next call will be one of those that run twice more."""
+    """Returns whether its next call will be a trial."""
     return _left.get(module, TRIED) > 0 and module not in _failed
 
 
 class Observing(TorchFunctionMode):
-    """Function mode that looks at a forward, or follows a script of it; it hears of no trial."""
+    """Function mode that examines a forward, or replays its script; it does not see trials."""
 
 
 @contextmanager
 def _unobserved() -> Iterator[None]:
-    """Takes the modes that look at the forward off the stack; the user's stay, in their order."""
+    """Takes the modes that examine the forward off the stack; the user's stay, in their order."""
     modes = _all_popped()
     for mode in modes:
         if not isinstance(mode, Observing):
@@ -85,10 +86,10 @@ def _all_popped() -> list[TorchFunctionMode]:
 
 
 class Unrepeatable(BaseException):
-    """Raised if a module that was to be recomputed is not to be: the forward has to begin again.
+    """Raised if a module that was to be recomputed cannot be: the forward has to begin again.
 
-    It is raised only where `er.fit` waits for it around the whole forward (`Fitting`). It is no
-    Exception, lest a forward that handles errors of its own should swallow it.
+    It is raised only where `er.fit` handles it around the whole forward (`Fitting`). It is not an
+    Exception, so that no error handler inside forward catches it.
     """
 
 
@@ -108,7 +109,7 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
                     args, kwargs = arguments.again(tensors)
                     given.append(_bits_of(call(*args, **kwargs)))
             except NothingHeld:
-                return ""  # it cannot be tried; what may be recomputed is for the plan to say
+                return ""  # no trial is possible; the plan decides what may be recomputed
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -127,9 +128,9 @@ def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) ->
 
 @contextmanager
 def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[ChangedParameters]:
-    """Puts back, on exit, all that can be reached from a module and its hooks.
+    """Restores, on exit, all objects that can be reached from a module and its hooks.
 
-    Yields what is seen of changes of its parameters.
+    Yields the record of changes of its parameters.
     """
     parameters = ChangedParameters(module)
     reach = Reach([*behind_calls(module), *arguments.shared])
@@ -166,7 +167,7 @@ def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
 
 
 def _bits_of(out: Any) -> list[Any]:
-    """Returns a digest of what a module gives: of each tensor's bits, and where they stand."""
+    """Returns a digest of a module's result: of each tensor's bits, and their positions."""
     nested = Arguments((out,), {})
     tensors = nested.tensors if not nested.why_not else tree_leaves(out)
     with torch._C.DisableTorchFunction(), torch.no_grad():

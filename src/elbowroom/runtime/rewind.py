@@ -1,13 +1,13 @@
-"""Record of what a forward changes besides its outputs, so that it can run again as at first.
+"""Record of what a forward changes besides its outputs, so that it can run again identically.
 
-Rewind      all of it, of a module and what it is given
+Rewind      all of it, of a module and its arguments
 Attributes  attributes of modules: counters, schedules, the state of the last call, None. They
-are names and the objects behind them, and the hooks that forward installs; what
-changes inside of an object (a list that is appended to) is seen to in `reach.py`
+are names and the objects behind them, and the hooks that forward installs; changes inside an object
+(a list that is appended to) are handled in `reach.py`
 Generators  random numbers besides those of PyTorch's default generators: from Python's
-`random`, from NumPy's global state, and from generators that a module is handed, or
-that are attributes of it or of a module inside (torch.Generator, random.Random,
-NumPy's Generator and RandomState). One that is kept elsewhere nobody can see
+`random`, from NumPy's global state, and from generators among the arguments, or that are attributes
+of the module or of one inside it (torch.Generator, random.Random, NumPy's Generator and
+RandomState). Generators that are kept elsewhere are not found
 """
 
 import random
@@ -38,20 +38,20 @@ from elbowroom.runtime.storage import version_of
 
 
 class Rewind:
-    """RNG states, buffers and attributes of a module, and what its forward is given.
+    """RNG states, buffers and attributes of a module, and the arguments of its forward.
 
     All as they are now. Attributes, arguments and hooks are walked through (`reach.py`): caches,
     dictionaries, collected outputs.
     Buffers get their versions back, too: an earlier forward of the same step may have saved them.
-    Parameters are copied as a forward that is watched (`parameters`) is about to change them.
-    Large tensors are copied until a forward has left them alone (`let_go`), for copies stand in the
-    step's own budget: the attention masks of four layers of GPT-Neo are 16 MiB.
+    Parameters are copied when a watched forward (`parameters`) is about to change them. Large
+    tensors are copied until a forward has not changed them (`let_go`), because copies count against
+    the budget: the attention masks of four layers of GPT-Neo are 16 MiB.
     """
 
     def __init__(
         self, module: nn.Module, given: Iterable[Any] = (), *, copies: bool = True
     ) -> None:
-        """given: what the forward is handed. copies: it may change large tensors in place."""
+        """given: the arguments of the forward. copies: it may change large tensors in place."""
         self._generators = Generators(module, tree_leaves(given))
         self._given, self._beside = Reach(given), Reach(behind_calls(module))
         self._values = (
@@ -73,7 +73,7 @@ class Rewind:
 
     @property
     def changed_large(self) -> bool:
-        """True if a tensor that forward was handed, or a large one in reach, has been changed."""
+        """True if a tensor argument of forward, or a large one in reach, has been changed."""
         tensors = [*self._given.tensors, *self._beside.tensors]
         tensors += [(x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL]
         return any(version_of(x) != version for x, version in tensors)
@@ -85,9 +85,9 @@ class Rewind:
         return buffers + self.parameters.nbytes + sum(values.nbytes for values in self._values)
 
     def let_go(self) -> None:
-        """Drops copies of large tensors that a forward, which has ended, has left alone.
+        """Drops copies of large tensors that an ended forward has not changed.
 
-        The same forward will leave it alone when it runs again; if not, `back` raises.
+        The same forward will not change them when it runs again; otherwise `back` raises.
         """
         for values in self._values:
             values.let_go()
@@ -98,17 +98,17 @@ class Rewind:
 
     @property
     def is_possible(self) -> bool:
-        """True if forward can be given the same arguments again: none of them is an iterator."""
+        """True if forward can be called with equal arguments again: none of them is an iterator."""
         return not self._given.iterators
 
     @property
     def changed(self) -> str | None:
-        """The first parameter that has been changed since for good, if any."""
+        """The first parameter that has been changed irreversibly, if any."""
         return self.parameters.changed
 
     @torch.no_grad()
     def back(self) -> None:
-        """Makes them what they were. Raises PlanError if a parameter was changed unseen."""
+        """Restores all of them. Raises PlanError if a parameter was changed without a copy."""
         self._generators.restore()
         for reach, values in zip((self._given, self._beside), self._values, strict=True):
             reach.restore()
@@ -208,7 +208,7 @@ class Generators:
     """Random generators that a module may draw from, and their states as they are now."""
 
     def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
-        """given: some that it is handed."""
+        """given: generators among its arguments."""
         self._states = [(source, _state_of(source)) for source in _sources(module, given)]
 
     def forget_unchanged(self) -> None:

@@ -1,17 +1,17 @@
-"""Results of sigmoid, tanh and softmax, and the ops that divide by what is left of them.
+"""Results of sigmoid, tanh and softmax, and the ops that divide by 1 - y or the like.
 
-Their derivatives y (1 - y), 1 - y^2 and y (g - sum(g y)) vanish as y saturates, and a code has an
-error there that does not. Most readers do not mind: it is small against the gradients of elements
-that are not saturated. But log(1 - y + 1e-8) has a gradient of 1 / (1 - y + 1e-8), and makes of an
-error of 1/30 one of a million: gErr2 was 1e10 for the loss of a GAN that was written like this, and
-4e7 for the log-density of a squashed normal distribution (SAC).
+Their derivatives y (1 - y), 1 - y^2 and y (g - sum(g y)) vanish as y saturates, but the error of a
+code does not. For most readers this is harmless: the error is small compared to the gradients of
+elements that are not saturated. But log(1 - y + 1e-8) has a gradient of 1 / (1 - y + 1e-8), and
+makes of an error of 1/30 one of a million: gErr2 was 1e10 for the loss of a GAN that was written
+like this, and 4e7 for the log-density of a squashed normal distribution (SAC).
 
-So such a result waits while somebody else holds it, when a code would free nothing; if a sum, a
-selection or the like was made of it, for three more ops that save something. If one of them divides
-by what is made of it, element by element, or takes a logarithm or root of that, it stays exact;
-else it gets its code. What divides by it later still (a logarithm of a product) is found, too: a
-warning says so, and a fitted model keeps it from the next step on. So is whatever divides in a step
-that is written down to plan by, in which nothing waits: its moments are those of plans.
+So such a result waits while it is held elsewhere, when a code would free nothing; after a sum, a
+selection or the like of it, it waits for three more ops that save a tensor. If one of these divides
+by a result of it, element by element, or takes its logarithm or root, it stays exact; else it gets
+its code. An op that divides by it even later (a logarithm of a product) is found, too: a warning is
+logged, and a fitted model keeps the tensor from the next step on. The same applies to ops that
+divide in a profiled step, in which nothing waits, because its memory over time is that of plans.
 """
 
 import logging
@@ -41,9 +41,9 @@ SATURATING = frozenset(
     )
 )
 WHY = "what is made of it is divided by, or its logarithm or root is taken"
-_MOST_SAVES = 3  # calls that save, of what goes on from it alone
+_MOST_SAVES = 3  # saving calls, in a chain of results of it alone
 _OURS = 1  # the handle
-# Functions -> the argument whose inverse, logarithm, root or quotients their gradients have.
+# Functions -> the argument whose inverse, logarithm, root or quotients appear in gradients.
 _DIVIDING: dict[str, tuple[int, str]] = {
     **dict.fromkeys(
         (
@@ -57,7 +57,7 @@ _DIVIDING: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("xlogy",), (1, "other")),
 }
 _POWERS = ("pow", "__pow__")
-# Nodes through which a small difference stays one: element by element, or of some elements.
+# Nodes that preserve a small difference: element by element, or of some elements.
 _ALONE = (
     *("Add", "Sub", "Rsub", "Neg", "Clamp", "_Clamp", "Where", "MaskedFill"),
     *("Gather", "Index", "Select", "Slice", "Narrow", "Split", "Unbind", "MaskedSelect"),
@@ -68,7 +68,7 @@ _MOST_NODES = 16
 
 
 class Saturated:
-    """Slot whose encoding waits for ops that may divide by what is left of the tensor."""
+    """Slot whose encoding waits for ops that may divide by 1 minus the tensor, or the like."""
 
     def __init__(
         self, slot: Slot, action: Action, hold: Callable[[Slot, Tensor, Action], None]
@@ -76,9 +76,9 @@ class Saturated:
         self.slot = weakref.ref(slot)
         slot.waits = True
         self._action, self._hold = action, hold
-        self._saves = 0  # calls that have saved something since
+        self._saves = 0  # saving calls since then
         self._is_read = False
-        self._is_open = False  # what was made of it alone may still be divided by
+        self._is_open = False  # a result of it alone may still be a divisor
         self._others: list[Site] = []
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
@@ -96,14 +96,14 @@ class Saturated:
 
     @property
     def is_known(self) -> bool:
-        """True if nobody can read it any more, and all who have done so multiply it."""
+        """True if it can have no further reader, and all readers so far multiply it."""
         slot = self.slot()
         kept = None if slot is None else slot.value
         closed = self._is_read and not self._is_open
         return closed and isinstance(kept, KeepHandle) and not self._is_held_by_others(kept)
 
     def _is_held_by_others(self, kept: KeepHandle) -> bool:
-        """Returns whether somebody else holds the tensor, so that a code would free nothing yet."""
+        """Returns whether the tensor is held elsewhere, so that a code would free nothing yet."""
         return WeakStorage(kept.restore()).holders() > _OURS
 
     def also(self, site: Site) -> None:
@@ -111,7 +111,7 @@ class Saturated:
         self._others.append(site)
 
     def end(self) -> None:
-        """Encodes the slot, unless something exact reads it or what is left of it."""
+        """Encodes the slot, unless a reader needs it, or 1 minus it, exactly."""
         slot = self.slot()
         kept = None if slot is None else slot.value
         if slot is not None:
@@ -128,7 +128,7 @@ class Saturated:
 
 
 def divided(call: Call) -> Iterator[int]:
-    """Yields autograd's numbers of the nodes whose results a call divides by what is left of.
+    """Yields autograd's numbers of the nodes y for which a call divides by 1 - y or the like.
 
     It walks the graph from the argument whose inverse, root or logarithm the call's gradient has,
     through ops that work element by element.
@@ -152,12 +152,12 @@ def divided(call: Call) -> Iterator[int]:
 
 
 def _touchable(call: Call) -> Iterator[Tensor]:
-    """Yields the tensors that a call was given, of those whose storage may be asked for."""
+    """Yields the tensor arguments of a call whose storage may be accessed."""
     yield from (x for x in tensors_in((call.args, call.kwargs)) if is_touchable(x))
 
 
 def _goes_on(out: Any) -> bool:
-    """Returns whether a result is made element by element of one tensor, as far as is known."""
+    """Returns whether a result is known to be computed element by element from one tensor."""
     node = out.grad_fn if isinstance(out, Tensor) else None
     return node is not None and node.name().startswith(_ALONE)
 
@@ -169,7 +169,7 @@ def _is_singular_power(call: Call) -> bool:
 
 @cache
 def tell_late(consumer: str, module: str) -> None:
-    """Warns, once for an op of a module, that a code was made before its readers were seen."""
+    """Warns, once for an op of a module, that a code was made before its readers were known."""
     _log.warning(
         "the result of '%s' in '%s' has a code, and %s: gradients of this step may be far off "
         "there. A fitted model keeps it from now on; er.saving does not: enlarge min_nbytes, or "

@@ -1,14 +1,14 @@
-"""Making a slot hold what an op asks for: the policy is asked, and what it says is performed.
+"""Serving of saves: the policy chooses an action for a slot, and the action is performed.
 
-    Serving      asks the policy, and lets perform what it says
+    Serving      asks the policy, and has its action performed
     perform      an action becomes a handle: the only place that matches on actions
     WaitingLine  tensors that are kept until more is known
 
-Mostly at once. Some things must be seen first, and the tensor is kept until they are: the
-statistics of the norm that saves it (as the call ends); the op that reads the norm's result
-(`deferred.py`), or a result that saturates (`saturated.py`); what it could be made of, in exact
-contexts (`LaterSource`); and the piece of forward that a checkpoint of the user's runs, or a plan
-runs again (`checkpoints.py`).
+Usually this is immediate. In some cases more must be known first, and the tensor is kept until
+then: the statistics of the norm that saves it (as the call ends); the op that reads the norm's
+result (`deferred.py`), or a result that saturates (`saturated.py`); a source to rebuild it from, in
+exact contexts (`LaterSource`); and the piece of forward that a checkpoint of the user runs, or that
+a plan recomputes (`checkpoints.py`).
 """
 
 import weakref
@@ -78,11 +78,11 @@ from elbowroom.runtime.tiers import tier_for
 
 _MOST_WAITING = 8  # of a kind
 _NOWHERE = SiteName("", "")
-_AGAIN = (CHECKPOINT, RECOMPUTE)  # run a piece of forward again from what they save
+_AGAIN = (CHECKPOINT, RECOMPUTE)  # ops that recompute a piece of forward from what they save
 
 
 def _is_same(whole: Tensor, ready: Ready) -> bool:
-    """Returns whether a recipe gives the bits of a tensor. It runs, and compares: no hot path."""
+    """Returns whether a recipe gives the bits of a tensor, by running it: not for hot paths."""
     made = RebuildHandle(ready, whole).restore()
     one, other = (x.detach().contiguous().view(torch.uint8) for x in (whole, made))
     return torch.equal(one, other)
@@ -97,8 +97,8 @@ def is_lossy(action: Action, need: Need) -> bool:
 class Serving:
     """Serves the requests of one forward.
 
-    waiting, pieces  what is decided later
-    saturated        results that something may divide by what is left of, by their nodes
+    waiting, pieces  tensors that are decided on later
+    saturated        results y where an op may divide by 1 - y or the like, by their nodes
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Serving:
     ) -> None:
         """min_nbytes: storages smaller than this are kept. watch: is told of what codes replace.
 
-        is_exact: a weak reference to what tells whether no code of the policy adds errors
-        lets_wait: results that saturate may wait; not where plans are made of what is held when
+        is_exact: a weak reference to a function that returns whether no code adds errors
+        lets_wait: results that saturate may wait; not in a step that is profiled
         """
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
         self._identity, self._listener, self._watch = identity, listener, watch
@@ -132,13 +132,13 @@ class Serving:
         self.pieces.end()
 
     def clear(self) -> None:
-        """Leaves what waits as it is."""
+        """Leaves waiting tensors as they are."""
         self.waiting.clear()
         self.pieces.clear()
         self.saturated.clear()
 
     def serve(self, request: Request) -> None:
-        """Makes the slot hold what the op asks for, if it does not yet."""
+        """Makes the slot hold what the op needs, if it does not yet."""
         if is_served(request):
             if request.slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(request.slot, self._site(request)[0])
@@ -153,9 +153,9 @@ class Serving:
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
 
     def keep_divided(self, call: Call, recorder: Recorder | None) -> None:
-        """Keeps exactly what a call divides by what is left of (`saturated.py`).
+        """Keeps tensors exactly whose small differences a call divides by (`saturated.py`).
 
-        What has a code by now is kept from the next step on.
+        A tensor that has a code by now is kept from the next step on.
         """
         for number in divided(call):
             ref, site = self.saturated.get(number, (None, None))
@@ -173,12 +173,11 @@ class Serving:
                 recorder.divided(slot)
 
     def tighten(self, slot: Slot, policy: Policy) -> None:
-        """Encodes what was kept so far and may carry an error, where another policy says so."""
+        """Encodes tensors that were kept so far and may carry an error, by another policy."""
         kept = slot.value
         if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
             return
-        # An op served by what was kept already left no site: ask for the most that any of them may
-        # need.
+        # An op that was served by a kept tensor left no site: assume the most that any may need.
         action = policy(replace(slot.sites[-1], need=Need.LOSSY))
         if not isinstance(action, Encode):
             return
@@ -192,13 +191,13 @@ class Serving:
         slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
 
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
-        """Returns a handle that makes x's storage again if it is a cast of a parameter, or None."""
+        """Returns a handle that rebuilds x's storage if it is a cast of a parameter, or None."""
         if call is None or not getattr(self._policy, "rebuild", False):
             return None
         return CastHandle.of(x, slot.base.on(x), call.began)
 
     def _act(self, request: Request) -> None:
-        """Asks the policy, and does what it says; or lets it wait."""
+        """Asks the policy, and performs its action; or lets the tensor wait."""
         slot, x, call, reading, name, _ = request
         need, (site, ready) = reading.need, self._site(request)
         whole = slot.base.on(x)
@@ -229,9 +228,9 @@ class Serving:
                 self._wait_for_sources(request, site)
 
     def _wait_for_sources(self, request: Request, site: Site) -> None:
-        """Lets what is kept wait until something saves what it can be made of, in exact contexts.
+        """Lets a kept tensor wait until an op saves a source of it, in exact contexts.
 
-        And what only a linear layer could make again, which is asked last.
+        A tensor that only a linear layer could recompute waits, too, and is decided on last.
         """
         slot, origin = request.slot, request.origin
         if not (self._identity.is_exact and self._lets_wait) or slot.is_unseen:
@@ -246,7 +245,7 @@ class Serving:
     def _hold_later(
         self, name: SiteName, site: Site, slot: Slot, whole: Tensor, ready: Ready
     ) -> None:
-        """Holds what makes a kept tensor again, if that is worth it and gives the same bits."""
+        """Holds a recipe in place of a kept tensor, if that pays and gives the same bits."""
         identity, products = self._identity, ready.products
         if not identity.affords(products) or any(one.is_unseen for one in ready.slots):
             return
@@ -256,7 +255,7 @@ class Serving:
         self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
-        """Returns the site of the save, and how x could be made again for it."""
+        """Returns the site of the save, and how x could be rebuilt for it."""
         ready = request.ready() if self._rebuilds else None
         site = site_of(request, ready)
         if ready is not None and not self._may_rebuild(request, site, ready):
@@ -264,22 +263,22 @@ class Serving:
         return site, ready
 
     def _may_rebuild(self, request: Request, site: Site, ready: Ready) -> bool:
-        """Returns whether x may be made again by what could make it."""
+        """Returns whether x may be rebuilt by this recipe."""
         if self._identity.is_exact and self._is_dear(ready):  # `LaterSource` decides
             return False
         if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
-            return False  # the plan counts on a code
+            return False  # the plan expects a code
         too_coarse = any(is_too_coarse_for(slot, site) for slot in ready.slots)
         return not too_coarse and not self._would_pin(ready, site.need)
 
     def _is_dear(self, ready: Ready) -> bool:
-        """Returns whether a recipe is used only where nothing else is, or has to be tried first."""
+        """Returns whether a recipe is used only as a last choice, or has to be tested first."""
         if ready.products or ready.is_unsure or any(slot.is_unseen for slot in ready.slots):
             return True
         return ready.is_extra and not self._identity.affords(0)
 
     def _would_pin(self, ready: Ready, need: Need) -> bool:
-        """Returns whether a tensor that may have a code would keep another from having one.
+        """Returns whether rebuilding a tensor that may have a code would prevent another's code.
 
         A recipe that can only run on an exact source keeps its source exact.
         """
@@ -289,11 +288,11 @@ class Serving:
 
     def _codes_are_exact(self) -> bool:
         is_exact = self._is_exact()
-        assert is_exact is not None  # somebody asks for a site
+        assert is_exact is not None  # a site is needed
         return is_exact()
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
-        """Returns the action that the policy chooses, as far as this tensor allows it."""
+        """Returns the policy's action, as far as this tensor allows it."""
         slot, x = request.slot, request.x
         known = self._context.kept.get(_key(site))
         if known is not None:
@@ -312,7 +311,7 @@ class Serving:
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._codes_are_exact():
-            # What it would be made of may be a code that is too rough, or become one.
+            # Its source may be a code that is too coarse, or become one.
             action = self._policy(replace(site, rebuildable=Rebuildable.NO))
             if isinstance(action, Encode):  # whatever the policy: by the logits of this step
                 return replace(action, codec=at_precision_floor(action.codec, site))
@@ -370,9 +369,9 @@ class Serving:
     def _hold_input(
         self, slot: Slot, whole: Tensor, action: Action, hold: "partial[None]", why: str
     ) -> None:
-        """Holds an input of a piece that runs again, which has run once.
+        """Holds an input of a recomputed piece after its first run.
 
-        why: it may not be given a code, or "".
+        why: the reason that it may not have a code, or "".
         """
         if why:
             slot.hold(KeepHandle(whole, why))
@@ -417,14 +416,14 @@ def perform(
 ) -> Handle:
     """Performs an action on `base`, a tensor that covers its storage; returns the handle.
 
-    A script has shorter ways for small codes and for recipes (`replay/compiled.py`), to the same
-    end.
+    A script has faster functions for small codes and for recipes (`replay/compiled.py`), with the
+    same results.
 
     ready       its recipe, if it has one
     statistics  of the norm that it is the input of
     name        of the site
-    context     what it has learned: coders of such tensors, how much memory a code gets whose size
-                only the device knows, in which order offloaded tensors are brought back
+    context     what it has learned: coders of such tensors, capacities of codes whose size only the
+                device knows, the order in which offloaded tensors are fetched
     """
     match action:
         case Keep(why):
@@ -477,8 +476,8 @@ def _move(
 
 
 def _from(least: float, x: Tensor) -> Tensor:
-    """Returns x where it is at least this, and this elsewhere: x itself, where nothing is below."""
-    x = x.detach()  # else these ops, too, would save it
+    """Returns x clamped from below; x itself, if no element is below."""
+    x = x.detach()  # otherwise these ops would save tensors, too
     if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
         return x
     return x.clamp_min(least)
@@ -501,7 +500,7 @@ def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> N
 
 
 def is_normalized(action: Action) -> bool:
-    """Returns whether a norm's input is to be encoded as what the norm makes of it.
+    """Returns whether a norm's input is to be encoded in normalized form.
 
     See `normal.py`.
     """
@@ -511,10 +510,10 @@ def is_normalized(action: Action) -> bool:
 
 
 class LaterSource:
-    """Slot that is kept until an op saves what it could be made of; for some calls, no longer.
+    """Slot that is kept for some calls, until an op saves a source from which it can be rebuilt.
 
-    x * sigmoid(a * x), for one: sigmoid saves its result before the product saves x. Also what a
-    linear layer could make again, which is done only if nothing else can.
+    For example x * sigmoid(a * x): sigmoid saves its result before the product saves x. This
+    includes tensors that a linear layer could recompute, which is the last choice.
     """
 
     is_known = False
@@ -527,7 +526,7 @@ class LaterSource:
         self._saves_left = MOST_SAVES
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
-        """Notes that a call has ended; returns whether it is known what is to be done."""
+        """Notes that a call has ended; returns whether the decision can be made."""
         slot = self.slot()
         if slot is None or not isinstance(slot.value, KeepHandle):
             return True
@@ -559,9 +558,9 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
                 one.also(site)
 
     def wait(self, one: Saturated | LaterSource) -> None:
-        """Lets a tensor wait, and ends the wait of the oldest of its kind if there are many.
+        """Lets a tensor wait; ends the wait of the oldest of its kind if there are many.
 
-        A script may hold the states of all steps of a recurrence in a list.
+        A program may hold the states of all steps of a recurrence in a list.
         """
         waiting = [other for other in self if type(other) is type(one)]
         if len(waiting) >= _MOST_WAITING:
@@ -570,9 +569,9 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
         self.append(one)
 
     def ended(self, call: Call, out: Any, identity: Identity) -> None:
-        """Encodes, after a call, what need not wait on, and no more.
+        """Encodes, after a call, the tensors that need not wait any longer.
 
-        Those for which it is a ReLU wait until the next call begins.
+        Tensors for which the call is a ReLU wait until the next call begins.
         """
         waiting = self._taken()
         for one in waiting:
@@ -589,17 +588,17 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
             _end(one for one in waiting if one.is_known)
 
     def end_sources(self) -> None:
-        """Lets nothing wait any longer for what it could be made of."""
+        """Ends all waiting for sources."""
         waiting = self._taken()
         self.extend(one for one in waiting if not isinstance(one, LaterSource))
         _end(one for one in waiting if isinstance(one, LaterSource))
 
     def end_all(self) -> None:
-        """Encodes whatever waits."""
+        """Encodes all waiting tensors."""
         _end(self._taken())
 
     def _taken(self) -> list[Waiting | Saturated | LaterSource]:
-        """Empties the line and returns what waited: what is encoded may make others wait."""
+        """Empties the line and returns the waiting tensors: encoding may make others wait."""
         waiting = list(self)
         self.clear()
         return waiting

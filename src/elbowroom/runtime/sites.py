@@ -1,7 +1,7 @@
-"""Requests say what an op asks as it saves a tensor, and look at no value.
+"""Requests of ops that save a tensor, made without reading values.
 
-Request      what the op asks of the tensor's slot
-classify     makes one; is_served: what the slot holds suffices. Neither changes what is held
+Request      what the op needs from the tensor's slot classify makes one; is_served: what the slot
+             holds suffices. Neither changes what is held
 left_alone   why a storage is kept whatever the policy says
 site_of      the facts that a policy decides by:
 facts_of     what the saving op tells: the range of indices, a mask's one value
@@ -45,7 +45,7 @@ _HARD_MIN_NBYTES = 16  # scalars gain nothing
 class Request(NamedTuple):
     """Request of the op `call`, which saves x in the storage of `slot`, and reads it like this.
 
-    call  None: no function that Python has called saves it
+    call  None: it is not saved by a function called from Python
     name  module, op, and how many the op of this module has saved before
     origin  the op that made x, if one was seen
     """
@@ -58,7 +58,7 @@ class Request(NamedTuple):
     origin: Origin | None = None
 
     def ready(self) -> Ready | None:
-        """Returns how x could be made again now."""
+        """Returns how x could be rebuilt now."""
         return None if self.origin is None else self.origin.ready()
 
 
@@ -70,7 +70,7 @@ def classify(
     name: SiteName,
     origin: Origin | None,
 ) -> Request:
-    """Returns what the op asks: more than `reading`, where what the slot holds does not fit it."""
+    """Returns what the op needs: more than `reading` if what the slot holds does not suffice."""
     if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
         why = f"'{slot.bits_of}' holds another mask of it"
         reading = Reading(Need.EXACT, Formula.COMPARED, why)
@@ -84,7 +84,7 @@ def classify(
 
 
 def _is_below(slot: Slot, reading: Reading) -> bool:
-    """Returns whether a code of log-probabilities would not do for what this reader makes."""
+    """Returns whether a code of log-probabilities would not suffice for this reader's result."""
     formulas = slot.sites[0].formula, reading.formula
     return formulas[0] is Formula.LOG_PROBABILITY and formulas[1] is not formulas[0]
 
@@ -95,7 +95,7 @@ def is_served(request: Request) -> bool:
 
 
 def _is_too_coarse(request: Request) -> bool:
-    """Returns whether the code that is held was chosen for a milder formula than this reader's."""
+    """Returns whether the held code was chosen for a milder formula than this reader's."""
     slot, x, call, reading, name, _ = request
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
@@ -113,9 +113,9 @@ def _is_too_coarse(request: Request) -> bool:
 
 
 def is_too_coarse_for(slot: Slot, site: Site) -> bool:
-    """Returns whether a slot holds a code of fewer levels than this site asks for.
+    """Returns whether a slot holds a code of fewer levels than this site needs.
 
-    Or one that does not keep apart the rows of which this site asks for the size.
+    The same for a code that does not separate rows whose size this site needs.
     """
     held = slot.value
     if slot.exact or not isinstance(held, EncodeHandle):
@@ -126,7 +126,7 @@ def is_too_coarse_for(slot: Slot, site: Site) -> bool:
 
 
 def site_of(request: Request, ready: Ready | None) -> Site:
-    """The site of the save. ready: how x could be made again now."""
+    """The site of the save. ready: how x could be rebuilt now."""
     slot, x, call, reading, name, origin = request
     has_zeros = origin is not None and origin.has_zeros and x.is_floating_point()
     sequence = sequence_of(x, slot.base, name.consumer)
@@ -210,7 +210,7 @@ def left_alone(request: Request, min_nbytes: int) -> str:
 def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
     """Returns whether the call reads x for gradients of parameters alone.
 
-    A weight that wants no gradient is data, too: its error would go on to all that lies below.
+    A weight that requires no gradient is data, too: its error would propagate to all layers below.
     """
     if call is None:
         return False
@@ -220,7 +220,7 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
 
 
 def facts_of(x: Tensor, call: Call | None) -> Facts:
-    """Returns facts that the saving op tells of x: the range of indices, or a mask's one value."""
+    """Returns facts about x from the saving op: the range of indices, or a mask's single value."""
     if call is None:
         return NOTHING
     if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
@@ -238,7 +238,7 @@ def _with(facts: Facts, has_zeros: bool, sequence: int | None) -> Facts:
 def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
     """The dimension of `base`, which covers the storage of x, along which neighbours are alike.
 
-    op  saves x; if it does not tell, the node that made x does. None: neither tells.
+    op  saves x; if it does not show it, the node that computed x does. None: neither does.
     """
     if not x.is_floating_point() or x.dim() < 2:
         return None
@@ -271,7 +271,7 @@ def _node_of(x: Tensor) -> str:
 
 @lru_cache
 def _dropout_scale(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p), computed by the very op that dropout uses, so that it has the very bits."""
+    """1 / (1 - p), computed by the same op as in dropout, so that it has the same bits."""
     keep = 1.0 - p
     return float(torch.tensor(1.0, dtype=dtype).div_(keep)) if keep else 0.0
 

@@ -1,13 +1,13 @@
-"""One storage at one version: what is held for it, through however many ops and views it is saved.
+"""One storage at one version: what is held for it, however many ops and views save it.
 
-Handle      what any stand-in for a storage answers; the others: `handles/`
-KeepHandle  the tensor stays: what plain autograd does, with the check that hooks switch off
+Handle      interface of all replacements of a storage; the others: `handles/`
+KeepHandle  the tensor itself: as in plain autograd, with the version check that hooks switch off
 DropHandle  nothing is held
 Slot, View  the storage's, and each op's
 
 A slot's `value` stands for the whole storage; its `bits` say where it is positive, for ReLU's
 backward, which needs no more. Each op that saves the storage gets a `View`: slot + geometry + what
-that op needs. The last view to die takes the slot with it, and the ledger hears of it.
+that op needs. The slot is freed with its last view, and the ledger is notified.
 """
 
 import weakref
@@ -30,11 +30,11 @@ from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
 from elbowroom.runtime.normal import Statistics, flat_of
 from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 
-# A named tuple's own way to make one is a function of Python's.
+# A named tuple's own constructor is a Python function.
 _new: "Callable[[type[Geometry], Any], Geometry]" = tuple.__new__
 _Moved = OffloadHandle | MovedCodeHandle
 _MANY_VIEWS = 8
-_MOST_SHARED = 4  # tensors that are held at a time, made again, for their next readers
+_MOST_SHARED = 4  # rebuilt tensors that are held at a time for their next readers
 
 
 class Handle(Protocol):
@@ -55,7 +55,7 @@ class Handle(Protocol):
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with the dense geometry it was made from.
 
-        private: the caller will overwrite it, so it must not be memory that anybody else sees.
+        private: the caller will overwrite it, so its memory must not be shared.
         """
         ...
 
@@ -63,11 +63,11 @@ class Handle(Protocol):
 class KeepHandle:
     """Keep: holds the tensor itself, of any kind.
 
-    1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. But of a
-       parameter or buffer that has no node it is x, as in plain autograd: somebody may exchange its
-       data until backward (FSDP).
-    2. Saved-tensor hooks disable autograd's in-place check (a changed tensor gives a wrong gradient
-       without a word), so the version is stored here and compared on every restore.
+    1. `x.detach()` is held, never x: x -> its node -> this handle -> x would never die. But a
+       parameter or buffer without a node is held itself, as in plain autograd: its data may be
+       exchanged until backward (FSDP).
+    2. Saved-tensor hooks disable autograd's in-place check (a changed tensor silently gives a wrong
+       gradient), so the version is stored here and compared on every restore.
     """
 
     __slots__ = ("_tensor", "_version", "why")
@@ -90,7 +90,7 @@ class KeepHandle:
 
     @property
     def was_changed(self) -> bool:
-        """True if the tensor was changed in place since: it cannot be restored any more."""
+        """True if the tensor was changed in place since, so that it cannot be restored any more."""
         return version_of(self._tensor) != self._version
 
     def restore(self, *, private: bool = False) -> Tensor:
@@ -103,13 +103,13 @@ class KeepHandle:
 class DropHandle:
     """Drop: holds nothing, and cannot be restored.
 
-    For a forward that goes on only to count what a budget would have to be.
+    For a forward that continues only to count the bytes that a budget would need.
     """
 
     __slots__ = ()
 
     nbytes = 0
-    exact = True  # as far as anything that is made from it may know: nothing will be
+    exact = True  # irrelevant, since nothing is rebuilt from it
     label = "drop"
 
     def restore(self, *, private: bool = False) -> Tensor:
@@ -163,20 +163,20 @@ def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 class MadeAgain:
-    """The last few tensors that were made again and wait for more readers; the others are freed.
+    """The last few rebuilt tensors that wait for more readers; the others are freed.
 
-    Readers of one tensor, and of what is made of it, come one after the other in backward: a query,
-    a key and a value of one norm; a SiLU's input, which is made on the way to its output.
+    Readers of one tensor, and of its results, follow each other in backward: a query, a key and a
+    value of one norm; a SiLU's input, which is rebuilt on the way to its output.
     """
 
     def __init__(self) -> None:
         self._slots: list[weakref.ref[Slot]] = []
 
     def note(self, slot: "Slot") -> None:
-        """Keeps what this slot has made again, and frees the oldest of too many.
+        """Keeps the rebuilt tensor of this slot, and frees the oldest of too many.
 
-        One that is read by many views stays: between two of a loop's reads of a whole sequence
-        there are others, and it would be made again for each step of the loop.
+        A tensor that many views read stays: between two reads of a whole sequence in a loop there
+        are others, and it would be rebuilt for each step of the loop.
         """
         if slot.has_many_views:
             return
@@ -196,21 +196,23 @@ class Slot:
     """Value that stands for one storage at one version, shared by all views of it.
 
     base             the geometry of a dense tensor that covers it
-    bits             of a mask; mask_of: of which op's, if one has asked for it
+    bits             of a mask; mask_of: of which op's, if one has requested it
     statistics       of the norm that it is the input of
     views            made so far; views_asked: of them, restored so far; readers: that read values
     whole            restored, while more views will ask for it
-    shared           what is made again for one reader waits there for the next; None: it does not
-    sites            what was decided on; empty for what is left alone whatever the policy
+    shared           a tensor that is rebuilt for one reader waits there for the next; None: it does
+                     not
+    sites            those that were decided on; empty if it is kept whatever the policy
     is_window        base covers only a small part of the storage
-    is_source        something is made again from it; pinned: something exact, so it stays exact
+    is_source        a tensor is rebuilt from it; pinned: an exact one, so it stays exact
     waits            it will be encoded once it is known what follows (`deferred.py`)
     lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
-    is_unseen        no call that Python sees has saved it first: nothing that waits is made of it
-    shape_is_enough  so far every op has asked for the geometry only
+    is_unseen        it was not first saved by a call from Python: no waiting tensor is rebuilt from
+                     it
+    shape_is_enough  so far every op needs the geometry only
     """
 
-    # Most of a step's slots have no other values than these, so they are said once.
+    # Most slots of a step have these values, so they are class attributes.
     value: Handle | None = None
     bits: Tensor | None = None
     mask_of = ""
@@ -265,7 +267,7 @@ class Slot:
         return self.exact
 
     def promise(self, need: Need, consumer: str) -> None:
-        """Remembers what an op was promised: it must hold, however tight the policy becomes."""
+        """Records a promise to an op, which must hold however tight the policy becomes."""
         if need is Need.SHAPE:
             return
         self.lossy_views += need is Need.LOSSY
@@ -283,9 +285,10 @@ class Slot:
             pin_sources()
 
     def hold(self, value: Handle) -> None:
-        """Takes a value, in place of one that is there. Bits that it brings along replace ours.
+        """Sets the value, in place of the present one.
 
-        Also for who else holds ours: the code of a norm's input, as its mask.
+        Bits of the new value replace those of the slot, also in other holders of these: the code of
+        a norm's input has them as its mask.
         """
         self.value = value
         if isinstance(value, EncodeHandle):
@@ -301,7 +304,7 @@ class Slot:
             value.away.when_away(partial(self.entry.move_away, value.away.full_nbytes))
 
     def drop(self) -> None:
-        """Lets go of the value, if there is one: from bits alone nothing could be made again."""
+        """Replaces the value, if there is one, by a handle that holds nothing."""
         if self.value is not None:
             self.hold(DropHandle())
 
@@ -311,13 +314,13 @@ class Slot:
         self._tell()
 
     def drop_needless_bits(self) -> None:
-        """Drops the bits if the tensor itself is kept, and so says where it is positive."""
+        """Drops the bits if the tensor itself is kept, which shows where it is positive."""
         if self.bits is not None and isinstance(self.value, KeepHandle):
             self.bits = None
             self._tell()
 
     def hold_shape(self) -> None:
-        """Holds nothing beyond the geometry: all that has been asked for."""
+        """Notes that no op needs more than the geometry."""
         self.shape_is_enough = True
         self._tell()
 
@@ -346,7 +349,7 @@ class Slot:
         """Returns the whole tensor for one of its views, which only reads it.
 
         A loop over time saves hundreds of slices of one tensor: it is restored once for all of
-        them, and held until the last has asked.
+        them, and held until the last one was restored.
         """
         shared, many = self.shared if self.is_shared else None, self.has_many_views
         if shared is None and not many:
@@ -380,7 +383,7 @@ class Slot:
         return self.is_shared and self.exact
 
     def restore_source(self) -> Tensor:
-        """The whole tensor for a recipe that only reads it: shared with the views that will ask."""
+        """The whole tensor for a recipe that only reads it, shared with views restored later."""
         if self.whole is not None:
             return self.whole
         whole = self.restore_value()
@@ -390,7 +393,7 @@ class Slot:
         return whole
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
-        """affine of the whole tensor, and 0 where a bit is not set; its caller may overwrite it."""
+        """affine of the whole tensor, and 0 where a bit is not set; the caller may overwrite it."""
         if isinstance(self.value, EncodeHandle):
             return self.value.restore_mapped(affine, bits)
         x = self.restore_value(private=True)
@@ -410,7 +413,7 @@ class Slot:
 
 
 class CountedSlot(Slot):
-    """A slot whose ledger hears of its end."""
+    """A slot whose ledger is notified of its end."""
 
     entry: Entry
 
@@ -482,7 +485,7 @@ class View:
 
 
 def unpack(held: Any) -> Tensor:
-    """Returns the saved tensor that autograd asks for: the hook of backward."""
+    """Returns the saved tensor to autograd: the unpack hook."""
     try:
         x: Tensor = held.restore()
         return x

@@ -1,4 +1,4 @@
-"""A storage, watched from outside: whether it lives, whether it was changed, how large it is.
+"""Weak access to a storage: whether it exists, whether it was changed, how large it is.
 
 WeakStorage           does not keep it alive; its address is not reused while this exists
 version_of, check_version, witness_of    its version counter, which a change in place moves
@@ -64,7 +64,7 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")  # which most share
 def witness_of(x: Tensor) -> Tensor:
     """A tensor without memory that shares x's version counter.
 
-    It sees in-place changes, and keeps nothing alive.
+    It shows in-place changes, and keeps nothing alive.
     """
     if x.dtype is torch.float32 and x.is_cpu and not torch._C._len_torch_dispatch_stack():
         return counted(x, _NOTHING)
@@ -74,7 +74,7 @@ def witness_of(x: Tensor) -> Tensor:
 def counted(counter: Tensor, x: Tensor) -> Tensor:
     """x with the version counter of another tensor.
 
-    So a backward in Python that overwrites x is seen.
+    So a Python backward that overwrites x is detected.
     """
     given = counter.detach()
     given.data = x
@@ -107,7 +107,7 @@ def version_of(x: Tensor) -> int:
     """The version counter; tensors made in inference mode have none, and never change."""
     try:
         return x._version
-    except RuntimeError:  # an inference tensor: to ask first would cost more than all the rest
+    except RuntimeError:  # an inference tensor: testing first would cost more than everything else
         return 0
 
 

@@ -22,12 +22,12 @@ def takes_gradients() -> bool:
 
 
 def is_transformed() -> bool:
-    """Returns whether what runs is traced, transformed, or differentiated forwards."""
+    """Returns whether the current code is traced, transformed, or runs in forward mode."""
     return is_traced() or torch.autograd.forward_ad._current_level >= 0
 
 
 def say_traced() -> None:
-    """Warns, once, that a fitted model is called so."""
+    """Warns, once, that a fitted model is called in such code."""
     global _said
     if not _said:
         _said = True

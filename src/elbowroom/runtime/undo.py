@@ -3,10 +3,10 @@
 RNG, buffers,     noted or copied before the step (`rewind.py`)
 attributes,
 arguments
-gradients         one that stood before is copied when backward is about to add to it; one that
-                  the step drops by itself costs nothing
-optimizer states  that the step made are removed; one that it has changed cannot be undone,
-                  and neither can a parameter
+gradients         an existing one is copied when backward is about to add to it; one that the step
+                  drops itself costs nothing
+optimizer states  those that the step created are removed; changed ones cannot be restored, and
+                  neither can parameters
 """
 
 import weakref
@@ -51,7 +51,7 @@ class Undo:
         return self._rewind.nbytes
 
     def watching(self, forward: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns the forward, so that what it changes of parameters can be undone, too."""
+        """Returns the forward wrapped, so that its changes of parameters can be undone, too."""
 
         def watched() -> Any:
             with self._rewind.parameters:
@@ -60,7 +60,7 @@ class Undo:
         return watched
 
     def let_go(self) -> None:
-        """Drops copies of large tensors that a forward, which has ended, has left alone."""
+        """Drops copies of large tensors that an ended forward has not changed."""
         self._rewind.let_go()
 
     @property
@@ -70,16 +70,16 @@ class Undo:
 
     @property
     def changed(self) -> str | None:
-        """Name of what the step has changed for good; None: it can be undone."""
+        """Name of an irreversible change by the step; None: it can be undone."""
         if self._rewind.changed is not None:
             return f"the parameter '{self._rewind.changed}'"
         return "the optimizer's states" if any(one.changed for one in self._states) else None
 
     def back(self) -> None:
-        """Make all of it what it was.
+        """Restores everything.
 
-        Copies of weights that autocast has made meanwhile are none of the next run's own: it would
-        be measured without them.
+        It also drops autocast's cached copies of weights: the next run has to create its own, to be
+        measured with them.
         """
         torch.clear_autocast_cache()
         self._rewind.back()
@@ -90,7 +90,7 @@ class Undo:
 
     @contextmanager
     def states_change(self) -> Iterator[None]:
-        """Lets states be replaced by others that mean the same; meanwhile nothing holds the old."""
+        """Allows states to be replaced by equivalent ones; meanwhile the old ones are not held."""
         for states in self._states:
             states.forget()
         try:
@@ -100,7 +100,7 @@ class Undo:
                 states.note()
 
     def close(self) -> None:
-        """Ends the step: nothing is watched any more."""
+        """Ends the step, and all watching."""
         for gradient in self._gradients:
             gradient.close()
 
@@ -157,7 +157,7 @@ class _States:
         self._versions = [(x, version_of(x)) for x in tensors_of(self._before.values())]
 
     def forget(self) -> None:
-        """Drops what is held of them, until `note`."""
+        """Drops held states, until `note`."""
         self._has_changed = self.changed
         self._before, self._versions = {}, []
 

@@ -1,4 +1,4 @@
-"""Backward on what is held: some ops need no restored tensor.
+"""Backward on codes and bits: some ops need no restored tensor.
 
     op           what is held        backward reads
     relu         a bit an element    the bits
@@ -15,14 +15,14 @@
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
 CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
-as a node of ours: forward by the very kernel of torch, backward on the bits or the code. Where that
-is not possible (what was saved is kept, is asked for with `create_graph`, has other strides than
-the gradient) the node restores it, and calls torch's own backward.
+as a node of ours: forward is torch's own kernel, backward reads the bits or the code. Where that is
+not possible (the saved tensor is kept, backward runs with `create_graph`, or the gradient has other
+strides) the node restores the tensor, and calls torch's own backward.
 
-It is not done where others read what an op saves: under somebody else's hooks (checkpointing counts
-the tensors), in a step that is written down, in tracing and transforms, under somebody else's
-function mode, with a subclass among the arguments. What attention saves on the math path it saves
-otherwise in every step, also in one that is written down.
+This is not done where other code reads the saved tensors: under other hooks (checkpointing counts
+the tensors), in a step that is profiled, in tracing and transforms, under another function mode,
+with a subclass among the arguments. Attention on the math path is replaced in every step, also in
+one that is profiled.
 """
 
 from collections.abc import Callable
@@ -64,17 +64,16 @@ from elbowroom.runtime.transforms import is_transformed
 class Direct:
     """Op with a backward that reads what is held.
 
-    run    the function to call in its place, with the same arguments
+    run    the replacement of the function, with the same arguments
     reads  what its backward reads
     fits   whether `run` can, from a call's arguments and its input
     exact  given exact tensors, it gives the bits of torch's own
-    always it stands in a step that is written down, too: it saves other tensors than torch's own
-    again  it saves other tensors than torch's op, and runs forward again: a context that follows
-           what a step was seen to save leaves it alone. It need not have an input that wants a
-           gradient
-    coded  the function to call in place of `run` where what it saves may become a lossy code
-    swaps  it saves something else in place of its input, which may lie in any order: a context that
-           follows what a step was seen to save leaves it alone, too
+    always it is used in profiled steps, too: it saves other tensors than torch's op
+    again  it saves other tensors than torch's op, and recomputes forward: contexts that follow a
+           profiled step do not use it. No input needs to require a gradient
+    coded  the replacement of `run` where its saved tensors may get lossy codes
+    swaps  it saves another tensor in place of its input, which may have any layout: contexts that
+           follow a profiled step do not use it either
     """
 
     run: Callable[..., Any]
@@ -96,11 +95,11 @@ def _not_in_place(call: Call, x: Tensor) -> bool:
 
 
 _RELU, _RELU_ = (Direct(run, Reads.BITS, fits_relu) for run in (relu, relu_))
-# A fused kernel saves little that is not needed anyway: not worth the time in an exact context.
+# A fused kernel saves few additional bytes: not worth the time in an exact context.
 _FUSED = Direct(attention, Reads.RESTORED, _always, exact=False)
 _UNFUSED = Direct(attention, Reads.RESTORED, _always, always=True)
 _CONVOLUTION = Direct(convolution, Reads.SAMPLES, fits_convolution, exact=False)
-# An exact context holds x, and makes from it what is read next.
+# An exact context holds x, and rebuilds the next op's input from it.
 _CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
     Direct(run, Reads.RESTORED, fits_clamp, exact=False, swaps=True)
     for run in (clamp, clamp_min, clamp_max)
@@ -141,7 +140,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
 def direct_of(call: Call) -> Direct | None:
     """Returns our node for this call, if there is one.
 
-    It looks at metadata only: also in a step of stand-ins.
+    It reads metadata only, so it works with stand-ins.
     """
     if call.func is F.scaled_dot_product_attention:
         fits = all(map(_is_plain, (*call.args, *call.kwargs.values()))) and fits_attention(call)
@@ -161,14 +160,14 @@ def direct_of(call: Call) -> Direct | None:
 def _is_in_order(x: Tensor) -> bool:
     """Returns whether the gradient of x is likely to have its strides.
 
-    That of a permuted tensor seldom has.
+    The gradient of a permuted tensor seldom has.
     """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
 
 
 def may_run(call: Call, direct: Direct) -> bool:
-    """Returns whether one of our nodes may stand in the graph for this call, here and now."""
+    """Returns whether one of our nodes may replace this call."""
     if not torch.is_grad_enabled() or is_transformed() or is_overridden():
         return False
     first = call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("query"))
@@ -180,6 +179,6 @@ def _is_plain(argument: Any) -> bool:
 
 
 def is_overridden() -> bool:
-    """Returns whether a function mode that is not ours would see the call, too."""
+    """Returns whether another function mode than ours would see the call, too."""
     modes = range(torch._C._len_torch_function_stack())
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes)

@@ -1,7 +1,7 @@
 """GELU and SiLU on a code: the gradient takes the place of the input that was decoded for it.
 
-Nobody else sees a tensor that is decoded here, so torch's backward writes over it, and one tensor
-of the widest layer's size is not allocated. The bits are those of torch on the restored tensor.
+The decoded tensor is private, so torch's backward overwrites it, and one tensor of the widest
+layer's size is not allocated. The bits are those of torch on the restored tensor.
 """
 
 from typing import Any, cast
@@ -65,7 +65,8 @@ class _SiLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # torch's kernel has no derivative
             slope = x.sigmoid()
-            # Made before the product, as in torch: backward adds up in the reverse order of nodes.
+            # Computed before the product, as in torch: backward accumulates in the reverse order of
+            # nodes.
             bend = 1 + x * (1 - slope)
             return cast(Tensor, grad * slope * bend)
         return cast(Tensor, _aten.silu_backward(grad, x))

@@ -42,7 +42,7 @@ def batch_norm(
 def fits_batch_norm(call: Call, x: Tensor) -> bool:
     """Returns whether the node can run.
 
-    What torch.batch_norm refuses, but the kernel beneath it does not look at, goes to torch.
+    Arguments that torch.batch_norm refuses, but its kernel does not check, go to torch.
     """
     if x.device.type != "cpu" or x.dtype not in FLOATS or x.dim() < 2:
         return False

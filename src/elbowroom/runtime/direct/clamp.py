@@ -1,9 +1,9 @@
-"""Clamp, whose backward asks which elements lie between its limits: a bit each, in place of x.
+"""Clamp, whose backward reads which elements lie between its limits: a bit each, in place of x.
 
-torch saves x, and compares it again in backward, which bears no error: x would have no code, nor
-what it is made of. Here the comparison is made in forward, by torch's own ops, so that what equals
-a limit is treated as torch treats it. An exact context leaves clamp to torch: there x is held, and
-what reads the result makes it again from x.
+torch saves x, and compares it again in backward, which tolerates no error: x could have no code,
+nor could its sources. Here the comparison is made in forward, by torch's own ops, so that elements
+equal to a limit are treated as in torch. An exact context leaves clamp to torch: there x is held,
+and the result is rebuilt from x.
 """
 
 from collections.abc import Callable
@@ -50,10 +50,10 @@ def fits_clamp(call: Call, x: Tensor) -> bool:
 
 @cache
 def _comparisons() -> tuple[_Compare, _Compare] | None:
-    """The comparisons that backward makes with the least and the most: torch is asked.
+    """The comparisons that backward makes with both limits, found by a trial of torch.
 
-    What equals a limit has a gradient in torch 2.13, and has none in 2.14. None: it is something
-    else again.
+    Elements equal to a limit have a gradient in torch 2.13, and none in 2.14. None: another
+    behavior.
     """
     with torch.enable_grad(), torch._C.DisableTorchFunction():
         x = torch.tensor([0.0, 0.5, 1.0, float("nan")], requires_grad=True)

@@ -3,12 +3,12 @@
     grad_x      = those of all turns, one after the other
     grad_weight = sum over turns
 
-What oneDNN makes of input, gradient and result in layouts of its own is as large as they are, and
-so is the input, once it is decoded; of a few samples at a time it is small, and stays in the
-caches (docs/log.md, "a few samples at a time"). Rounding differs, by the order of the sum and by
-the kernel that oneDNN takes for a size: so only in contexts whose codes add errors, beside which
-that is nothing, but there for every convolution, whatever its own input is held by. In exact mode
-the op is torch's own.
+oneDNN's copies of input, gradient and result in its own layouts are as large as these tensors, and
+so is the decoded input; for a few samples at a time they are small, and stay in the caches
+(docs/log.md, "a few samples at a time"). Rounding differs, by the order of the sum and by the
+kernel that oneDNN chooses for a size. So this is done only in contexts whose codes add errors,
+which are much larger; there it is done for every convolution, however its own input is held. In
+exact mode the op is torch's own.
 """
 
 from typing import Any
@@ -48,10 +48,10 @@ def convolution(
 
 
 def fits_convolution(call: Call, x: Tensor) -> bool:
-    """Returns whether the node pays: a batch that takes turns, and small weights.
+    """Returns whether the node pays: for a batch of several chunks, and small weights.
 
-    Each turn makes a gradient of the weights, which must not be most of its work. Under autocast,
-    only torch's own op is cast.
+    Each chunk computes a gradient of the weights, which must not be most of its work. Under
+    autocast, only torch's own op is cast.
     """
     if x.device.type != "cpu" or x.dtype not in FLOATS or torch.is_autocast_enabled("cpu"):
         return False
@@ -99,7 +99,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes torch's own backward: the gradients of x, weight and bias, those that are wanted."""
+    """Computes torch's own backward: the wanted gradients of x, weight and bias."""
     wanted = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
     found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
         grad, x, weight, ctx.bias_sizes, *ctx.how, wanted
@@ -114,7 +114,7 @@ def _in_turns(
     grad_x: Tensor | None = None
     sums: list[Tensor | None] = [None, None]  # of weight and bias
 
-    def turn(first: int, last: int) -> None:  # whose tensors are gone when the next one begins
+    def turn(first: int, last: int) -> None:  # so that its tensors are freed before the next call
         nonlocal grad_x
         part, *others = _backward(ctx, grad[first:last], samples.get(first, last), weight)
         if part is not None:
@@ -132,7 +132,7 @@ def _in_turns(
 
 
 class _Samples:
-    """Samples of a saved tensor, decoded or made again when they are asked for."""
+    """Samples of a saved tensor, decoded or rebuilt on request."""
 
     def __init__(self, held: Any) -> None:
         """held: what `_pack` made of the tensor."""
@@ -156,7 +156,7 @@ class _Samples:
 def _parts_of(held: Any) -> Parts | None:
     """Returns a function that gives elements by their place in memory.
 
-    None where the value can only be had as a whole.
+    None where the value can only be restored as a whole.
     """
     if type(held) is not View or held.geometry != held.slot.base or held.slot.is_window:
         return None

@@ -4,14 +4,14 @@
                where it may become a code (`plan/precision_floor.py`)
     backward   grad_x = grad - exp(logp) sum(grad), in the place of logp, some rows at a time
 
-At the first op of backward everything is held that forward has saved, and torch's own ops add the
-gradient of logp, zero but for one element a row, and that of x: with logp three times the logits.
-Here the gradient of logp is made for some rows at a time, by torch's own kernels, which see each
-row by itself: the bits are theirs. The gradient of x takes the place of logp where nothing can ask
-for that again: it is kept, the graph is let go of, and nobody else holds it; or it was decoded.
+At the first op of backward all saved tensors are alive, and torch's own ops add the gradient of
+logp, zero except for one element a row, and that of x: with logp, three times the logits. Here the
+gradient of logp is computed for some rows at a time, by torch's own kernels, which treat each row
+separately: the bits are theirs. The gradient of x takes the place of logp where that cannot be read
+again: if it is kept, the graph is being freed, and nothing else holds it; or if it was decoded.
 
-There are two nodes, as torch has them. What the first one hands to the second has no memory: that
-makes its own gradient of logp.
+There are two nodes, as torch has them. The tensor between them has no memory: the second node
+computes its own gradient of logp.
 """
 
 from functools import partial
@@ -30,8 +30,8 @@ from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage
 
 _aten: Any = torch.ops.aten
-_LEAST_NBYTES = 1 << 16  # of logits: less is not worth two nodes of ours
-_ROWS_NBYTES = 1 << 20  # that are made at a time
+_LEAST_NBYTES = 1 << 16  # of logits: fewer are not worth two nodes of ours
+_ROWS_NBYTES = 1 << 20  # rows at a time
 _REDUCTIONS = {"mean": 1, "sum": 2}  # as torch numbers them
 
 
@@ -56,7 +56,7 @@ def cross_entropy(
     loss: Tensor = _NegativeLogLikelihood.apply(  # type: ignore[no-untyped-call]
         logp, target, weight, labels
     )
-    labels.target = labels.weight = None  # as the graph holds them now
+    labels.target = labels.weight = None  # as the graph holds them
     return loss
 
 
@@ -71,7 +71,7 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
         return False
-    if target.shape != x.shape[:1]:  # torch's own error says it in other words than its kernel
+    if target.shape != x.shape[:1]:  # torch's own error differs from its kernel's
         return False
     if weight is not None and (weight.requires_grad or weight.shape != x.shape[1:]):
         return False
@@ -82,7 +82,7 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
 
 
 class _Labels:
-    """State that both nodes share: how the loss is made, and what the second tells the first.
+    """State shared by both nodes: settings of the loss, and what the second passes to the first.
 
     least  what is below is saved as this
     made   the loss, and what weights add up to
@@ -132,7 +132,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
         if grad is None:
             return (None,) * 4
         nothing = grad.new_zeros(()).expand(ctx.shape)
-        if torch.is_grad_enabled():  # somebody wants the gradient's own gradient
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted
             return ctx.labels.gradient(grad, nothing, target, weight, total), None, None, None
         ctx.labels.came = grad, target, weight, total
         return nothing, None, None, None
@@ -174,7 +174,7 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def _restored(ctx: Any) -> tuple[Tensor, bool]:
-    """Returns the saved tensor, and whether it may be overwritten: nobody else can ask for it."""
+    """Returns the saved tensor, and whether it may be overwritten: it has no other reader."""
     held = packed(ctx, 0)
     handle = held.slot.value if isinstance(held, View) else None
     is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
@@ -183,7 +183,7 @@ def _restored(ctx: Any) -> tuple[Tensor, bool]:
     (saved,) = ctx.saved_tensors
     logp: Tensor = saved.detach()
     del saved
-    # Who holds it, and `logp` here.
+    # Its holder, and `logp` here.
     known = 2 if is_kept else is_made + is_code * (1 + ARENA.owns(logp))
     alone = WeakStorage(logp).holders() <= known
     return logp, alone and not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,4 +1,4 @@
-"""Access to what one of our nodes has saved, as it is held: no tensor is restored by asking."""
+"""Access to the saved tensors of one of our nodes in their held form, without restoring them."""
 
 from collections.abc import Callable
 from math import prod
@@ -16,7 +16,7 @@ from elbowroom.runtime.slot import Geometry, View
 
 
 def view_of(ctx: Any, i: int) -> View | None:
-    """The view that stands for the i-th saved tensor, if it is of all that its slot holds.
+    """The view of the i-th saved tensor, if it covers all that its slot holds.
 
     Raises what autograd raises in a second backward without retain_graph.
     """
@@ -31,10 +31,10 @@ def packed(ctx: Any, i: int) -> Any:
 
 
 def flat_like(grad: Tensor, view: View) -> Tensor | None:
-    """grad as a flat run in the order of the view; None where it has another, or another dtype.
+    """grad as a flat run in the order of the view; None where it has another order or dtype.
 
-    To bring it into that order would give a gradient of a layout that is not torch's, and from
-    which ops behind it may compute other bits.
+    Reordering it would give a gradient of another layout than torch's, from which later ops may
+    compute other bits.
     """
     if not lies_like(grad, view):
         return None
@@ -51,7 +51,7 @@ def lies_like(grad: Tensor, view: View) -> bool:
 
 
 def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) -> Tensor | None:
-    """Returns what run(flat, made) makes of grad element by element; None where `flat_like` is."""
+    """Returns run(flat, made), which works element by element; None where `flat_like` is."""
     flat = flat_like(grad, view)
     if flat is None:
         return None
@@ -63,7 +63,7 @@ def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) 
 def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:
     """The i-th saved tensor, decoded into memory of its own, in grad's layout.
 
-    None where it is not a code, or would be given back as it was.
+    None where it is not a code, or its original still exists.
     """
     view = view_of(ctx, i)
     handle = None if view is None else view.slot.value
@@ -73,7 +73,7 @@ def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:
 
 
 def restored_alone(view: View) -> Tensor | None:
-    """The tensor of a view, in memory that its caller may overwrite: nobody else will see it.
+    """The tensor of a view, in private memory that its caller may overwrite.
 
     None where it is kept, or shared with other readers, or the view is not of all that is held.
     """
@@ -119,6 +119,6 @@ def normalized_of(ctx: Any, grad: Tensor) -> tuple[Encoded, Statistics, Tensor] 
 
 
 def wanted(sums: tuple[Tensor, ...], ctx: Any) -> list[Tensor | None]:
-    """The gradients of weight and bias, in their dtypes; None for one that nobody wants."""
+    """The gradients of weight and bias, in their dtypes; None for one that is not wanted."""
     each = zip(sums, ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
     return [total.to(dtype) if needed else None for total, dtype, needed in each]

@@ -1,4 +1,4 @@
-"""Layer norm, whose backward reads the code of its input: xhat, which is what the code stands for.
+"""Layer norm, whose backward reads the code of its input, which encodes xhat.
 
 g = grad * weight
 grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat))     means by row
@@ -79,7 +79,7 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     if ctx.dtypes[0] is not None:
         weight = packed(ctx, 1).restore().detach().float().flatten()
     if ctx.dtypes[1] is not None:
-        packed(ctx, 2).restore()  # for the error of one that was changed in place, which is torch's
+        packed(ctx, 2).restore()  # raises torch's error if it was changed in place
     encoded.decode_own(out := torch.empty_like(flat))
     sums = ops.layer_norm_backward(flat, weight, statistics.rstd.float().flatten(), out)
     of_parameters = wanted(tuple(total.view(tuple(ctx.shape)) for total in sums), ctx)

@@ -2,11 +2,11 @@
 
     grad_a = sum(grad * b)      grad_b = sum(grad * a)      each over what its factor was spread
 
-torch's own backward restores both factors, makes both products and only then sums those of a factor
-that was spread over a map (a gate, an attention weight, the scale of a layer): at that moment four
-tensors of the map's size stand beside the gradient. Here the sum that takes the least room comes
-first, with its product let go of; and where a factor was decoded or made again, so that nobody else
-sees it, the product takes its place. Numbers, kernels and layouts are torch's, and so are the bits.
+torch's own backward restores both factors, computes both products and only then sums the product of
+a factor that was broadcast over a map (a gate, an attention weight, the scale of a layer): at that
+moment four tensors of the map's size are alive beside the gradient. Here the smallest sum is
+computed first, and its product freed; and where a factor was decoded or rebuilt, so that it is
+private, the product takes its place. Numbers, kernels and layouts are torch's, and so are the bits.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from elbowroom.runtime.direct.held import packed, restored_alone
 from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.slot import View
 
-_LEAST_NBYTES = 1 << 18  # of the result: less is not worth a node of ours
+_LEAST_NBYTES = 1 << 18  # of the result: fewer are not worth a node of ours
 
 
 def product(input: Tensor, other: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def fits_product(call: Call, x: Tensor) -> bool:
         return False
     if not (x.requires_grad and y.requires_grad) or x.dtype is not y.dtype:
         return False
-    if not x.device.type == y.device.type == "cpu":  # nobody has seen the bits elsewhere
+    if not x.device.type == y.device.type == "cpu":  # the bits were not verified elsewhere
         return False
     if x.untyped_storage()._cdata == y.untyped_storage()._cdata:
         return False
@@ -46,7 +46,7 @@ def fits_product(call: Call, x: Tensor) -> bool:
 
 
 def _spreads(x: Tensor, over: Tensor) -> bool:
-    """Returns whether x times the other tensor has the shape of that."""
+    """Returns whether x times the other tensor has the other's shape."""
     pairs = zip(reversed(x.shape), reversed(over.shape), strict=False)
     return x.dim() <= over.dim() and all(own in (1, length) for own, length in pairs)
 
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
 
 
 def _times(grad: Tensor, ctx: Any, i: int) -> Tensor:
-    """Returns grad * the i-th factor, in the place of that if nobody else sees it."""
+    """Returns grad * the i-th factor, in the factor's memory if that is private."""
     held = packed(ctx, i)
     if isinstance(held, View) and _fits_over(grad, held):
         own = restored_alone(held)
@@ -88,8 +88,8 @@ def _times(grad: Tensor, ctx: Any, i: int) -> Tensor:
 def _fits_over(grad: Tensor, view: View) -> bool:
     """Returns whether grad * factor has the dtype, shape and strides of the factor.
 
-    torch orders a result by the strides of the first operand, where these tell; a gradient that was
-    expanded has strides of 0, which do not.
+    torch orders a result by the strides of the first operand, where these are unique; a gradient
+    that was expanded has strides of 0, which do not.
     """
     shape, stride = view.geometry.shape, view.geometry.stride
     if grad.dtype is not view.slot.dtype or grad.shape != shape or grad.device != view.slot.device:

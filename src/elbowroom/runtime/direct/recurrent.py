@@ -1,16 +1,16 @@
-"""LSTM, GRU and RNN, whose backward runs forward again: a layer, and a stretch of time, at once.
+"""LSTM, GRU and RNN, whose backward recomputes forward by layers and stretches of time.
 
-torch's ops save every gate of every moment: ten and more times what they are given. Here a layer
-saves its input, the states that it begins with and those at the beginning of each stretch of time,
+torch's ops save every gate of every time step: ten or more times their inputs. Here a layer saves
+its input, the states that it begins with and those at the beginning of each stretch of time,
 [stretches, states, directions, batch, hidden]; its weights are the user's. In backward the layer
 runs again, one stretch at a time, the last one first:
 
     for each stretch, from the last:  gates again from x~ and its states, by torch's own op
                                       gradients of x and states; those of weights are summed
 
-So all parts of a stretch fit together, whatever x is held by, and what stands at a time is one
-stretch of one layer. It costs a second forward, about a third of the op's step. Dropout between
-layers belongs to the layer above it, and is drawn again from the state of the random numbers.
+So all parts of a stretch are consistent, however x is held, and only one stretch of one layer is
+alive at a time. It costs a second forward, about a third of the op's step. Dropout between layers
+belongs to the layer above it, and is drawn again from the state of the random numbers.
 
 Rounding differs from torch's where there are several stretches, by the order of the sum. With one
 (packed sequences, both directions, `STRETCHES` = 1) all bits are torch's own.
@@ -27,8 +27,8 @@ from torch import Tensor
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.identity import untouchable
 
-STRETCHES = 8  # at most: the gates of an eighth of the time stand at once
-_LEAST = 8  # moments of a stretch: shorter ones lose time in small products
+STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once
+_LEAST = 8  # time steps of a stretch: shorter ones lose time in small products
 # How many tensors as large as its output torch's op saves (CPU, measured).
 _GATES = {torch.lstm: 17, torch.gru: 8, torch.rnn_tanh: 2, torch.rnn_relu: 2}
 _ARGUMENTS = 9  # of torch.lstm and its like, in both of their forms
@@ -171,7 +171,7 @@ class _RunAgain(torch.autograd.Function):
             if torch.is_grad_enabled():  # a gradient of the gradient is wanted: torch's own
                 found = _whole(ctx, x, sizes, tuple(tensors), grads)
             else:
-                with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # nobody else's
+                with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # private
                     found = _in_stretches(ctx, x, sizes, begun, tensors, grads)
         return None, found[0], None, *found[1:]
 
@@ -250,7 +250,7 @@ def _in_stretches(
 def _whole(
     ctx: Any, x: Tensor, sizes: Tensor | None, tensors: _Tensors, grads: _Grads
 ) -> list[Tensor | None]:
-    """Computes the gradients in one run, as a graph of which gradients can be had."""
+    """Computes the gradients in one run, as a graph that can be differentiated."""
     with _drawing_from(ctx.random):
         dropped = ctx.how.dropped(x)
     made = ctx.how.run(dropped, sizes, tensors)
@@ -280,7 +280,7 @@ def _leaf(x: Tensor, needs_grad: bool) -> Tensor:
 
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Runs ops by their training kernels inside this context; what they save is let go."""
+    """Runs ops by their training kernels inside this context; their saved tensors are dropped."""
     with (
         torch._C.DisableTorchFunction(),
         torch.enable_grad(),
@@ -291,7 +291,7 @@ def _as_in_training() -> Iterator[None]:
 
 @contextmanager
 def _drawing_from(state: Tensor | None) -> Iterator[None]:
-    """Draws random numbers from this state inside; on exit the generator is where it stood."""
+    """Draws random numbers from this state inside; on exit the generator is restored."""
     if state is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""ReLU, whose backward lets the gradient pass where a bit is set: the same bits as torch's.
+"""ReLU, whose backward passes the gradient where a bit is set, bit for bit as in torch.
 
 torch restores a tensor of zeros and ones, and reads it beside the gradient.
 """
@@ -63,7 +63,7 @@ def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
     if view is None or view.need is not Need.MASK or view.slot.bits is None:
         return None
     if isinstance(view.slot.value, KeepHandle):
-        return None  # which knows whether it was changed meanwhile
+        return None  # which checks whether it was changed meanwhile
     bits = view.slot.bits
     if lies_like(grad, view) and (kernels := ops.by_address(grad)) is not None:
         made = torch.empty_like(grad)

@@ -1,9 +1,9 @@
-"""Cast: autocast's copy of a parameter in another dtype is dropped, and made again when asked for.
+"""Cast: autocast's copy of a parameter in another dtype is dropped, and rebuilt on request.
 
-The parameter is there in any case, and a cast of the same values gives the same bits. Whether they
-are the same is known from its version, which must be the one that was cast: the copy may come from
-autocast's cache, older than a change of the parameter. So only a copy that was made in the very
-call that saves it is dropped.
+The parameter exists in any case, and a cast of the same values gives the same bits. Its version
+shows whether the values are the same, and must be the one that was cast: a copy from autocast's
+cache may be older than a change of the parameter. So a copy is dropped only if it was made in the
+same call that saves it.
 """
 
 from typing import Self
@@ -17,7 +17,7 @@ from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 
 
 class CastHandle:
-    """Holds a parameter, and what of a cast of it is wanted: dtype and geometry."""
+    """Holds a parameter, and the dtype and geometry of its cast."""
 
     __slots__ = ("_dtype", "_geometry", "_parameter", "_version")
 

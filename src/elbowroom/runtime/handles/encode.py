@@ -1,4 +1,4 @@
-"""Encode: an `Encoded` is held, and decoded when backward asks.
+"""Encode: an `Encoded` is held, and decoded in backward.
 
 Encoding frees bytes only if nobody else holds the storage, which cannot be known when it is saved.
 So a weak reference stays: if the storage is still there at restore, and unchanged, it is given back
@@ -21,7 +21,7 @@ from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
 from elbowroom.runtime.storage import WeakStorage, counted, storage_nbytes, version_of, witness_of
 
-Parts = Callable[[int, int], Tensor]  # first element, how many -> flat
+Parts = Callable[[int, int], Tensor]  # first element, number -> flat
 
 
 class EncodeHandle:
@@ -48,10 +48,10 @@ class EncodeHandle:
         on_outlived: Callable[[], None] | None = None,
         normal: Normalized | None = None,
     ) -> None:
-        """normal: what the code stands for, if that is not base itself.
+        """normal: the normalization of the encoded tensor, if base itself is not encoded.
 
         bitmap: the bits of what is not zero, where the code holds them
-        is_shared: several may ask for it, so that one finds what another has restored
+        is_shared: it has several readers, so that one may reuse the tensor of another
         """
         self._encoded = encoded
         self.bitmap = encoded.bitmap
@@ -109,7 +109,7 @@ class EncodeHandle:
         return x
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
-        """affine(x), and 0 where a bit is not set: by one pass, in memory that nobody else sees."""
+        """affine(x), and 0 where a bit is not set: in one pass, in private memory."""
         both = affine if self._normal is None else self._normal.undo().then(affine)
         if both is not None:
             return self._decoded(both, bits)
@@ -137,11 +137,11 @@ class EncodeHandle:
         return part
 
     def is_needed(self) -> bool:
-        """Returns whether the code is all there is: no original and no restored tensor is left."""
+        """Returns whether only the code exists: no original and no restored tensor is left."""
         return self._still_there() is None
 
     def normalized(self) -> tuple[Encoded, Statistics] | None:
-        """The code, if it stands for (x - mean) * rstd, and these; None if x itself is there."""
+        """The code, if it encodes (x - mean) * rstd, and these; None if x itself exists."""
         normal = self._normal
         if normal is None or normal.keep_zeros or normal.rows or not self.is_needed():
             return None

@@ -1,10 +1,9 @@
-"""Offload: the bytes are in another tier, and come back when backward asks, or a little before.
+"""Offload: the bytes are in another tier, and are fetched in backward, or a little before.
 
-What is given back is, in this order:
-1. the tensor itself, as long as it is on its way out, or somebody else holds it (in which case the
-   move was for nothing, and `on_outlived` is told);
-2. what an earlier restore gave, if a reader still holds it;
-3. what was prefetched; else what is fetched now.
+Restore returns, in this order: 1. the tensor itself, as long as it is being moved, or something
+else holds it (in which case the move was useless, and `on_outlived` is called); 2. the result of an
+earlier restore, if a reader still holds it; 3. the prefetched tensor; else a tensor that is fetched
+now.
 
 A tensor that was changed in place after it was saved is refused, as in plain autograd: it may have
 been changed while it was being written.
@@ -78,7 +77,7 @@ class OffloadHandle:
         self._version = version_of(base)
         self._full_nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
-        self._early: list[tuple[Tensor, Arrival]] = []  # at most one; who pops it has it
+        self._early: list[tuple[Tensor, Arrival]] = []  # at most one; its popper owns it
         self.on_outlived = on_outlived
         self._ticket = tier.put(flat_of(base.detach()).view(torch.uint8))
         self._prefetcher = Prefetcher() if prefetcher is None else prefetcher
@@ -92,7 +91,7 @@ class OffloadHandle:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the tensor's own device: all, until it is away."""
+        """Bytes on the tensor's own device: all of them until the move has ended."""
         return 0 if self._ticket.source is None else self._full_nbytes
 
     @property
@@ -148,7 +147,7 @@ class OffloadHandle:
         return counted(witness, restored.as_strided(self._shape, self._stride, 0))
 
     def _fetched(self) -> Tensor:
-        """The bytes, as a flat tensor that nobody else sees."""
+        """The bytes, as a private flat tensor."""
         try:
             flat, arrival = self._early.pop()
             was_early = True
@@ -182,7 +181,7 @@ class OffloadHandle:
 
     @property
     def away_nbytes(self) -> int:
-        """Bytes that must be brought back; 0 where something is still there."""
+        """Bytes that must be fetched; 0 where a tensor still exists."""
         if self._ticket.source is not None or not self._original.expired():
             return 0
         if self._restored is not None and not self._restored[0].expired():
@@ -194,12 +193,12 @@ class OffloadHandle:
         return bool(self._early)
 
     def prefetch(self) -> None:
-        """Starts to bring the tensor back. Without the memory for it, it is just not early."""
+        """Starts to fetch the tensor. Without memory for it, it is fetched later."""
         with suppress(RuntimeError, MemoryError):
             self._early.append(self._fetch())
 
     def let_go(self) -> None:
-        """Forgets what came back early: its memory may be taken at once."""
+        """Drops the prefetched tensor, whose memory may be reused at once."""
         with suppress(IndexError):
             while True:
                 _, arrival = self._early.pop()

@@ -1,4 +1,4 @@
-"""Rebuild: how the output of an op can be made again from what the op saves anyway.
+"""Rebuild: how the output of an op can be recomputed from tensors that the op saves anyway.
 
     op          saved anyway             exact source x           encoded source x~
     ReLU        bits of its output       relu(x)                  x~ where the bit is set, else 0
@@ -22,10 +22,10 @@ With an exact source the op itself runs again: same kernel, same bits. With an e
 from the sign of x~: so the result is linear in x~ and unbiased where x~ is (GELU, SiLU and RMSNorm
 excepted), and ReLU's and dropout's backward stay exact.
 
-Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is made in forward and refers to
-its sources weakly; it becomes `Ready`, with strong references, only when some tensor is really
-dropped: a `RebuildHandle` holds that, and nothing else. Everything points upstream, as the graph's
-own edges do, so no cycle can form. (Facts: arXiv 2203.15980 for the idea of recomputing cheap ops.)
+Recipes chain: relu(batch_norm(x)), dropout(gelu(x)). A `Recipe` is created in forward and refers to
+its sources weakly; it becomes `Ready`, with strong references, only when a tensor is dropped: a
+`RebuildHandle` holds nothing else. All references point upstream, as the graph's own edges do, so
+no cycle can form. (Facts: arXiv 2203.15980 for the idea of recomputing cheap ops.)
 """
 
 import weakref
@@ -52,22 +52,22 @@ from elbowroom.runtime.storage import WeakStorage, check_version, version_of
 # product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
 # softmax.
 _DEEPEST = 9
-_DEEPEST_READY = 11  # the same, through saved tensors that are made again themselves
-# Elements that the ops of a chain make for each element of what comes out. Of a product over all
-# time steps of which nothing is saved, each step of a loop would make all, to read its slice.
+_DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselves
+# Elements that the ops of a chain compute for each element of the result. Without a limit, each
+# step of a loop would recompute a product over all time steps, to read its slice.
 _MOST_WORK = 16
 Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
 
 class Expected:
-    """Link to the slot of a tensor that no op has saved yet: one that comes later may do so.
+    """Link to the slot of a tensor that no op has saved yet, but a later op may save.
 
         0.5 * x * (1 + tanh(a * x + b * x**3))      0.5 * x comes first, and x**3 saves x
 
     slots, key  where the slot will be entered: those of its storage, by version and dtype
-    storage     a weak reference, so that nobody else gets the address
-    recipe      of the tensor, if it has one that costs much: for where nobody saves it
+    storage     a weak reference, which reserves the address
+    recipe      an expensive recipe of the tensor, if any: used where no op saves it
     """
 
     __slots__ = ("_key", "_slots", "_storage", "recipe")
@@ -83,7 +83,7 @@ class Expected:
         self.recipe = recipe
 
     def __call__(self) -> Slot | None:
-        """Returns the slot; None if nobody has saved the tensor so far, or holds it as it was."""
+        """Returns the slot; None if no op has saved the tensor so far, or its value was dropped."""
         found = self._slots.get(self._key)
         slot = None if found is None else found()
         value = None if slot is None else slot.value
@@ -105,7 +105,7 @@ class Op:
     products            multiplications that it takes, where these are many (a linear layer)
     given, bound        tensors of this forward alone that its functions read, statistics, and what
                         makes the same op of those of another forward; None: nothing does
-    is_of_given         `exact` reads them, too, and not only what works on codes
+    is_of_given         `exact` reads them, too, and not only the forms for codes
     beside              ops of earlier calls that have made the same of the same
     is_extra            run again only where not enough is saved without
     is_unsure           what it made may have been changed unseen: compare before it is dropped
@@ -132,7 +132,7 @@ class Op:
     any_size: bool = False
 
     def changed(self, **fields: Any) -> "Op":
-        """Return the same op with other fields: `dataclasses.replace` in a tenth of its time."""
+        """Returns the same op with other fields: `dataclasses.replace` in a tenth of its time."""
         made = object.__new__(Op)
         made.__dict__.update(self.__dict__, **fields)
         return made
@@ -174,7 +174,7 @@ class Recipe:
         output: Slot | None,
         versions: tuple[int, ...] | None = None,
     ) -> "Recipe | None":
-        """Makes a recipe; None if the chain would be too long, or take too much work."""
+        """Creates a recipe; None if the chain would be too long, or too much work."""
         link = link_to(source)
         links = (link, *(other for other, _ in op.others))
         if max(map(_depth_of_link, links)) >= _DEEPEST:
@@ -206,7 +206,7 @@ class Recipe:
         return prod(self.made.shape) + sum(map(_work_of_link, links))
 
     def ready(self) -> "Ready | None":
-        """Returns the recipe with strong references; None if something that it needs is gone."""
+        """Returns the recipe with strong references; None if one of its sources was freed."""
         source = followed(self.source)
         if source is None:
             return None
@@ -231,7 +231,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ready:
-    """A recipe that holds all it needs."""
+    """A recipe that holds its sources."""
 
     op: Op
     source: "Slot | Ready"
@@ -259,7 +259,7 @@ class Ready:
 
     @property
     def steps(self) -> "list[Ready]":
-        """The recipe, and those that make what it starts from."""
+        """The recipe, and those of its sources."""
         below = [one.steps for one in (self.source, *self.others) if isinstance(one, Ready)]
         return [self, *chain.from_iterable(below)]
 
@@ -275,7 +275,7 @@ class Ready:
 
     @property
     def sole_source(self) -> Slot | None:
-        """The slot that the chain starts at, if it takes nothing else."""
+        """The slot that the chain starts at, if it has no other source."""
         if self.noise is not None or self.others:
             return None
         return self.source.sole_source if isinstance(self.source, Ready) else self.source
@@ -295,12 +295,12 @@ class Ready:
 
     @property
     def is_extra(self) -> bool:
-        """True if one of the ops runs again only where not enough is saved without."""
+        """True if one of the ops is recomputed only where not enough memory is saved otherwise."""
         return any(step.op.is_extra for step in self.steps)
 
     @property
     def is_unsure(self) -> bool:
-        """True if what the recipe makes may have been changed without its version telling."""
+        """True if the result may have been changed without a change of its version."""
         return any(step.op.is_unsure for step in self.steps)
 
     def pin(self) -> None:
@@ -376,8 +376,8 @@ class Ready:
                 self.seen.offset - base.offset + x.storage_offset(),
             )
             if not torch.ops.aten.is_non_overlapping_and_dense(x):
-                # The very op on the very strides, for the same bits; but a copy of ours where the
-                # op overwrites.
+                # The same op on the same strides, for the same bits; but on a private copy where
+                # the op overwrites.
                 x, private = (x, False) if exact else (x.contiguous(), True)
         if self.noise is not None:
             noise = self._noise_like(x)
@@ -396,7 +396,7 @@ class Ready:
         return x
 
     def _with_others(self, x: Tensor, private: bool) -> Tensor:
-        """Returns what the op makes of all operands, over x if that is private and it fits."""
+        """Returns the op's result for all operands, in x's memory if that is private and fits."""
         assert self.op.combine is not None
         given = []
         for one, (_, seen) in zip(self.others, self.op.others, strict=True):
@@ -430,12 +430,12 @@ def _replace_outside(x: Tensor, bits: Tensor, outside: Callable[[Tensor], Tensor
 
 
 def link_to(source: "Slot | Link") -> "Link":
-    """Returns how a recipe refers to what it is made from, without holding it."""
+    """Returns a weak link from a recipe to its source."""
     return weakref.ref(source) if isinstance(source, Slot) else source
 
 
 def followed(link: "Link") -> "Slot | Ready | None":
-    """Returns what a link leads to; None if that is gone, or is not saved."""
+    """Returns the target of a link; None if that was freed, or is not saved."""
     if isinstance(link, Recipe):
         return link.ready()
     slot = link()
@@ -451,7 +451,7 @@ def _depth_of_link(link: "Link") -> int:
 
 
 def _work_of_link(link: "Link") -> int:
-    """Elements that are made for it; what is saved is restored once for all of its readers."""
+    """Elements that are computed for it; a saved tensor is restored once for all of its readers."""
     recipe = link if isinstance(link, Recipe) else getattr(link, "recipe", None)
     return 0 if recipe is None else recipe.work
 
@@ -461,7 +461,7 @@ def _same_memory(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _depth_of(source: "Slot | Ready") -> int:
-    """The depth of a recipe, be it one that a saved tensor is made again by; else 0."""
+    """The depth of a recipe, also of one that rebuilds a saved tensor; else 0."""
     recipe: Any = source if isinstance(source, Ready) else source.value
     return getattr(recipe, "depth", 0)
 
@@ -487,7 +487,7 @@ class RebuildHandle:
 
     @classmethod
     def of(cls, ready: Ready, base: Tensor, need: Need) -> Self:
-        """Hold a recipe in place of base; what it reads stays exact if it must."""
+        """Holds a recipe in place of base; its sources stay exact if necessary."""
         if need is Need.EXACT or not ready.works_lossy:
             ready.pin()
         for slot in ready.slots:
@@ -515,7 +515,7 @@ class RebuildHandle:
     def parts(self) -> Parts | None:
         """Returns a function that gives elements start .. start + n, flat [n].
 
-        None where some of what is made again cannot be made in parts.
+        None where a recomputed tensor cannot be computed in parts.
         """
         mapped = self.ready.mapped_source() if self.ready.made == self._base else None
         if mapped is None:
@@ -543,7 +543,7 @@ class RebuildHandle:
     def restore(self, *, private: bool = False) -> Tensor:
         """Runs the recipe.
 
-        It always gives fresh memory, or memory that its caller may overwrite.
+        The result is fresh memory, or memory that its caller may overwrite.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():

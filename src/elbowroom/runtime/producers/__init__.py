@@ -52,10 +52,10 @@ _LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
 
 
 def note_origin(call: Call, out: Any, identity: Identity) -> Origin | None:
-    """Records how to run an op again that has just ended, under its output's identity.
+    """Records under its output's identity how to recompute an op that has just ended.
 
-    Of an output that wants no gradient it records that an op made it, so that no owner of an input
-    holds it. Returns what it has recorded.
+    For an output that requires no gradient it records that an op computed it, so that it does not
+    count as held by the owner of an input. Returns the record.
     """
     if not isinstance(out, Tensor) or not out.numel():
         return None
@@ -72,8 +72,8 @@ def note_origin(call: Call, out: Any, identity: Identity) -> Origin | None:
 def _note_zeros(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Records that exact zeros matter in `out`, as they do in what it was copied from.
 
-    Attention without a softmax divides by a product with ReLU's results, in copies of them: an
-    error in the place of zeros would be divided by zero.
+    Attention without a softmax divides by a product with copies of ReLU's results: an error in
+    place of a zero would be divided by zero.
     """
     if not any(_has_zeros(x, identity) for x in tensors_in(call.args)):
         return None
@@ -92,8 +92,8 @@ def _has_zeros(x: Tensor, identity: Identity) -> bool:
 def _inside_of_function(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Records how the forward of a user's `autograd.Function` has made `out`, in exact contexts.
 
-    Its results are saved by the ops that read them. A kernel of the user's may have changed one
-    without its version telling, so that the recipe is tried before anything is dropped.
+    Its results are saved by the ops that read them. A kernel of the user may have changed one
+    without a change of its version, so the recipe is tested before a tensor is dropped.
     """
     if not identity.is_exact or torch.is_grad_enabled():
         return None
@@ -123,7 +123,7 @@ def _has_recipe(x: Tensor, identity: Identity) -> bool:
 
 
 def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """Records what `maker` says of the call, if `out` is memory of its own."""
+    """Records the recipe that `maker` returns for the call, if `out` has memory of its own."""
     x = call.first
     if call.name in _JOINS and isinstance(x, tuple | list) and x:
         x = x[0]
@@ -135,7 +135,7 @@ def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> 
         version_of(out) == call.version
         and out.untyped_storage()._cdata == x.untyped_storage()._cdata
     ):
-        return None  # nothing was done: dropout in eval mode gives its input back
+        return None  # no operation: dropout in eval mode returns its input
     origin = maker(call, out, identity)
     if origin is not None:
         if call.name in _BINARY[torch.mul] and not origin.has_zeros and not identity.is_exact:
@@ -146,9 +146,9 @@ def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> 
 
 
 def _note_data(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """Remember that the op has made `out` of its arguments, in memory of its own.
+    """Records that the op has computed `out` from its arguments, in memory of its own.
 
-    Its zeros are exact whatever its code: it may be a mask, or a word in one place of many.
+    Its zeros stay exact whatever its code: it may be a mask, or a one-hot vector.
     """
     if out.numel() < _LEAST_DATA or not is_touchable(out):
         return None
@@ -164,10 +164,10 @@ def _note_data(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
-    """Remember how a copy of an op's input is made again that the op itself has made, and saves.
+    """Records how to rebuild a copy of an op's input that the op itself has made, and saves.
 
-    One that works in place saves its input as it was; under autocast the input is cast first.
-    Returns what it has recorded.
+    An op that works in place saves its input as it was; under autocast the input is cast first.
+    Returns the record.
     """
     if call.name == "cross_entropy" and identity.is_exact:
         return log_probabilities(call, x, identity)
@@ -175,9 +175,7 @@ def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
     if of is copy or not isinstance(of, Tensor) or copy.grad_fn is None or untouchable(of):
         return None
     if copy.grad_fn._sequence_nr() < call.began:
-        return (
-            None  # a copy of the user's, who may have changed it since without autograd's knowing
-        )
+        return None  # a copy of the user, who may have changed it since, unknown to autograd
     if identity.is_exact and copy.grad_fn.name() in REORDERED:
         return reordered(call, copy, identity)
     if identity.origin(x) is not None:

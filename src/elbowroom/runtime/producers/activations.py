@@ -35,7 +35,7 @@ def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 
 def _relu_of_norm(norm: Op) -> Op:
-    """ReLU after a norm: one op of both, so that a decoded tensor is passed over once."""
+    """ReLU after a norm: one op for both, so that a decoded tensor is read only once."""
 
     def exact(x: Tensor, private: bool) -> Tensor:
         return norm.exact(x, private).relu_()
@@ -61,7 +61,7 @@ def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
 def relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Returns a recipe of ReLU6.
 
-    An element outside is 0 or 6: a decoded value tells which, unless it is off by 3.
+    An element outside is 0 or 6: a decoded value shows which, unless its error exceeds 3.
     """
     if not is_capped(call):
         return None
@@ -92,7 +92,7 @@ def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
     approximate = call.arg(1, "approximate", "none")
     op = Op(
         lambda x, _: F.gelu(x, approximate=approximate),
-        # Over what was decoded: elementwise, so in place is the same.
+        # In the decoded tensor's memory: elementwise, so in place gives the same.
         lambda x: torch.ops.aten.gelu.out(x, approximate=approximate, out=x),
         any_size=True,
     )

@@ -23,9 +23,9 @@ _COPYING = (
 def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """The recipe of a copy in another order of what an op holds as its own result.
 
-    Backward reads that on the way from the copy, so that a change of it in place is an error in
-    plain autograd, too; of what is held for another reader it is not. And it is one pass: what is
-    itself made again would be made for the copy, too.
+    Backward reads this result on the way from the copy, so changing it in place is an error in
+    plain autograd, too; this does not apply to tensors that are held for another reader. And it
+    costs a single pass: a source that is itself rebuilt would have to be rebuilt for the copy, too.
     """
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
@@ -49,10 +49,10 @@ def _is_own_result(x: Tensor, held: Slot) -> bool:
 
 
 def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
-    """The recipe of a copy that an op has made of its input, to have it in order, and saves.
+    """The recipe of a contiguous copy of its input that an op has made, and saves.
 
-    A linear layer that reads a transposed tensor does so. Three that read the same one make three:
-    the second and third are made of what is held of the first. In exact contexts.
+    A linear layer that reads a transposed tensor makes one. Three layers that read the same tensor
+    make three: the second and third are rebuilt from the first. In exact contexts.
     """
     x = call.first
     if not copy.is_contiguous() or copy.numel() * copy.element_size() != storage_nbytes(copy):

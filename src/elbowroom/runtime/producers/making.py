@@ -1,4 +1,4 @@
-"""Parts that producers of all families make their recipes of."""
+"""Functions from which producers of all families build their recipes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ REORDERED = (*VIEWS, "TransposeBackward0", "PermuteBackward0", "TBackward0")
 def origin_of(
     call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False
 ) -> Origin:
-    """The origin of `out`, with a recipe if there is an op, and something to run it on again."""
+    """The origin of `out`, with a recipe if there are an op and a source to recompute it from."""
     recipe = None
     if op is not None:
         source, seen = identity.source(call)
@@ -52,10 +52,10 @@ def of_statistics(bound: Callable[..., Op], *given: Tensor) -> Op:
 
 
 def as_now(parameter: Tensor | None) -> Tensor | None:
-    """A parameter's memory of this moment: `p.data = other` before backward does not reach it."""
+    """A parameter's current memory: `p.data = other` before backward does not affect it."""
     return None if parameter is None else parameter.detach()
 
 
 def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Those of the tensors that are there."""
+    """The tensors without None."""
     return tuple(tensor for tensor in tensors if tensor is not None)

@@ -149,11 +149,11 @@ def _is_one_pass(x: Tensor, *given: Tensor | None) -> bool:
 def _batch_norm_of(
     mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Callable[[Tensor, bool], Tensor]:
-    """A batch norm by the statistics that it had: the same kernel, told not to count them again.
+    """A batch norm with its saved statistics: the same kernel, which does not compute them again.
 
     It is given a variance of 1 and no eps, and so divides by 1; what it multiplies by is rounded as
-    in forward, and the shift is made by its own code. To count again takes most of the time: 0.40
-    ms of 0.44 for 4 maps of 96 x 24 x 24 (AMD EPYC, one thread, torch 2.13).
+    in forward, and the shift is made by its own code. Computing them again takes most of the time:
+    0.40 ms of 0.44 for 4 maps of 96 x 24 x 24 (AMD EPYC, one thread, torch 2.13).
     """
 
     def exact(x: Tensor, private: bool) -> Tensor:

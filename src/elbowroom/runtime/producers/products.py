@@ -15,7 +15,7 @@ from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import storage_nbytes
 
-_MUCH_LARGER = 4  # a result is at least so many times as large as a constant copied to remake it
+_MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _MOST_PARTS = 8  # that are joined
 _LOG_PROBABILITIES = ("_LogProbabilitiesBackward", "LogSoftmaxBackward0")
@@ -27,7 +27,7 @@ _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
 
 
 def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """A function of one tensor, and of numbers: from its input as anybody has saved it."""
+    """A function of one tensor, and of numbers, from its input as any op has saved it."""
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
@@ -41,7 +41,7 @@ def binary(
 ) -> Origin | None:
     """Returns a recipe of an op with two operands.
 
-    One is saved or made again, the other is saved, a parameter or a number.
+    One is saved or rebuilt, the other is saved, a parameter or a number.
     """
     x, y = call.first, call.arg(1, "other")
     if not isinstance(y, Tensor):
@@ -98,7 +98,7 @@ def _may_be_exact(source: Source) -> bool:
 def _of_later(
     run: Callable[..., Tensor], x: Tensor, y: Tensor, call: Call, out: Tensor, identity: Identity
 ) -> Origin | None:
-    """The recipe of an op neither of whose operands is saved now: one may be, or be made again."""
+    """The recipe of an op whose operands are not saved yet: one may be later, or be rebuilt."""
     if type(x) is nn.Parameter or type(y) is nn.Parameter or untouchable(y):
         return None
     sources = [
@@ -117,9 +117,9 @@ def _of_later(
 def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """The recipe of a matrix product from both of its operands, as its node has saved them.
 
-    Only products that sum at most `_FEW` elements are made again: attention's logits, which cost
-    little beside the memory they take. Only exact operands serve, because softmax turns an error in
-    a logit into a factor.
+    Only products that sum at most `_FEW` elements are recomputed: attention's logits, which cost
+    little for the memory that they use. Only exact operands serve, because softmax turns an error
+    in a logit into a factor.
     """
     if call.first.__class__ is Tensor and call.first.dim():
         identity.products += out.numel() * call.first.shape[-1]
@@ -169,8 +169,8 @@ def softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """The recipe of a linear layer, in exact contexts.
 
-    Whether it is worth its multiplications is decided where something is made again by it
-    (`Serving`): not if its result, or what is made of it, is saved anyway.
+    `Serving` decides whether it is worth its multiplications where a tensor would be rebuilt by it:
+    not if its result, or a result of that, is saved anyway.
     """
     x, weight, bias = call.first, call.arg(1, "weight"), call.arg(2, "bias")
     products = out.numel() * x.shape[-1]
@@ -189,7 +189,7 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
 
     def exact(x: Tensor, _: bool) -> Tensor:
-        if given is not seen:  # torch runs other kernels on what lies in another order
+        if given is not seen:  # torch runs other kernels on another memory order
             x = torch.empty_strided(seen.shape, seen.stride, dtype=dtype, device=x.device).copy_(
                 x.view(seen.shape)
             )
@@ -204,7 +204,7 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def convolution(call: Call, out: Tensor, identity: Identity) -> None:
-    """Counts the multiplications of a convolution, which is not made again."""
+    """Counts the multiplications of a convolution, which is not recomputed."""
     weight = call.arg(1, "weight")
     is_transposed = "transpose" in call.name
     each = (call.first.numel() if is_transposed else out.numel()) if weight.dim() else 0
@@ -218,7 +218,7 @@ def added_product(call: Call, out: Tensor, identity: Identity) -> None:
 
 
 def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """The recipe of `cat` and `stack`, of parts that are held or made again, in exact contexts."""
+    """The recipe of `cat` and `stack`, of parts that are held or rebuilt, in exact contexts."""
     parts, named = call.first, {k: v for k, v in call.kwargs.items() if k != "tensors"}
     rest, run = call.args[1:], torch.stack if call.name == "stack" else torch.cat
     if not identity.is_exact or not 2 <= len(parts) <= _MOST_PARTS or "out" in named:
@@ -283,7 +283,7 @@ def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def log_probabilities(call: Call, x: Tensor, identity: Identity) -> Origin | None:
-    """The recipe of what cross entropy saves, which it has made of the logits that it was given."""
+    """The recipe of the log-probabilities that cross entropy saves, from its logits."""
     logits = call.first
     if not isinstance(logits, Tensor) or untouchable(logits) or x.grad_fn is None:
         return None

@@ -1,10 +1,10 @@
-"""Replay of a settled forward: what is done with each saved tensor is read from a script.
+"""Replay of a settled forward: the action for each saved tensor is read from a script.
 
-    learning    every op is examined (`runtime/hooks.py`); a `Scribe` (`scribe.py`) notes what is
-                done (`notes.py`), and a `Writer` turns the notes into a script (`writer.py`)
+    learning    every op is examined (`runtime/hooks.py`); a `Scribe` (`scribe.py`) notes all
+                actions (`notes.py`), and a `Writer` turns the notes into a script (`writer.py`)
     replaying   the i-th op of a forward does what the i-th op did before (`replay.py`)
     by hand     `saving_context.py` chooses among the scripts of its setting, `following.py` counts
 
 A `Script` (`script.py`) is compiled to functions with all that they need bound (`compiled.py`). Its
-guards run before an op does, so nothing is ever done with a tensor that another op saves.
+guards run before an op does, so no action is ever applied to a tensor that another op saves.
 """

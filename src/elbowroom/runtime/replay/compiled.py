@@ -1,11 +1,11 @@
-"""A script as functions: one for each thing that a followed step compares or does.
+"""A script as functions: one for each comparison and action of a replayed step.
 
     guard(replay, args, kwargs) -> bool     whether a call is the one
-    hold(replay, x) -> held                 what autograd holds of a tensor; None: it is another one
-    deed(replay, slot, whole, x)            gives a slot what it holds
+    hold(replay, x) -> held                 what autograd holds of a tensor; None: the tensor
+    differs deed(replay, slot, whole, x)            sets the value of a slot
 
 All that is known beforehand is bound: kinds, shapes, sizes, numbers of slots and seeds, the codec's
-coder. So a followed step looks nothing up.
+coder. So a replayed step needs no lookups.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Act:
     """A step of a script, compiled.
 
     holds  one for each tensor that it saves, None for what is only kept; None: all of it is
-    ends   something is done when it has run
+    ends   an action follows when it has run
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Act:
 
 
 class Compiled:
-    """The acts of a script, and what is done as the forward ends."""
+    """The acts of a script, and the actions at the end of the forward."""
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
         exact = not any(deed.is_lossy for deed in deeds_of(steps, last))
@@ -316,7 +316,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
 
 
 def _late(deed: Deed, is_exact: bool) -> Late:
-    """Give a slot what it gets later than it was saved: it is kept until then."""
+    """Sets a slot's value after the tensor was saved: it is kept until then."""
     number, do = deed.slot, _do(deed, is_exact)
 
     def late(replay: Replay) -> None:
@@ -503,7 +503,7 @@ def _slot(number: int) -> Callable[[Replay], Slot]:
 
 
 def _perform(deed: Deed) -> Do:
-    """Do what has no shorter way."""
+    """Performs an action that has no specialized function."""
     action = deed.action
     assert action is not None
     takes_seed, stays_itself = isinstance(action, Encode), isinstance(action, Keep)
@@ -514,7 +514,7 @@ def _perform(deed: Deed) -> Do:
         norm = None if deed.norm is None else deed.norm.statistics(replay)
         given = now, whole, deed.need, None, seed, None, norm, deed.name, replay.context
         slot.hold(perform(*given))
-        if not stays_itself:  # which comes between two codes, and drops no bits
+        if not stays_itself:  # between two codes, without dropping bits
             slot.drop_needless_bits()
 
     return perform_it

@@ -1,7 +1,7 @@
-"""A step by hand that follows a script: its slots, and the count of what they hold.
+"""A step of `er.saving` that replays a script: its slots, and the count of their bytes.
 
-What is only kept is known from the step that was written down. What is acted on has an entry, which
-is told what is held, and is added up when somebody asks.
+The bytes of kept tensors are known from the recorded step. A slot that is acted on has an entry,
+which gets its held bytes, and is summed on request.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _now(counted: Counted, entry: Repeated) -> Counted:
 
 
 class Following(Replay):
-    """Step that follows a script, or another one that begins alike."""
+    """Step that replays a script, or another one with the same beginning."""
 
     def __init__(
         self,
@@ -179,12 +179,12 @@ class Following(Replay):
             self.scripts.was_followed(self.script)
 
     def follow(self, script: Script) -> None:
-        """Goes on by another script."""
+        """Continues with another script."""
         super().follow(script)
         self._repeated = RepeatedLedger(script.counts, self._token, varies=script.sizes > 0)
 
     def look(self) -> Saving:
-        """Returns what looks at the rest: what is held already counts in its ledger."""
+        """Returns the context that examines the rest; its ledger has the bytes held so far."""
         if self.has_begun:
             saving, share = self._make(None), self.share
             entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))
@@ -199,6 +199,6 @@ class Following(Replay):
         slot = self._repeated.new_slot(number, base, geometry)
         looks = number == 0 and "torch._dynamo" in sys.modules
         if looks and any(map(is_compiled, modules.on_stack())):
-            # Somebody has compiled the model before, and called it only now.
+            # The user compiled the model before, and calls it only now.
             self.scripts.has_seen_calls(compiled=True)
         return slot

@@ -1,7 +1,7 @@
-"""What the scribe notes of a forward, for the writer to make a script of.
+"""The scribe's notes of a forward, from which the writer makes a script.
 
 NotedOp    one call from Python to torch, and what it saves (`NotedSave`)
-NotedDeed  something that is done with a slot, and when
+NotedDeed  an action on a slot, and its time
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class NotedNorm(NamedTuple):
 
 
 class NotedDeed(NamedTuple):
-    """What was done with a slot, and when; a `Deed` says what the fields mean."""
+    """An action on a slot, and its time; `Deed` explains the fields."""
 
     op: int
     when: int
@@ -127,9 +127,9 @@ class NotedDeed(NamedTuple):
 
 
 def made_of(each: list[Any], x: Any) -> Any:
-    """A tuple or list of these, in the kind of x: x itself if it is one that stays as it is.
+    """A tuple or list of these, of x's type: x itself if it cannot change.
 
-    For to be the same object is what is compared first, and most often true.
+    Identity is compared first, and is usually true.
     """
     stays = type(x) is tuple and all(map(operator.is_, each, x))
     return x if stays else type(x)(each)

@@ -1,10 +1,10 @@
-"""Following a script: the i-th op of a forward does what the i-th op did when it was written.
+"""Replay of a script: the i-th op of a forward is treated as the i-th op of the recorded one.
 
-Nothing is looked up. An op is known by its place. Whether it is the one is seen by its function,
-and, where something is done, by its arguments: kinds, shapes, strides, numbers, and which storage
-of this forward a tensor lies in. That is asked before the op runs. What does not match ends the
-script: a learning context looks at the rest of the forward. What was done so far stays right, for
-it was done with the tensors of ops that did match.
+Nothing is looked up. An op is identified by its place. Its function, and, where an action follows,
+its arguments are compared with the script: kinds, shapes, strides, numbers, and the storage of this
+forward in which a tensor lies. This is done before the op runs. A mismatch ends the script: a
+learning context examines the rest of the forward. Earlier actions stay valid, because they concern
+tensors of ops that did match.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 
 
 class Token:
-    """Token whose end tells that nothing is held any more."""
+    """Token whose end shows that nothing is held any more."""
 
     __slots__ = ("__weakref__",)
 
@@ -83,7 +83,7 @@ class Places:
         self._versions = [0] * count
 
     def note(self, place: int, x: Tensor) -> None:
-        """Compare later tensors with this one by the number of this place."""
+        """Compares later tensors with this one by the number of this place."""
         if self._addresses[place]:
             _free_weak_ref(self._addresses[place])
         self._addresses[place] = x.untyped_storage()._weak_ref()
@@ -92,7 +92,7 @@ class Places:
     def has(self, place: int, x: Tensor) -> bool:
         """Return whether x lies in the storage of this place, at the same version."""
         address = self._addresses[place]
-        if not address or x.is_inference():  # which has no version that tells of a change
+        if not address or x.is_inference():  # which has no version that shows a change
             return False
         here = x.untyped_storage()._cdata == address
         return bool(here) and x._version == self._versions[place]
@@ -104,7 +104,7 @@ class Places:
 
 
 def unpack(held: Any) -> Tensor:
-    """Return the saved tensor that autograd asks for: the hook of backward."""
+    """Returns the saved tensor to autograd: the unpack hook."""
     if type(held) is Kept:
         x: Tensor = held[0]
         try:
@@ -117,7 +117,7 @@ def unpack(held: Any) -> Tensor:
 
 
 class _Again(Observing):
-    """Shows a replay, which is open already, what a function of torch's own calls inside."""
+    """Passes calls inside one of torch's own functions to a replay that is open already."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Again(Observing):
 
 
 class Replay(Observing):
-    """A context around one forward that follows `script`; a subclass says who looks at others.
+    """A context around one forward that replays `script`; a subclass examines other forwards.
 
     slots     those of this forward
     sizes     numbers of rows that its script leaves open, as its tensors have told them so far
@@ -166,7 +166,7 @@ class Replay(Observing):
         self.places = Places(0)
         self._seeds: int | None = None  # the context's count before those of this forward
         self._first_seed = self._drawn = 0
-        # Seeds of this forward, made as the first is asked for.
+        # Seeds of this forward, created when the first one is drawn.
         self._on_host: list[int] = []
         self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}
         self._given = 0  # how many inputs the checkpoints of this step have saved
@@ -192,11 +192,11 @@ class Replay(Observing):
         return self
 
     def follow(self, script: Script) -> None:
-        """Goes on by this script, of which nothing has been done."""
+        """Continues with this script, of which no action has been performed."""
         nowhere: Any = None
         if self._seeds is not None:
             self.context.give_back(self._seeds, self.script.seeds)
-        # The same noise for the same tensors, whether a forward is looked at or not.
+        # The same noise for the same tensors, whether a forward is examined or replayed.
         self._seeds = self.context.reserve(script.seeds)
         self._first_seed = self.context.first_seed() + self._seeds
         self._on_host, self._on_device = [], {}
@@ -256,7 +256,7 @@ class Replay(Observing):
         return self.saving.see(func, types, args, kwargs)
 
     def _act(self) -> Act:
-        """Return the act that comes now; behind the last one, one that no call is."""
+        """Returns the next act; after the last one, an act that matches no call."""
         act = self._acts[self._at]
         if act.inputs and act.saves is not None and self._given == len(act.saves):
             self._at, self._given = self._at + 1, 0
@@ -266,7 +266,7 @@ class Replay(Observing):
     def _other(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Act | None:
-        """Return the act of another script that is the one, if nothing has been done so far."""
+        """Returns the matching act of another script, if no action was performed so far."""
         at = self._at
         if not self._others or self._given or not all(act.is_plain for act in self._acts[:at]):
             return None
@@ -287,11 +287,11 @@ class Replay(Observing):
 
     @property
     def has_begun(self) -> bool:
-        """True if any function has been called yet, or has saved what something is done with."""
+        """True if any function was called yet, or has saved a tensor with an action."""
         return self._at > 0 or self._given > 0
 
     def _run_plain(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what saves nothing but what is kept."""
+        """Calls an op whose saved tensors are all kept."""
         outer, numel, self._is_inside = self._is_inside, self._numel, True
         try:
             return act.func(*args, **kwargs)
@@ -329,7 +329,7 @@ class Replay(Observing):
         return out
 
     def may_stand(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a node of ours may stand for the call, by more than its arguments."""
+        """Returns whether a node of ours may replace the call, by more than its arguments."""
         direct, call = step.direct, Call(step.func, args, kwargs)
         if direct is None or direct_of(call) is not direct or not may_run(call, direct):
             return False
@@ -347,7 +347,7 @@ class Replay(Observing):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a module, which may be one that runs again in backward."""
+        """Calls a module, which may be recomputed in backward."""
         if self.saving is not None:
             return self.saving.calls(module, call, args, kwargs)
         act = self._act()
@@ -359,7 +359,7 @@ class Replay(Observing):
             self._stray()
             return self._called(module, call, args, kwargs)
         self._at += 1
-        with _disabled():  # what we do is no op of the model's
+        with _disabled():  # our own calls are not ops of the model
             for late in act.before:
                 late(self)
         outer = self._holds, self._saved, self._is_inside
@@ -405,7 +405,7 @@ class Replay(Observing):
             self._numel += x.numel()
             return saving.take(x)
         with _disabled():
-            if saving is None and self._holds is not None:  # a module that runs again gets it
+            if saving is None and self._holds is not None:  # a recomputed module gets it
                 self._is_inside = True
                 try:
                     return self._pack(x)
@@ -417,13 +417,13 @@ class Replay(Observing):
             return self._input(x) if self.script.acts_between else self.kept(x)
 
     def _stray_at(self, x: Tensor) -> Any:
-        """The forward is another one, as x tells: let it be looked at."""
+        """Examines the rest of the forward, which differs from the script, as x shows."""
         self._stray()
         assert self.saving is not None
         return self.saving.take(x)
 
     def _input(self, x: Tensor) -> Any:
-        """Returns what is held of x, which no call of the model's saves."""
+        """Returns what is held of x, which no call of the model saves."""
         act, i = self._act(), self._given
         if act.inputs and act.saves is not None and act.holds is not None:
             for late in () if i else act.before:
@@ -442,7 +442,7 @@ class Replay(Observing):
 
     def kept(self, x: Tensor) -> Kept:
         """Return what is held of a tensor that is only kept."""
-        alone = x if x.is_leaf else x.detach()  # to ask for `grad_fn` makes an object
+        alone = x if x.is_leaf else x.detach()  # reading `grad_fn` creates an object
         return Kept((alone, 0 if x.is_inference() else x._version, self._token))
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
@@ -486,11 +486,11 @@ class Replay(Observing):
         return self._at / max(len(self.script.steps), 1)
 
     def look(self) -> Saving:
-        """Returns the context that looks at what is left of a forward that is another one."""
+        """Returns the context that examines the rest of a forward that differs from its script."""
         raise NotImplementedError
 
     def _stray(self) -> None:
-        """Looks at the rest of a forward that is another one than the script's."""
+        """Examines the rest of a forward that differs from its script."""
         if self.saving is None:
             self.strayed = True
             assert self._seeds is not None

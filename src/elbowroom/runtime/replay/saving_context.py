@@ -1,9 +1,9 @@
-"""The context of `er.saving` and `er.following`: it looks at the first step, and follows it then.
+"""The context of `er.saving` and `er.following`: it examines the first step, and then replays it.
 
-A context lasts for one step, so what was learned is kept by its settings, in the process. It is not
-known beforehand what the step will run. So the script that was followed last is begun with; as long
-as nothing has been done, another one that begins alike may take its place, and if even the first
-function that is called is none's, the step is looked at and written down.
+A context lasts for one step, so scripts are cached in the process, by the context's settings. It is
+unknown beforehand what the step will run. So the step begins with the script that was replayed
+last; as long as no action was performed, another script with the same beginning may take its place,
+and if the first function that is called matches no script, the step is examined and recorded.
 
 A script refers to the parameters that ops were given. It is forgotten with the modules they are of.
 """
@@ -34,14 +34,14 @@ from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script, state_of_torch
 from elbowroom.units import show_nbytes
 
-_MOST_SETTINGS = 16  # whose scripts are known at a time
+_MOST_SETTINGS = 16  # settings whose scripts are cached at a time
 _MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
 _MOST_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
 _MANY = 4  # scripts, each of which may be of another length
 _MOST_LEFT = 4  # scripts that a step has left, and that the next one may share
 _MOST_GENERAL = 16  # times that two scripts become one
 _MOST_PARTS = 3  # of a step that opens the same context several times
-_LOOKS_AGAIN = 256  # steps that follow, until one is looked at all the same
+_LOOKS_AGAIN = 256  # replayed steps after which one is examined again
 
 
 class Scripts:
@@ -59,15 +59,15 @@ class Scripts:
         self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
 
     def begin(self) -> tuple[Script, ...]:
-        """Begins a step; returns the scripts that it may follow.
+        """Begins a step; returns the scripts that it may replay.
 
-        If there are none, the step is looked at.
+        If there are none, the step is examined.
         """
         with self._lock:
             if not self._scripts:
                 return ()
             self._followed += 1
-            if self._followed % _LOOKS_AGAIN == 0:  # what no guard sees would go on for ever
+            if self._followed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
                 self._unwritten = _MOST_UNWRITTEN
                 self._general = _MOST_GENERAL
                 self._scripts.clear()
@@ -79,30 +79,30 @@ class Scripts:
     def calls_nothing_compiled(self) -> bool:
         """True if no module that is called is compiled, as far as is known.
 
-        To see each call of a module takes a tenth of a step of 60 ms: Python forgets what it knew
-        of the attributes of all modules' classes.
+        Intercepting each call of a module takes a tenth of a step of 60 ms: Python invalidates its
+        attribute caches of all modules' classes.
         """
         known = self._none_called_of
         return not self._calls_compiled and known is not None and known == compilations()
 
     def has_seen_calls(self, *, compiled: bool) -> None:
-        """The calls of a step were seen. compiled: whether one was of a compiled module."""
+        """Notes that a step's calls were intercepted. compiled: one was of a compiled module."""
         self._calls_compiled |= compiled
         self._none_called_of = compilations()
 
     @property
     def wanted(self) -> bool:
-        """True if a step that is looked at should be written down."""
+        """True if an examined step should be recorded as a script."""
         return self._unwritten > 0
 
     def was_followed(self, script: Script) -> None:
-        """Notes that a step has followed a script to its end."""
+        """Notes that a step has replayed a script to its end."""
         with self._lock:
             if any(one is script for one in self._scripts[1:]):
                 self._scripts[:] = [script, *(one for one in self._scripts if one is not script)]
 
     def forget(self, script: Script) -> None:
-        """Forgets a script: a step was another one, and had done something when that was seen."""
+        """Forgets a script from which a step differed after an action."""
         with self._lock:
             self._unwritten -= 1
             self._scripts[:] = [one for one in self._scripts if one is not script]
@@ -111,7 +111,7 @@ class Scripts:
                 self._remove(self._left[0])
 
     def add(self, scribe: Scribe, modules: Iterable[nn.Module]) -> None:
-        """Adds a step that was written down, or could not be. modules: those that it has called."""
+        """Adds a step that was recorded, or could not be. modules: those that it has called."""
         script = scribe.script
         owners = None if script is None else _owners_of(script.parameters, modules)
         with self._lock:
@@ -161,7 +161,7 @@ class Scripts:
 def _owners_of(
     parameters: tuple[nn.Parameter, ...], modules: Iterable[nn.Module]
 ) -> list[nn.Module] | None:
-    """Returns modules that hold all of these; None: one is of no module that was called."""
+    """Returns modules that hold all of these; None: one belongs to no module that was called."""
     wanted, owners = {id(p) for p in parameters}, []
     for module in modules:
         own = {id(p) for p in module.parameters()} & wanted
@@ -187,7 +187,7 @@ class Identical:
 
 
 def forget_all() -> None:
-    """Forget what is known of any setting."""
+    """Forgets the scripts of all settings."""
     with _lock:
         _known.clear()
 
@@ -197,7 +197,7 @@ _lock = threading.Lock()
 
 
 def scripts_of(*setting: Hashable) -> Scripts:
-    """Returns what the process knows of steps with these settings."""
+    """Returns the scripts of steps with these settings in this process."""
     with _lock:
         scripts = _known.pop(setting, None) or Scripts()
         _known[setting] = scripts  # as the last one
@@ -222,7 +222,7 @@ class SavingContext:
         warns: bool = False,
         graphs: GraphForm | None = None,
     ) -> None:
-        """make: gives what looks at a step. setting: by which steps are known; None: none is.
+        """make: returns the context that examines a step.
 
         warns: whether to say so if nothing could be changed. graphs: the policy inside of compiled
         modules; None: these run eagerly
@@ -233,11 +233,11 @@ class SavingContext:
         self._opened = ExitStack()
         self._parts: list[Saving | Following] = []  # whose graphs are there
         self._is_open = False
-        self._compiled: list[str] | None = None  # modules that were called; None: nobody looks
+        self._compiled: list[str] | None = None  # that were called; None: not intercepted
 
     @property
     def policy(self) -> Policy:
-        """Policy that decides about each tensor of a step that is looked at."""
+        """Policy that decides about each tensor of an examined step."""
         return self._make(None).policy
 
     @property
@@ -250,7 +250,7 @@ class SavingContext:
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            return self  # part of somebody's compiled region: not covered
+            return self  # part of a compiled region of the user: not covered
         if self._is_open:
             raise PlanError(
                 "this saving context is open already; make another one for a nested or second use, "

@@ -1,11 +1,11 @@
-"""Writing a script: a learning context tells what it does, op by op, and it is noted.
+"""Recording of a script: a learning context reports its actions, op by op, and they are noted.
 
-When the forward has ended, a `Writer` puts the script together. What a checkpoint of the user's
-saves is no call's. It stands between two of them, as a step without arguments; calls inside the
-checkpoint are guarded where it depends on their arguments whether its inputs may be codes.
+When the forward has ended, a `Writer` assembles the script. Tensors that a checkpoint of the user
+saves belong to no call. They are noted between two calls, as a step without arguments; calls inside
+the checkpoint are guarded where their arguments decide whether its inputs may be codes.
 
-A forward that does what no script can say (it climbed) has none, and the next ones are looked at,
-too.
+A forward with an action that no script can express (it climbed) has no script, and the next ones
+are examined, too.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ _NOTHING = Geometry((), (), 0)  # of what is only kept
 
 
 class Scribe(Listener):
-    """Listener that is told of one forward by its learning context, and writes its script.
+    """Listener that records one forward of a learning context, and writes its script.
 
     script        once that has ended; None: there is none
     why           there is none; once: of this forward, but maybe of the next
     """
 
     def __init__(self, *, selects: bool = False) -> None:
-        """selects: what the first op is given tells this forward from others, if nothing else."""
+        """selects: the arguments of the first op distinguish this forward from others."""
         self.script: Script | None = None
         self.why, self.once = "", False
         self._ops: list[NotedOp] = []
         self._stack: list[int] = []
-        self._inputs: int | None = None  # the op that stands for what is saved between two
+        self._inputs: int | None = None  # the op that represents tensors saved between two calls
         self._when = BEFORE
         self._done: list[NotedDeed] = []
         self._seeds_before = 0
@@ -84,7 +84,7 @@ class Scribe(Listener):
         self._makers: Makers = {}
         self._state = state_of_torch()
 
-    # --- What a context tells
+    # --- Events of a context
 
     def starts(self, ledger: Ledger, seeds: int) -> None:
         """Begins the record of a forward.
@@ -94,7 +94,7 @@ class Scribe(Listener):
         self._mark, self._seeds_before = ledger.mark(), seeds
 
     def refuse(self, why: str, *, once: bool = False) -> None:
-        """Notes that there is no script of this forward. once: there may be one of the next."""
+        """Notes that this forward has no script. once: the next one may have one."""
         self.once = once and (self.once or not self.why)
         self.why = self.why or why
         self._ops, self._stack, self._done, self._makers = [], [], [], {}
@@ -120,7 +120,7 @@ class Scribe(Listener):
             self._ops[self._stack[-1]].compared = True
 
     def saves_between(self, *, of_checkpoint: bool) -> None:
-        """Records that something is saved between two calls: those in a row are one op."""
+        """Records that a tensor is saved between two calls: consecutive ones form one op."""
         name = CHECKPOINT if of_checkpoint else ""
         if self.why or (self._inputs is not None and self._ops[self._inputs].name == name):
             return
@@ -131,7 +131,7 @@ class Scribe(Listener):
         self._inputs, self._when = len(self._ops) - 1, BEFORE
 
     def leaves(self) -> None:
-        """Records that the forward has ended; what waits for that is decided on."""
+        """Records the end of the forward; the tensors that wait for it are decided on."""
         self._inputs = None
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
@@ -146,11 +146,11 @@ class Scribe(Listener):
         self._when = AT_SAVE
 
     def ends(self) -> None:
-        """Records that the call has run; now it is decided on what waited for that."""
+        """Records that the call has run; now the tensors that waited for it are decided on."""
         self._when = AFTER
 
     def makes(self, origin: Origin) -> None:
-        """Records that the call has made something of this origin, which may have a recipe."""
+        """Records a result of the call with its origin, which may have a recipe."""
         recipe = origin.recipe
         if recipe is not None and self._stack:
             known = self._makers.get(id(recipe.op))
@@ -173,7 +173,7 @@ class Scribe(Listener):
         self._when = AT_SAVE if self._stack else BEFORE
 
     def begins_region(self, module: nn.Module) -> None:
-        """Records that a call begins of a module that runs again in backward."""
+        """Records that a call of a recomputed module begins."""
         if self.why:
             return
         self._ops.append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
@@ -181,7 +181,7 @@ class Scribe(Listener):
         self._when, self._inputs = BEFORE, None
 
     def saves(self) -> None:
-        """Records that inputs of a module that runs again, or what is between, are saved now."""
+        """Records that inputs of a recomputed module, or tensors between calls, are saved now."""
         self._when = AT_SAVE
 
     def region_saved(self) -> None:
@@ -226,11 +226,11 @@ class Scribe(Listener):
         covers: bool = False,
         drawn: int = 0,
     ) -> None:
-        """Records that something is done with a slot."""
+        """Records an action on a slot."""
         if self.why:
             return
         what = name, need, action, bits, covers, drawn - self._seeds_before
-        kept = None if ready is None else weakref.ref(ready)  # its slots must be free to die
+        kept = None if ready is None else weakref.ref(ready)  # its slots must not be kept alive
         where = None if norm is None else self._where(norm)
         at, when, save = self._stack[-1] if self._stack else self._inputs, self._when, 0
         if at is None:
@@ -287,7 +287,7 @@ class Scribe(Listener):
     # --- What comes of it
 
     def finish(self, ledger: Ledger, seeds: int, calls: Calls) -> None:
-        """Writes the script, if there is one: the forward has ended, and its graph is still there.
+        """Writes the script, if there is one, after the forward, while its graph exists.
 
         ledger, seeds: those that it has started with; calls: of outermost modules in this step
         """

@@ -1,8 +1,8 @@
-"""Script of a settled forward, op by op: the scribe writes it, and `Replay` follows it.
+"""Script of a settled forward, op by op: the scribe writes it, and `Replay` replays it.
 
-    Step      one call from Python to torch: what must be true of it, and what it saves
+    Step      one call from Python to torch: its guards, and what it saves
     Save      one tensor that an op saves: its geometry, and the slot that it goes to
-    Deed      what a slot is given, and when: as it is saved, or before or after an op has run
+    Deed      the value that a slot gets, and when: as it is saved, or before or after an op has run
     Ref       a tensor of this forward that a recipe or a code reads: a statistic, as it was saved
 
 A script is made of numbers. It holds no tensor of the step that it was written from; of the model
@@ -103,7 +103,7 @@ class Remade:
 class Deed:
     """Action on one slot in a settled forward, and all that it takes.
 
-    action  None: a later op tells
+    action  None: a later op decides
     bits    the op whose mask is taken of the tensor; "": none is
     covers  whether the op that saves it made all of its storage
     mask    the slot whose bits an encoding takes; NOWHERE: none
@@ -138,7 +138,7 @@ class Deed:
 class Save(NamedTuple):
     """One tensor that an op saves.
 
-    slot    NOWHERE: it is kept, and nobody asks what it is
+    slot    NOWHERE: it is kept, and and its value is not used
     fresh   no op before has saved this slot
     whole   of its storage; nbytes: that has so many; NOWHERE: as many as `whole` takes
     deed    done at once
@@ -219,14 +219,14 @@ class Step:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if nothing is done in this step: its calls are only compared with it."""
+        """True if this step has no action: calls are only compared with it."""
         acts = self.before or self.after or self.copies or self.place != NOWHERE
         special = self.opens or self.module is not None
         return self.saves is None and self.args is None and not (acts or special)
 
     @property
     def acts(self) -> bool:
-        """True if something is done with what it saves, or noted of it."""
+        """True if its saved tensors have actions, or are noted."""
         return bool(self.before or self.after or any(self.saves or ()))
 
 
@@ -236,7 +236,7 @@ class Script:
 
     slots, noted, places  how many there are
     last          deeds to be done as the forward ends
-    counts        what its ledger came to; of slots that are acted on, by their numbers
+    counts        final figures of its ledger; of slots that are acted on, by their numbers
     calls         of outermost modules in this step, at the end of it: the next forward's names go
                   on from there
     sizes         how many numbers of its geometries are others in each forward (`generalize.py`)
@@ -262,7 +262,7 @@ class Script:
 
     @cached_property
     def compiled(self) -> Compiled:
-        """The functions that a forward is followed by."""
+        """The functions that replay a forward."""
         from elbowroom.runtime.replay.compiled import Compiled
 
         return Compiled(self.steps, self.last)
@@ -285,12 +285,12 @@ class Script:
 
     @cached_property
     def recomputes(self) -> bool:
-        """True if modules run again in backward."""
+        """True if modules are recomputed in backward."""
         return any(step.module is not None for step in self.steps)
 
     @cached_property
     def acts_between(self) -> bool:
-        """True if what is saved between two calls is looked at."""
+        """True if tensors that are saved between two calls have actions."""
         return any(step.inputs for step in self.steps)
 
     @cached_property
@@ -317,7 +317,7 @@ def _parameters_in(x: Any) -> Iterator[nn.Parameter]:
 
 
 def state_of_torch() -> tuple[Any, ...]:
-    """Returns the settings that kernels depend on, and that no argument tells of."""
+    """Returns the settings that kernels depend on, and that are not arguments."""
     return (
         *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
         *(torch.get_autocast_dtype(device) for device in ("cpu", "cuda")),

@@ -1,11 +1,11 @@
-"""Putting a script together from what the scribe has noted.
+"""Assembly of a script from the scribe's notes.
 
-Only what is done matters. A tensor that is kept needs no slot, and an op all of whose tensors are
-kept needs no guard. What is guarded follows from what is done:
+Only actions matter. A tensor that is kept needs no slot, and an op all of whose tensors are kept
+needs no guard. The actions determine the guards:
 
     an op that saves something that is acted on    its arguments
-    an op whose result is made again               its arguments, and where its operands come from
-    an op that such an operand comes from          its output: others are compared with it
+    an op whose result is rebuilt               its arguments, and where its operands come from an
+    op that such an operand comes from          its output: others are compared with it
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from elbowroom.runtime.storage import version_of
 
 
 class Writer:
-    """Writer that puts a script together from what was told."""
+    """Writer that assembles a script from notes."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Writer:
         self._places: dict[Place, int] = {}
         self._guarded: set[int] = set()  # ops whose arguments are compared
         self._sourced: set[int] = set()  # ops whose operands are compared, too
-        self._compared: set[int] = set()  # ops whose arguments tell this forward from others
+        self._compared: set[int] = set()  # ops whose arguments distinguish this forward from others
         self._fixed: set[tuple[int, int]] = set()  # where the parameters lie that recipes read
         self._views: dict[tuple[int, int], View | Seen] = {}
         self._first: dict[int, tuple[int, int]] = {}  # of a slot: where it is saved first
@@ -82,7 +82,7 @@ class Writer:
         self._compared_at: dict[Place, int] = {}  # the first op whose operands are compared with it
 
     def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
-        """Returns all of it. since: what the ledger had come to as the forward began.
+        """Returns the script. since: figures of the ledger as the forward began.
 
         numel: elements that no op has saved
         """
@@ -118,7 +118,7 @@ class Writer:
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
     def _deeds(self) -> list[tuple[NotedDeed, Deed]]:
-        """Returns what is done with slots that are not just kept, and with their sources."""
+        """Returns the actions on slots that are not just kept, and on their sources."""
         of_slot: dict[int, list[tuple[int, NotedDeed, Slot]]] = {}
         for order, (one, slot) in enumerate(self._done):
             if type(slot.value) is KeepHandle and slot.bits is None:
@@ -153,9 +153,10 @@ class Writer:
         return bool(deed.bits) and is_brought and at_first and deed.slot not in read
 
     def _check_order(self, at: int, deed: Deed) -> None:
-        """Checks that no op `at` makes something of what is saved later. Raises Unwritable.
+        """Checks that no op `at` uses a tensor that is saved later.
 
-        It was saved before, too, but by no op that is seen: as the input of the user's checkpoint.
+        Raises Unwritable. Such a tensor was saved before by an unseen op: as the input of the
+        user's checkpoint.
         """
         numbers = [deed.mask]
         for remade in deed.remade or ():
@@ -168,8 +169,8 @@ class Writer:
     def _check_raw(self) -> None:
         """Raise OnceUnwritable where readers took for exact what is a code in other forwards.
 
-        A lossy codec holds a tensor raw that has a NaN or an Inf. What reads it after the first, or
-        is made of it, may have asked for more than the code gives.
+        A lossy codec holds a tensor with a NaN or an Inf raw. Later readers of it or of its results
+        may need more accuracy than the code has.
         """
         read = Counter(id(view.slot) for view in self._views.values())
         for slot in self._slots:
@@ -265,7 +266,7 @@ class Writer:
         return Ref(self._noted.setdefault(at, len(self._noted)), geometry)
 
     def _close_sources(self) -> None:
-        """Compare the operands of ops that make what a compared op reads, and so on."""
+        """Compares the operands of ops that compute the inputs of a compared op, and so on."""
         waiting = list(self._sourced)
         while waiting:
             at = waiting.pop()
@@ -382,7 +383,7 @@ class Writer:
         )
 
     def _codes_any(self, at: int, op: NotedOp) -> bool:
-        """Returns whether anything that an op saves may be held otherwise than as it is."""
+        """Returns whether any saved tensor of an op may be held in another form."""
         views = [self._views.get((at, i)) for i, one in enumerate(op.saves) if one.held is not None]
         return any(
             v is None or type(v.slot.value) not in (KeepHandle, OffloadHandle) for v in views

@@ -1,4 +1,4 @@
-"""The seam: a tier takes bytes, and gives a ticket to fetch them with."""
+"""The interface of tiers: a tier takes bytes, and returns a ticket to fetch them with."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -14,7 +14,7 @@ class Arrival(Protocol):
         ...
 
     def drop(self) -> None:
-        """Lets go of memory that nobody will read, which may be taken by what runs next.
+        """Releases memory that will not be read, which may be reused immediately.
 
         It may be called anywhere, and never waits.
         """
@@ -44,7 +44,7 @@ class Ticket(Protocol):
         ...
 
     def drop(self) -> None:
-        """Frees the bytes, which nobody will ask for any more.
+        """Frees the bytes, which will not be requested any more.
 
         It may be called anywhere, and never waits.
         """
@@ -68,5 +68,5 @@ class Tier(Protocol):
         ...
 
     def say_trouble(self) -> None:
-        """Warns of what went wrong since the last time, if anything did."""
+        """Warns of failures since the last call, if there were any."""
         ...

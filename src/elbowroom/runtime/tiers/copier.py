@@ -1,18 +1,18 @@
-"""Copies between a device and the host, and when they are done: the seam of the host tier.
+"""Copies between a device and the host, and their completion: the interface of the host tier.
 
 On CUDA they run on a stream of their own, beside the computation:
 
-1. The compute stream is asked for before the side stream is entered; asked for inside, it is the
-   side stream, and nobody waits for anybody.
-2. The side stream waits for the compute stream first: what is copied out has been computed by then,
-   and the memory that is copied into is free of what came before.
+1. The compute stream is determined before the side stream is entered; inside, the current stream is
+   the side stream, which would wait for itself.
+2. The side stream waits for the compute stream first: by then the tensor to copy was computed, and
+   the target memory is no longer used by earlier work.
 3. Events order everything; `record_stream` is used only where a tensor is read on another stream
    than the one that its memory belongs to (it delays and fragments).
-4. All copies of a device share one side stream: a part of a slab that is filled again is filled
-   after it was read.
-5. Memory that is let go may be taken at once by the stream that it belongs to, which need not be
-   the current one: a program may compute on several, and a handle may die anywhere. So it is that
-   stream that is told to wait.
+4. All copies of a device share one side stream: a part of a slab is refilled only after it was
+   read.
+5. Released memory may be reused immediately by the stream that it belongs to, which need not be the
+   current one: a program may compute on several, and a handle may be freed anywhere. So that stream
+   has to wait.
 """
 
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ class Copy(Protocol):
         ...
 
     def let_go(self) -> None:
-        """Lets the memory of the device be taken by who comes after the copy. It does not wait."""
+        """Allows reuse of the device's memory after the copy. It does not wait."""
         ...
 
     def wait(self) -> None:
@@ -43,16 +43,16 @@ class Copy(Protocol):
 
 
 class Copier(Protocol):
-    """Interface of what copies to and from one device."""
+    """Interface of a copier to and from one device."""
 
     def home(self) -> Any:
-        """Returns the stream that memory belongs to which is taken now."""
+        """Returns the stream to which memory belongs that is allocated now."""
         ...
 
     def copy(self, source: Tensor, into: Tensor, home: Any = None) -> Copy:
-        """Begins to copy flat bytes, after all that the current stream was asked for so far.
+        """Begins to copy flat bytes, after all work of the current stream so far.
 
-        home: what the memory of the device belongs to, and waits for, too; None: current stream
+        home: the stream that owns the memory of the device, which waits, too; None: current stream
         """
         ...
 

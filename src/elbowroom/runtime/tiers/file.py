@@ -3,19 +3,20 @@
     put:    window -> extent -> a worker writes, with a checksum -> a later `put` lets it go
     fetch:  a worker reads into memory of the caller's, and compares the checksum
 
-1. While a write is on its way, the ticket holds the tensor, and `source` gives it: what backward
-   asks for at once is never read back. It is let go by the thread that puts, not by a worker, whose
+1. During a write, the ticket holds the tensor, and `source` returns it: a tensor that backward
+   needs early is never read back. It is released by the thread that puts, not by a worker, whose
    frees torch's profiler does not see (so `er.peak` would count them as held).
-2. A write that fails keeps its tensor in memory: nothing is lost, it is said once, and nothing more
-   is put until all that is there has been dropped.
-3. `drop` may come from `__del__`, anywhere: it takes no lock that its own thread may hold. What
-   only one may do (write or cancel, free an extent) goes to who pops a token from a list.
+2. If a write fails, its tensor stays in memory: nothing is lost, this is logged once, and nothing
+   more is put until all present bytes have been dropped.
+3. `drop` may come from `__del__`, anywhere: it takes no lock that its own thread may hold. An
+   action that must happen once (write or cancel, free an extent) is taken by the thread that pops a
+   token from a list.
 4. A forked child reads the parent's extents by itself, and frees none. Its own go to a new file.
 5. An empty file is truncated: the disk space is free between steps, and pages that the system has
    not written yet never reach the disk.
 
-The system's page cache lies between: what was written is in memory that the system takes back when
-somebody needs it, and reading it again mostly costs a copy.
+Written bytes first stay in the system's page cache, which the system reclaims when memory is
+needed; until then reading them again costs a copy.
 """
 
 import os
@@ -55,7 +56,7 @@ class FileTier:
         self._dropped: deque[tuple[int, int]] = deque()
         self._written: deque[FileTicket] = deque()
         self._trouble = ""
-        self._untold: str | None = ""  # None: it was said; once is enough
+        self._untold: str | None = ""  # None: it was logged already
         if unlinked.is_in_memory(self.descriptor):
             warnings.warn(
                 f"offload: '{directory}' lies in memory (tmpfs): what is moved there frees none. "
@@ -78,7 +79,7 @@ class FileTier:
         return self._trouble
 
     def put(self, flat: Tensor, before: Callable[[], None] | None = None) -> "FileTicket":
-        """before: what a worker does first, such as waiting until `flat` is filled."""
+        """before: the worker's first action, such as waiting until `flat` is filled."""
         WORKERS.start()
         nbytes = flat.numel()
         self._let_go()
@@ -99,7 +100,7 @@ class FileTier:
         self._let_go()
 
     def written(self, ticket: "FileTicket") -> None:
-        """Notes that a ticket was written, so that it may be let go. Called by a worker."""
+        """Notes that a ticket was written; its tensor may be released. Called by a worker."""
         self._written.append(ticket)
 
     def _let_go(self) -> None:
@@ -129,7 +130,7 @@ class FileTier:
         self._collect()
 
     def _collect(self) -> None:
-        """Free what was dropped. Who finds the lock taken leaves it to who has it."""
+        """Frees what was dropped. A thread that finds the lock taken leaves this to its owner."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
@@ -177,7 +178,7 @@ class FileTicket:
                 before()
             with CLOCK.moving(self._nbytes):
                 self._checksum = unlinked.write(self._tier.descriptor, self.source, self._offset)
-        except Exception as error:  # whatever it is: nobody else would hear of it
+        except Exception as error:  # any exception: it would be lost otherwise
             self._tier.failed(error, self._nbytes)
             self._free()
         else:
@@ -185,10 +186,10 @@ class FileTicket:
             self._tier.written(self)
         if self._is_dropped:
             self._release()
-        self._tier.window.leave(self._nbytes)  # last: who waits for an empty window finds all freed
+        self._tier.window.leave(self._nbytes)  # last: all is freed once the window is empty
 
     def let_go(self) -> None:
-        """Lets go of the tensor, which is written."""
+        """Releases the tensor, which is written."""
         self.source = None
         call = self._call  # dropping forgets it, at any time
         if call is not None:
@@ -247,7 +248,7 @@ class Reading:
         """Reads the bytes, as a worker's job."""
         try:
             self._read()
-        except Exception as error:  # who waits hears of it
+        except Exception as error:  # re-raised by the waiting thread
             self._error = error.with_traceback(None)  # its frames hold memory
         self._done.set()
 

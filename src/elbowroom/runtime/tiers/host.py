@@ -1,11 +1,11 @@
 """The host tier: from a GPU to pinned host memory and back, beside the computation.
 
-    put:    a part of a slab -> copy on the side stream -> once it is done, the tensor is let go
-    fetch:  copy back on the side stream -> the compute stream is told to wait for it
+    put:    a part of a slab -> copy on the side stream -> once it is done, the tensor is released
+    fetch:  copy back on the side stream -> the compute stream waits for it
 
-No thread waits. A tensor is let go at a later `put` or `source`, when its copy is found done; where
-too much is on its way, the compute stream is told to wait for the oldest copy, and then the tensor
-may go at once: whatever takes its memory comes after.
+No thread waits. A tensor is released at a later `put` or `source`, when its copy is found done; if
+too much is on its way, the compute stream waits for the oldest copy, and the tensor may be released
+immediately: its memory is reused only after the copy.
 """
 
 import os
@@ -51,7 +51,7 @@ class HostTier:
         self._collect()
 
     def _let_go(self) -> None:
-        """Lets go of what is away, and of the oldest where too much is on its way."""
+        """Releases tensors that are away, and the oldest if too much is on its way."""
         while self._leaving:
             sizes = [ticket.nbytes for ticket in self._leaving]
             oldest = self._leaving[0]
@@ -91,7 +91,7 @@ class HostTicket:
         return flat
 
     def let_go_if_done(self) -> bool:
-        """Lets go of the tensor if its copy is done; returns whether it is away."""
+        """Releases the tensor if its copy is done; returns whether it is away."""
         if self._flat is not None:
             if not self._copy.is_done():
                 return False
@@ -99,7 +99,7 @@ class HostTicket:
         return True
 
     def let_go_in_order(self) -> None:
-        """Lets go before the copy is done: what takes the memory comes after it."""
+        """Releases the tensor before the copy is done: its memory is reused only afterwards."""
         self._copy.let_go()
         self._let_go()
 
@@ -138,4 +138,4 @@ class HostArrival:
         self._copy.order(self._into)
 
     def drop(self) -> None:
-        self._copy.let_go()  # else the copy could overwrite what is put there next
+        self._copy.let_go()  # else the copy could overwrite bytes that are put there next

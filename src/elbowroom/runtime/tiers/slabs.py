@@ -1,8 +1,8 @@
 """Host memory for offloaded bytes: a few large pinned pieces, cut into parts.
 
 Pinning is slow (about 3 ms a call) and rounds up to powers of two, so it is done in slabs, kept and
-used again. Pinned memory is scarce: beyond its budget, or where the system gives no more, slabs are
-pageable (slower, and the copies no longer run beside the computation), and it is said once.
+used again. Pinned memory is scarce: beyond its budget, or if the system has no more, slabs are
+pageable (slower, and copies no longer overlap with computation), and this is logged once.
 """
 
 import warnings
@@ -115,7 +115,7 @@ class Slabs:
                 return self._pin(size)
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
-                self.budget_nbytes = self.pinned_nbytes  # the system's limit: not asked again
+                self.budget_nbytes = self.pinned_nbytes  # the system's limit: not tried again
         if self._untold == "":
             self._untold = (
                 f"offload: no more pinned memory after {show_nbytes(self.pinned_nbytes)} ({why}). "

@@ -3,8 +3,8 @@
     put:    copy to the host; a worker waits for it, and writes
     fetch:  a worker reads; then copy to the device
 
-The host memory is torch's own pinned cache, which does not hand a block out again before the copies
-that use it are done. No more of it is in use than the windows let through.
+The host memory is torch's own pinned cache, which does not reuse a block before the copies that use
+it are done. The windows limit the memory in use.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class StagedArrival:
         self._copier.copy(self._host, self._into, self._home).order(self._into)
 
     def drop(self) -> None:
-        """Lets go of the read: no copy has begun.
+        """Drops the read: no copy has begun.
 
         The worker holds the memory that it reads into.
         """
@@ -98,5 +98,5 @@ class StagedArrival:
 def _pinned(nbytes: int) -> Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # the system gives no more: slower, and as good
+    except RuntimeError:  # no pinned memory is left: slower, with the same result
         return torch.empty(nbytes, dtype=torch.uint8)

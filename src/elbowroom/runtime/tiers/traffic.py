@@ -1,8 +1,8 @@
-"""Share of the time of offloaded tensors on their way that is hidden behind computing.
+"""Share of the transfer time of offloaded tensors that is hidden behind computation.
 
     moved   seconds that workers spend writing and reading
-    waited  seconds that a thread that computes stands still for them: before `put`, because too
-            much is on its way out, and in `wait`, because what it reads is not back yet
+    waited  seconds that a computing thread waits for them: before `put`, because too much is on its
+            way out, and in `wait`, because what it reads is not back yet
     hidden  (moved - waited) / moved, at least 0
 
 Counted for the process, over all tiers that write to a file; take the difference of two `now()`.
@@ -32,7 +32,7 @@ class Traffic:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """The share of the moving that nobody waited for; None: nothing moved."""
+        """The share of the transfer time without waiting; None: nothing moved."""
         if self.moved_s <= 0:
             return None
         return max(0.0, 1 - self.waited_s / self.moved_s)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 
-_WORTH_BITS = 1 << 16  # weights: to draw as many takes as long as to see the ops of the math path
+_WORTH_BITS = 1 << 16  # weights: drawing fewer is faster than intercepting the ops of the math path
 _DIVIDES = (torch.ops.aten.div_.Tensor, torch.ops.aten.div_.Scalar)
 
 
@@ -71,8 +71,8 @@ class _Random(Drawn):
 class Bits(Drawn):
     """Random numbers of dropout held as one bit an element.
 
-    To draw takes a third of attention's time on a CPU. The math path draws by one call of
-    `bernoulli_`, which is told what to give the second time.
+    Drawing takes a third of attention's time on a CPU. The math path draws by one call of
+    `bernoulli_`, which is replaced in the second run.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def _fill(x: Tensor, bits: Tensor) -> None:
 class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs `instead`(the call) for each `bernoulli_`.
 
-    changed  is told of each other op that changes a tensor in place, and of its arguments
+    changed  is called for each other op that changes a tensor in place, with its arguments
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dropout's backward with one matrix of weights less at each of its two largest moments.
 
-    The mask waits as bits, not as floats, while the gradient of the dropped weights is made; then
-    that gradient, which nobody else has, is multiplied by the mask in place. The values are those
+    The mask is held as bits, not as floats, while the gradient of the dropped weights is computed;
+    then that gradient, which is private, is multiplied by the mask in place. The values are those
     of torch's own ops, so the bits are, too. Entered around backward.
 
     bits  what was drawn
@@ -147,7 +147,7 @@ class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bits = bits
         self._scales: list[Any] = []  # by which the drawn ones are divided
         self._at: int | None = None  # the address of the mask, as long as forward runs
-        self._mask: Tensor | None = None  # as it was restored
+        self._mask: Tensor | None = None  # the restored mask
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Context around forward, in which it draws what was drawn before."""
@@ -159,7 +159,7 @@ class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at = mask.data_ptr() if mask.is_contiguous() else None
 
     def _changed(self, func: Any, x: Tensor, *rest: Any) -> None:
-        """Notes what the mask is divided by; one that is changed otherwise is held as it is."""
+        """Notes the divisor of the mask; a mask that is changed otherwise is held as it is."""
         if x.data_ptr() != self._at:
             return
         if func in _DIVIDES and len(rest) == 1:
@@ -168,9 +168,9 @@ class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._at = None
 
     def pack(self, x: Tensor) -> Any:
-        """Holds a saved tensor; of the mask, what it is made again from."""
+        """Holds a saved tensor; for the mask, it holds what rebuilds it."""
         if x.data_ptr() == self._at and x.is_contiguous():
-            self._at = None  # from here on another tensor may lie there
+            self._at = None  # from here on another tensor may have this address
             return x.shape, x.dtype, x.device
         return x.detach()
 
@@ -198,7 +198,7 @@ class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def drawn_for(q: Tensor, k: Tensor, dropout_p: float, *, is_math: bool) -> Drawn:
     """Returns the object that draws the random numbers of one run.
 
-    is_math: it takes no fused kernel
+    is_math: it runs without a fused kernel
     """
     if not dropout_p:
         return Drawn()

@@ -1,4 +1,4 @@
-"""How fine a code of q, k and v must be for attention that runs again from it.
+"""How fine a code of q, k and v must be for attention that is recomputed from it.
 
 By the error of a logit for q and k, by the spread over tokens for v (`plan/precision_floor.py`).
 """
@@ -31,7 +31,7 @@ def attention_reading(
     Also notes how many levels a code must have (`Call.levels`).
 
     reading  how it would be read otherwise
-    looks    whether to look at values, on a CPU: x may become a code
+    looks    whether to read values, on a CPU: x may become a code
     """
     roles = tolerant_arguments(x, call)
     call.levels = _levels_of(roles, call, looks=looks)
@@ -49,9 +49,10 @@ def attention_reading(
 
 
 def as_node(site: Site, x: Tensor, call: Call) -> Site:
-    """Returns the site as it will be where the node stands; this step is written down without it.
+    """Returns the site as it will be with our node; this step is profiled without it.
 
-    The output, which fused attention saves, is then saved by what reads it alone: any code does.
+    The output, which fused attention saves, is then saved by its reader alone, so that any code
+    suffices.
     """
     if call.reruns or call.levels is None or site.need is not Need.EXACT:
         return site
@@ -72,9 +73,9 @@ def as_node(site: Site, x: Tensor, call: Call) -> Site:
 def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None:
     """The fewest levels for a code of what attention saves; None: no code is fine enough.
 
-    By values on a CPU, where looking is cheap. On a GPU, where it would make the host wait, and for
-    stand-ins, q and k get the most: enough for a standard deviation of 5.5. v gets twice what it
-    needs where no channel stands out: enough for one that is off by 14 standard deviations.
+    On a CPU it reads values, which is cheap there. On a GPU, where the host would have to wait, and
+    for stand-ins, q and k get the most levels: enough for a standard deviation of 5.5. v gets twice
+    what it needs where no channel stands out: enough for one that is off by 14 standard deviations.
 
     roles  which arguments it is
     """

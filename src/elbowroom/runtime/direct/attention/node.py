@@ -1,23 +1,24 @@
-"""Attention that runs again in backward, from what is held of q, k and v.
+"""Attention that is recomputed in backward, from what is held of q, k and v.
 
     forward    out = attention(q, k, v, mask); q, k, v and the mask are saved, and nothing else
     backward   the same op, on what is restored, then its own backward
 
 torch's fused kernels save the logsumexp of each row of q k^T and the output besides, and backward
-takes exp(q k^T - logsumexp) for the weights. That belongs to the very q and k of forward: of coded
-ones the weights of a row do not add up to 1, by a factor that grows with exp(error of a logit), and
-gradients were wrong by 31 times where q and k have a standard deviation of 3 (docs/log.md,
-"attention"). Run again, weights, output and gradient are those of one attention, of q~, k~ and v~:
-what is left is the error of a logit itself, which `levels_for` bounds.
+takes exp(q k^T - logsumexp) for the weights. This logsumexp belongs to the exact q and k of
+forward: with coded ones the weights of a row do not add up to 1, by a factor that grows with
+exp(error of a logit), and gradients were wrong by a factor of 31 where q and k have a standard
+deviation of 3 (docs/log.md, "attention"). Recomputed, weights, output and gradient belong to one
+attention, of q~, k~ and v~: the only error left is that of a logit itself, which `levels_for`
+bounds.
 
     which kernel        what torch saves                        here
     fused               q, k, v, output, logsumexp              q, k, v, and one forward more
     none (math)         five tensors, T x T three of them       q, k, v, the RNG's state, likewise
 
 The math path is what a CPU takes for dropout, a mask that wants a gradient, or q of three
-dimensions. There the node stands in exact contexts, too: the same op on the same tensors, under the
-same random numbers, gives the same bits. The fused kernels save little that is not needed anyway,
-so that an exact context leaves them to torch.
+dimensions. There the node is used in exact contexts, too: the same op on the same tensors, with the
+same random numbers, gives the same bits. The fused kernels save few additional bytes, so an exact
+context leaves them to torch.
 """
 
 from contextlib import ExitStack, nullcontext
@@ -37,7 +38,7 @@ from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
 from elbowroom.runtime.identity import PLAIN
 
-_MATH = 0  # what torch._fused_sdp_choice calls the way without a fused kernel
+_MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"
 NAMES = ("query", "key", "value", "attn_mask")
 _Grads = tuple[Tensor | None, ...]
 
@@ -82,7 +83,7 @@ def attention(
 
 
 def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Casts tensors as autocast, where it is on, casts what the op is given and saves."""
+    """Casts tensors as autocast, where it is on, casts the op's inputs."""
     first = tensors[0]
     if first is None or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -96,8 +97,8 @@ def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...
 def fits_attention(call: Call) -> bool:
     """Returns whether the node can run: on dense tensors of common dtypes that have elements.
 
-    Tensors that are wrong otherwise go to torch, for its own error. A dropout of CUDA's cannot be
-    drawn again inside a graph that is being captured.
+    Other invalid tensors go to torch, for its own error. CUDA's dropout cannot be drawn again
+    inside a graph that is being captured.
     """
     q, k, v, mask = (call.arg(i, name) for i, name in enumerate(NAMES))
     given = (q, k, v) if mask is None else (q, k, v, mask)
@@ -124,7 +125,7 @@ def is_unfused(call: Call) -> bool:
     scale, gqa = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
     q, mask = tensors[0], tensors[3]
     assert q is not None
-    if type(q) not in (Tensor, nn.Parameter):  # a stand-in, of which torch says that nothing fits
+    if type(q) not in (Tensor, nn.Parameter):  # a stand-in, for which torch finds no kernel
         learned = mask is not None and mask.requires_grad
         return q.device.type == "cpu" and (p > 0 or q.dim() != 4 or learned)
     try:
@@ -136,8 +137,8 @@ def is_unfused(call: Call) -> bool:
 def adds_nothing_up(call: Call) -> bool:
     """Returns whether q, k and v are three different tensors to autograd.
 
-    Gradients of a tensor that is several of them are added up as they come. Where all of them come
-    from one node, that is in another order, with other bits.
+    If one tensor is several of them, its gradients are summed in their order of arrival. From a
+    single node they arrive in another order, which gives other bits.
     """
     edges = set()
     for i in range(3):
@@ -160,7 +161,7 @@ def _backend(
 
 
 def plain_nbytes(call: Call) -> int:
-    """Bytes that torch's own op saves and the node does not: in a module that runs again, say."""
+    """Bytes that torch's own op saves and the node does not, as in a module that is recomputed."""
     q, k = call.arg(0, "query"), call.arg(1, "key")
     if not is_unfused(call):
         return int(q.nbytes)  # the output
@@ -179,7 +180,7 @@ def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, draw
         return 0
     draws_again = how.dropout_p and not isinstance(drawn, Bits)
     matrices = 4 if draws_again or q.dim() != 4 else 3
-    wide = max(q.itemsize, 4)  # the math path goes by float32 where q has fewer bits
+    wide = max(q.itemsize, 4)  # the math path computes in float32 where q has fewer bits
     nbytes = matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
     return nbytes - learned_nbytes  # the mask's own gradient is one of them
 
@@ -228,7 +229,7 @@ def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
 
 
 def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The result, and what was drawn for it."""
+    """The result, and the random numbers drawn for it."""
     with saved_tensors_hooks(_nothing, _same), ctx.drawn.first():
         out = _run(ctx.how, _leaves(tensors, ctx.needs_input_grad)).detach()
     return out, *ctx.drawn.take()
@@ -236,7 +237,7 @@ def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
     """The gradients of q, k, v and the mask by forward, run again, and autograd."""
-    again = torch.is_grad_enabled()  # somebody wants the gradient's own gradient
+    again = torch.is_grad_enabled()  # a gradient of the gradient is wanted
     given = _aliases(saved) if again else _leaves(saved, ctx.needs_input_grad)
     with ExitStack() as around:
         around.enter_context(torch._C.DisableTorchFunction())
@@ -256,7 +257,7 @@ def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
 
 
 def _run(how: _How, given: list[Any]) -> Tensor:
-    """Runs the op as its caller had it: with gradients, and by the same kernel, for both matter."""
+    """Runs the op as its caller did: with gradients and by the same kernel, since both matter."""
     now = how.dropout_p, how.is_causal, how.scale, how.enable_gqa
     with ExitStack() as around:
         around.enter_context(torch.enable_grad())
@@ -276,7 +277,7 @@ def _aliases(tensors: Any) -> list[Any]:
 
 
 def _nothing(x: Tensor) -> None:
-    """Drops a tensor that is saved inside: it is not needed, since it is made again."""
+    """Drops a tensor that is saved inside: it is not needed, since it is recomputed."""
 
 
 def _same(x: Tensor) -> Tensor:
