@@ -181,7 +181,7 @@ class StepRecorder:
         """Records that a node saves x, which could be made again from these sources."""
         index = self._index.get(view.slot)
         if index is None:
-            index = self._new(view.slot, x, site)
+            index = self._new(view.slot, x, site, is_planned=not why)
         known = [self._index.get(source) for source in sources]
         self._storages[index].made_of.update(at for at in known if at is not None)
         saves = self._storages[index].saves
@@ -468,7 +468,7 @@ class StepRecorder:
         self.moments += 1
         return self._now
 
-    def _new(self, slot: Slot, x: Tensor, site: Site) -> int:
+    def _new(self, slot: Slot, x: Tensor, site: Site, *, is_planned: bool) -> int:
         if self.backward is not None and torch._C._current_graph_task_id() == -1:
             if not self._resumed:  # what was saved before may be gone: backward has had it
                 self._alive.clear()
@@ -479,7 +479,8 @@ class StepRecorder:
         made = self._made.get((address, version_of(x)))
         self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
-        self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
+        if is_planned:  # else nobody asks who holds it: of buffers their model always does
+            self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
         self._at[address, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
         return index

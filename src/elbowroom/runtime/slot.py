@@ -305,7 +305,7 @@ class Slot:
 
     def drop(self) -> None:
         """Replaces the value, if there is one, by a handle that holds nothing."""
-        if self.value is not None:
+        if not (self.value is None or isinstance(self.value, DropHandle)):
             self.hold(DropHandle())
 
     def hold_bits(self, bits: Tensor) -> None:
