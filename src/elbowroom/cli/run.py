@@ -239,7 +239,8 @@ class _Run:
         with self.discovery, self._compiling():
             try:
                 return run_script(script, arguments, is_module=is_module)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                show_traceback(error)
                 return 130
             except (BudgetTooSmall, Unseen, NoScript):
                 raise
