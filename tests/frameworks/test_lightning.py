@@ -1,5 +1,7 @@
 """The Trainer of Lightning: the same weights in less memory."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,63 @@ def test_an_error_in_a_step_releases_the_network():
     with pytest.raises(ValueError, match="mine"):
         trained(Budget("60 GiB"), module=Failing())
     assert not attached()
+
+
+def warnings_of(caplog):
+    ours = [one for one in caplog.records if one.name == "elbowroom"]
+    return [one.getMessage() for one in ours if one.levelno >= logging.WARNING]
+
+
+class Adversarial(lightning.LightningModule):
+    """A generator and a discriminator, optimized by hand; `inside` holds both in one module."""
+
+    def __init__(self, inside=False):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        parts = {
+            "g": nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)),
+            "d": nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(), nn.Linear(64, 1)),
+        }
+        holder = nn.ModuleDict(parts)
+        if inside:
+            self.both = holder
+        else:
+            self.g, self.d = holder["g"], holder["d"]
+        self.parts = lambda: (holder["g"], holder["d"])
+
+    def training_step(self, batch, _):
+        (g, d), (og, od) = self.parts(), self.optimizers()
+        fake = g(batch[0])
+        od.zero_grad()
+        self.manual_backward(d(fake.detach()).mean() - d(batch[0]).mean())
+        od.step()
+        og.zero_grad()
+        self.manual_backward(-d(fake).mean())
+        og.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters()) for part in self.parts()], []
+
+
+def test_networks_that_train_each_other_share_a_budget(caplog):
+    plain = trained(module=Adversarial())
+    ample = Budget("60 GiB", network=("g", "d"), exact=True)
+    trained(ample, module=Adversarial())
+    assert set(ample.summaries) == {"g", "d"}
+    assert not warnings_of(caplog)  # each optimizer is that of its own network
+    highest = max(one.last_nbytes for one in ample.summaries.values())
+    assert ample.summary.last_nbytes == highest
+    tight = Budget(int(0.9 * highest), network=("g", "d"), exact=True, min_nbytes=4096)
+    ours = trained(tight, module=Adversarial())
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(one.last_nbytes <= one.budget_nbytes for one in tight.summaries.values())
+    assert not attached()
+
+
+def test_a_network_that_no_step_calls_is_warned_of_at_once_and_at_the_end(caplog):
+    trained(Budget("60 GiB"), module=Adversarial(inside=True))
+    first, last = warnings_of(caplog)
+    assert "training_step did not call both" in first
+    assert "had no effect: the training did not call ModuleDict" in last

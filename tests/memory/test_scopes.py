@@ -270,3 +270,27 @@ def test_a_code_that_is_timed_in_a_training_takes_little_memory() -> None:
     found = rates.Rates(CPU)
     assert peak(lambda: found["encode group"]) < 6 << 20
     assert found.fixed_s["encode group"] > 0
+
+
+FORKS = """
+import atexit, ctypes, os, sys, torch
+import elbowroom as er
+from torch import nn
+net = nn.Linear(64, 64)
+er.peak(lambda: net(torch.randn(64, 64)).sum().backward())
+child = os.fork()
+if child == 0:
+    atexit.register(lambda: print("atexit"))
+    net(torch.randn(64, 64)).sum().backward()
+    ctypes.CDLL(None).printf(b"buffered by C\\n")
+    sys.exit(7)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_ends_with_its_own_exit_code() -> None:
+    """PyTorch's profiler alone would let it wait for ever for a thread that it does not have."""
+    found = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert sorted(found.stdout.splitlines()) == ["atexit", "buffered by C", "child 7"]

@@ -440,6 +440,32 @@ def test_a_script_ends_as_it_would(folder, text, code, message):
     assert "runpy" not in ran.stderr, "frames that are not the script's"
 
 
+def test_an_interrupt_says_where_the_script_was(folder):
+    (folder / "other.py").write_text("def work():\n    raise KeyboardInterrupt\nwork()")
+    ran = in_process("run", "--budget", "1GiB", folder / "other.py")
+    assert ran.exit_code == 130
+    assert "in work\n" in ran.stderr
+    assert "runpy" not in ran.stderr
+
+
+def test_the_hook_for_exceptions_that_a_script_sets_is_called(folder, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (folder / "other.py").write_text(
+        "import sys, traceback\nbefore = sys.excepthook\n"
+        "def mine(kind, error, frames):\n"
+        "    print('mine', [f.name for f in traceback.extract_tb(frames)])\n"
+        "    before(kind, error, frames)\n"
+        "sys.excepthook = mine\n"
+        "raise ValueError('of its own')"
+    )
+    ran = in_process("run", "--budget", "1GiB", folder / "other.py")
+    assert ran.exit_code == 1
+    assert "mine ['<module>']" in ran.stdout
+    assert ran.stderr.startswith("Traceback (most recent call last):")
+    assert ran.stderr.count("ValueError: of its own") == 1
+    assert "runpy" not in ran.stderr
+
+
 MODULE = """
 import sys
 import torch

@@ -117,6 +117,36 @@ class Refusing(torch.Tensor):
         raise RuntimeError("no touching")
 
 
+EXHAUSTED = """
+import resource, torch
+import elbowroom as er
+layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+model = torch.nn.Sequential(*layers)
+def fill():
+    mine, left = model(torch.randn(512, 64)), []
+    try:
+        for size in (64 << 20, 1 << 20, 1 << 14, 1 << 10):  # to the last byte
+            try:
+                while True: left.append(bytearray(size))
+            except MemoryError: pass
+        while True: left.append([None] * 64)
+    except MemoryError as error:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
+try:
+    with er.explain_oom():
+        now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (200 << 20),) * 2)
+        fill()
+except RuntimeError: pass
+"""
+
+
+def test_there_is_room_to_explain_where_none_is_left():
+    ran = subprocess.run([sys.executable, "-c", EXHAUSTED], capture_output=True, text=True)
+    assert "memory ran out on cpu; tensors hold" in ran.stderr, ran.stderr
+    assert "not enough left" not in ran.stderr
+
+
 def test_tensors_of_others_neither_stop_the_report_nor_count_where_they_have_no_memory(capsys):
     refusing = torch.zeros(1024).as_subclass(Refusing)
     with FakeTensorMode():

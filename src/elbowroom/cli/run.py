@@ -50,7 +50,7 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.compiler import is_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.undo import gradient_of
-from elbowroom.tools import Discovery, Unseen, say_exhaustion
+from elbowroom.tools import Discovery, Unseen, say_exhaustion, set_aside
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 UNSEEN, TOO_SMALL, NOT_KEPT = 2, 3, 4  # exit codes
@@ -236,10 +236,12 @@ class _Run:
 
         Raises BudgetTooSmall, or PlanError for what `fit` refuses.
         """
+        room = set_aside()
         with self.discovery, self._compiling():
             try:
                 return run_script(script, arguments, is_module=is_module)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                show_traceback(error)
                 return 130
             except (BudgetTooSmall, Unseen, NoScript):
                 raise
@@ -249,6 +251,8 @@ class _Run:
                 show_traceback(error)
                 return 1
             except Exception as error:
+                if room is not None:
+                    room.close()  # showing a traceback takes some, too
                 show_traceback(error)
                 if is_out_of_memory(error):
                     say_exhaustion(error)

@@ -55,6 +55,7 @@ def run_script(path: Path, arguments: list[str], *, is_module: bool = False) -> 
     """
     given = arguments[1:] if arguments[:1] == ["--"] else arguments
     folder = Path.cwd() if is_module else path.resolve().parent
+    sys.excepthook = sys.__excepthook__  # typer has one of its own, which the script must not see
     with _stage([str(path), *given], folder):
         try:
             if not is_module:
@@ -108,11 +109,17 @@ def exit_code(end: SystemExit) -> int:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Prints the traceback that Python would print: from the first frame of the script on."""
+    """Prints the traceback that Python would print: from the first frame of the script on.
+
+    A `sys.excepthook` of the script's own is called instead, as Python would call it.
+    """
     frames = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    traceback.print_exception(type(error), error, frames)
+    if sys.excepthook is sys.__excepthook__:
+        traceback.print_exception(type(error), error, frames)
+    else:
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
 
 
 def _is_ours(filename: str) -> bool:

@@ -3,6 +3,8 @@
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import LOSSY_HELPS, too_small
@@ -139,6 +141,31 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
         show_nbytes(options.budget_nbytes),
         100 * plan.noise,
         plan.watched,
+    )
+
+
+_warned_hooks: set[str] = set()
+
+
+def warn_replaced_hooks() -> None:
+    """Warns, once for each, that saved-tensor hooks of the program's own have no effect inside.
+
+    PyTorch calls the innermost hooks alone. Those of torch itself (checkpoints, `save_on_cpu`) give
+    back what they got, so they need no warning.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return
+    module = getattr(hooks[0], "__module__", None) or ""
+    name = f"{module}.{getattr(hooks[0], '__qualname__', type(hooks[0]).__qualname__)}"
+    if module.split(".")[0] in ("torch", "elbowroom") or name in _warned_hooks:
+        return
+    _warned_hooks.add(name)
+    _log.warning(
+        "the saved-tensor hooks that are set around the model (%s) get nothing of what the model "
+        "saves, since elbowroom keeps it; if they change values, gradients differ from those "
+        "without elbowroom",
+        name,
     )
 
 

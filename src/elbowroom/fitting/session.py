@@ -37,7 +37,7 @@ from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import OpenStep, is_made_of_graph
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_room
+from elbowroom.fitting.messages import add_room, warn_replaced_hooks
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
@@ -315,6 +315,7 @@ class Fitting(MeasuredSteps):
         self, model: nn.Module, forward: Callable[[], Any], signature: Signature, given: Given
     ) -> Any:
         """Begins a step with this forward."""
+        warn_replaced_hooks()
         undo = None if self._shortage.ran_out_nbytes is None else Undo(model, (), given)
         forward = forward if undo is None else undo.watching(forward)
         try:

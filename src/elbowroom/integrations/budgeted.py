@@ -48,12 +48,14 @@ class Budgeted:
                 "its own"
             )
         er.fit(model, budget=self.budget, **self.settings)
-        for optimizer in optimizers:
-            er.add_optimizer(model, unwrapped(optimizer))
+        given = [unwrapped(optimizer) for optimizer in optimizers]
+        own = [optimizer for optimizer in given if _trains(optimizer, model)]
+        for optimizer in own or given:  # none of its own: its parameters may be wrapped
+            er.add_optimizer(model, optimizer)
         fitting = opener_of(model)
         self._model = model
         self._fitting = fitting if isinstance(fitting, Fitting) else None  # else it is compiled
-        self._look()
+        self.look()
 
     def figures(self) -> dict[str, float]:
         """Returns what loggers get: numbers, by names that begin with "memory/".
@@ -61,32 +63,48 @@ class Budgeted:
         Those that are not known yet are left out. The slowdown and the peak of plain training are
         estimates.
         """
-        self._look()
+        self.look()
         return {} if self.summary is None else numbers(figures(self.summary))
 
     def log_to(self, targets: Iterable[Any], step: int) -> None:
         """Give the figures to loggers, as `er.log_to` does."""
         if self._log is None:
             self._log = Log(*targets)
-        self._look()
+        self.look()
         if self.summary is not None:
             self._log.write(figures(self.summary), step)
 
-    def end(self) -> None:
-        """Ends the training: lets go of the model, and says how it went."""
+    @property
+    def is_called(self) -> bool:
+        """Whether a forward of the model recorded gradients; True where nobody counts them."""
+        self.look()
+        return self.summary is None or self.summary.steps > 0
+
+    def end(self, is_complete: bool = True) -> None:
+        """Ends the training: lets go of the model, and says how it went.
+
+        is_complete: False for a training that an error has ended.
+        """
         if self._model is None:
             return
-        if self._fitting is not None:
-            self._fitting.finish()
-        self._look()
+        self.finish()
         er.release(self._model)
         self._model = self._fitting = self._log = None
         if self.summary is None:  # a compiled model is planned, and not measured
             return
         is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
-        _log.log(logging.WARNING if is_above else logging.INFO, verdict(self.summary))
+        is_idle = is_complete and not self.summary.steps
+        _log.log(logging.WARNING if is_above or is_idle else logging.INFO, verdict(self.summary))
 
-    def _look(self) -> None:
+    def finish(self) -> None:
+        """Ends the last step. Models that share steps all finish before one of them ends."""
+        if self._fitting is not None:
+            self._fitting.finish()
+            self.look()
+            self._fitting = None
+
+    def look(self) -> None:
+        """Read the figures of the training so far."""
         if self._fitting is not None and self._model is not None:
             self.summary = summary(self._fitting, type(self._model).__name__)
 
@@ -94,6 +112,8 @@ class Budgeted:
 def verdict(told: Summary) -> str:
     """Returns in a line whether the budget was kept, and by what."""
     budget = show_nbytes(told.budget_nbytes)
+    if not told.steps:
+        return f"budget {budget} had no effect: the training did not call {told.model}"
     if told.last_nbytes is None:
         return f"budget {budget}: no step was measured"
     peak, how = show_nbytes(told.last_nbytes), "exact" if told.exact else "lossy"
@@ -103,6 +123,13 @@ def verdict(told: Summary) -> str:
         "" if told.plain_nbytes is None else f", plain training {show_nbytes(told.plain_nbytes)}"
     )
     return f"budget {budget} was kept: steps take {peak} ({how}){plain}"
+
+
+def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Returns whether the optimizer has a parameter of the model."""
+    of_model = {id(parameter) for parameter in model.parameters()}
+    groups = optimizer.param_groups
+    return any(id(parameter) in of_model for group in groups for parameter in group["params"])
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

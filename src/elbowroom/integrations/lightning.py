@@ -5,6 +5,8 @@ trainer = Trainer(callbacks=[Budget("6 GiB")])
 trainer.fit(module, data)
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,62 +16,119 @@ from elbowroom.errors import PlanError
 from elbowroom.fitting import Summary
 from elbowroom.integrations.budgeted import Budgeted
 
+_log = logging.getLogger("elbowroom")
+
 
 class Budget(Callback):  # type: ignore[misc]  # of a library whose types are skipped
     """Callback that keeps the training of a LightningModule inside a memory budget.
 
         trainer = lightning.Trainer(callbacks=[Budget("6 GiB", exact=True)])
+        Budget("6 GiB", network=("generator", "discriminator"))    # both, inside one budget
 
     Lightning calls `training_step`, which calls a network that is an attribute of the module. This
     network is fitted. A loss outside of it is not covered. The module's loggers get the peak of the
     network every `log_every_n_steps`. At the end, the network is released.
     """
 
-    def __init__(self, budget: float | str, network: str | None = None, **settings: Any) -> None:
-        """network: the attribute that `training_step` calls; None: the only child with parameters.
+    def __init__(
+        self, budget: float | str, network: str | Sequence[str] | None = None, **settings: Any
+    ) -> None:
+        """network: the attribute that `training_step` calls, or a list of several.
+
+        Several share the budget. None: the only child with parameters.
 
         budget, settings: those of `er.fit`: exact, noise, offload, min_nbytes, plan.
         """
         super().__init__()
         self._network = network
-        self._budgeted = Budgeted(budget, settings)
+        self._budget, self._settings = budget, settings
+        self._budgeted: dict[str, Budgeted] = {}  # by the name of its network
+        self._is_checked = False
 
     @property
     def summary(self) -> Summary | None:
-        """Summary of the budget so far; None before the training has begun."""
-        return self._budgeted.summary
+        """Summary of the budget so far; None before the training has begun.
+
+        Of several networks, it is the one whose step takes the most.
+        """
+        highest = self._highest()
+        return None if highest is None else highest.summary
+
+    @property
+    def summaries(self) -> dict[str, Summary]:
+        """Summaries by the name of the network."""
+        every = self._budgeted.items()
+        return {name: one.summary for name, one in every if one.summary is not None}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit the network."""
-        self._budgeted.begin(_network(pl_module, self._network), trainer.optimizers)
+        """Fit the networks."""
+        networks = _networks(pl_module, self._network)
+        for gone in self._budgeted.keys() - networks.keys():
+            self._budgeted.pop(gone).end()
+        self._is_checked = False
+        for name, network in networks.items():
+            one = self._budgeted.setdefault(name, Budgeted(self._budget, self._settings))
+            one.begin(network, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the figures."""
+        """Log the figures; warn if the first batch has called no network."""
+        if not self._is_checked:
+            self._is_checked = True
+            if not any(one.is_called for one in self._budgeted.values()):
+                _log.warning(
+                    "the budget has no effect: training_step did not call %s; name the networks "
+                    'that it calls, as in Budget("6 GiB", network="net")',
+                    ", ".join(self._budgeted),
+                )
         if trainer.loggers and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            self._budgeted.log_to(trainer.loggers, trainer.global_step)
+            highest = self._highest()
+            if highest is not None:
+                highest.log_to(trainer.loggers, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release the network."""
-        self._budgeted.end()
+        """Release the networks."""
+        self._end(is_complete=True)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Release the network: the training has failed."""
-        self._budgeted.end()
+        """Release the networks: the training has failed."""
+        self._end(is_complete=False)
 
+    def _end(self, is_complete: bool) -> None:
+        """Ends the training of all networks, which may share steps."""
+        for one in self._budgeted.values():
+            one.finish()
+        for one in self._budgeted.values():
+            one.end(is_complete)
 
-def _network(module: nn.Module, name: str | None) -> nn.Module:
-    if name is not None:
-        return module.get_submodule(name)
-    children = [child for child in module.children() if any(True for _ in child.parameters())]
-    if len(children) != 1:
-        found = ", ".join(n for n, c in module.named_children() if c in children) or "none"
-        raise PlanError(
-            f"{type(module).__name__} has {len(children)} children with parameters ({found}), and "
-            'Budget fits one network; name the one that training_step calls, as in Budget("6 GiB", '
-            'network="net"), or hold all in one nn.Module'
+    def _highest(self) -> Budgeted | None:
+        """Returns the network whose last measured step took the most."""
+        for one in self._budgeted.values():
+            one.look()
+        return max(
+            self._budgeted.values(),
+            key=lambda one: (one.summary and one.summary.last_nbytes) or 0,
+            default=None,
         )
-    return children[0]
+
+
+def _networks(module: nn.Module, given: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    """Returns the networks to fit, by name."""
+    if given is not None:
+        names = [given] if isinstance(given, str) else list(given)
+        return {name: module.get_submodule(name) for name in names}
+    children = {
+        name: child
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    }
+    if len(children) != 1:
+        raise PlanError(
+            f"{type(module).__name__} has {len(children)} children with parameters "
+            f"({', '.join(children) or 'none'}); name the one that training_step calls, or "
+            'all that it calls, as in Budget("6 GiB", network="net") or network=("g", "d")'
+        )
+    return children

@@ -166,7 +166,7 @@ class Allocations:
 def _begin() -> None:
     Allocations._marked.clear()
     config = _config()
-    _prepare_profiler(config, _CPU)
+    _prepare(config)
     _enable(config)
 
 
@@ -250,6 +250,33 @@ def _config() -> ProfilerConfig:
     """Memory, and nothing else: no shapes, stacks, operations or modules."""
     nothing = _ExperimentalConfig()
     return ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, nothing, "")
+
+
+_was_prepared = False
+
+
+def _prepare(config: ProfilerConfig) -> None:
+    """Prepares the profiler; from now on, copies of this process need help to end."""
+    global _was_prepared
+    if not _was_prepared:
+        _was_prepared = True
+        os.register_at_fork(after_in_child=_end_copies)
+    _prepare_profiler(config, _CPU)
+
+
+def _end_copies() -> None:
+    """Makes a forked process skip PyTorch's last destructors as it ends.
+
+    Kineto has a thread that waits for a condition. The copy of a process does not have the thread,
+    yet the destructor of the condition waits for it, so the copy would never end. What is
+    registered here runs before that destructor: it writes out what C still buffers, and ends the
+    process with its exit code. Python has ended by then, and has run its own exit handlers.
+    """
+    with suppress(OSError, AttributeError):  # a C library without these
+        libc = ctypes.CDLL(None)
+        end, write = libc._exit, libc.fflush  # called as end(code, None) and write(None)
+        libc.on_exit(ctypes.cast(end, ctypes.c_void_p), None)
+        getattr(libc, "__cxa_atexit")(ctypes.cast(write, ctypes.c_void_p), None, None)
 
 
 def _enable(config: ProfilerConfig) -> None:
@@ -338,7 +365,7 @@ def _say_unknown_once() -> None:
         level = ctypes.c_int.in_dll(ctypes.CDLL(_c10()), "FLAGS_caffe2_log_level")
         block = torch.UntypedStorage(1)  # type: ignore[no-untyped-call]
         config = _config()
-        _prepare_profiler(config, _CPU)
+        _prepare(config)
         was, level.value = level.value, _ERROR
         try:
             _enable(config)

@@ -16,6 +16,7 @@ from elbowroom.tools.discovery import Unseen as Unseen
 from elbowroom.tools.explain import ExplainOutOfMemory as ExplainOutOfMemory
 from elbowroom.tools.explain import assert_peak as assert_peak
 from elbowroom.tools.explain import say_exhaustion as say_exhaustion
+from elbowroom.tools.explain import set_aside as set_aside
 from elbowroom.tools.grow_batch import GrowingBatch as GrowingBatch
 from elbowroom.tools.largest_batch import LargestBatch as LargestBatch
 from elbowroom.tools.largest_batch import find_largest as find_largest

@@ -1,6 +1,7 @@
 """Says what holds the memory when it has run out, and checks the peak of a step in a test."""
 
 import linecache
+import mmap
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from elbowroom.tools.holders import Holder, address_of, find_holders
 from elbowroom.units import parse_nbytes, show_nbytes
 
 _MOST = 5  # rows a kind
+_ROOM_NBYTES = 64 << 20  # for an explanation, and what it imports
 _SAID = "_elbowroom_has_explained"  # an attribute of an error
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
@@ -41,8 +43,10 @@ class ExplainOutOfMemory:
         if profile is not None and not isinstance(profile, Profile):
             profile = Profile.load(Path(profile))
         self._profile = profile
+        self._room: mmap.mmap | None = None
 
     def __enter__(self) -> Self:
+        self._room = set_aside()
         return self
 
     def __exit__(
@@ -51,15 +55,35 @@ class ExplainOutOfMemory:
         error: BaseException | None,
         __: types.TracebackType | None,
     ) -> None:
+        room, self._room = self._room, None
         if error is not None and is_out_of_memory(error):
-            say_exhaustion(error, self._profile)
+            say_exhaustion(error, self._profile, room)
+        elif room is not None:
+            room.close()
 
 
-def say_exhaustion(error: BaseException, profile: Profile | None = None) -> None:
+def set_aside() -> mmap.mmap | None:
+    """Returns memory that `say_exhaustion` gives back before it explains; None if there is none.
+
+    It is address space alone, since nobody writes to it. Under `ulimit -v` that is what runs out.
+    """
+    try:
+        return mmap.mmap(-1, _ROOM_NBYTES)
+    except (OSError, MemoryError):
+        return None
+
+
+def say_exhaustion(
+    error: BaseException, profile: Profile | None = None, room: mmap.mmap | None = None
+) -> None:
     """Writes `explanation` on stderr, once for each error.
 
     It raises nothing: the error is what must be seen.
+
+    room: what `set_aside` has returned before the memory ran out
     """
+    if room is not None:
+        room.close()
     if sys.stderr is None or getattr(error, _SAID, False):
         return
     with suppress(AttributeError, TypeError):  # of a class with __slots__
@@ -68,7 +92,7 @@ def say_exhaustion(error: BaseException, profile: Profile | None = None) -> None
         with torch._C.DisableTorchFunctionSubclass():  # a subclass of the user's may refuse
             text = explanation(error, profile)
     except Exception as failed:
-        text = f"elbowroom: memory ran out, and there is not enough left to say why ({failed})"
+        text = f"elbowroom: memory ran out, and there is not enough left to say why ({failed!r})"
     with suppress(OSError, ValueError):  # stderr is closed
         sys.stderr.write(text + "\n")
 
