@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from elbowroom.plan.build_problem import BuiltProblem
 from elbowroom.plan.menu import runs_of
 from elbowroom.plan.problem import Choice, Item, Option, held_options, levels
-from elbowroom.plan.profile import Profile
+from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.site import Need, Reads
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def share(profile: Profile, built: BuiltProblem, choice: Choice, allowed: int) -
     gains = {}
     for index, moments in restores.items():
         item, option = held[index]
-        last = item.needs[-1][0]
+        last = item.needs[-1][0] if _is_asked_by_all(profile.storages[index]) else item.freed
         times = [moment for moment in moments if moment <= last]
         if len(times) > 1:
             gains[index] = (runs_of(times) - 1) * option.rebuild_s, times[0], last
@@ -56,6 +57,13 @@ def share(profile: Profile, built: BuiltProblem, choice: Choice, allowed: int) -
             level[first : last + 1] = there
             saved_s[index] = seconds
     return Shared(saved_s, int(level.max(initial=0)))
+
+
+def _is_asked_by_all(storage: Storage) -> bool:
+    """Returns whether each reader of its values restores it, so that the last one is known."""
+    reads = (Reads.RESTORED, Reads.PLACE)
+    values = [save for save in storage.saves if save.site.need in (Need.EXACT, Need.LOSSY)]
+    return all(save.asked >= 0 and save.site.reads in reads for save in values)
 
 
 def _restores(profile: Profile, held: dict[int, tuple[Item, Option]]) -> dict[int, list[int]]:

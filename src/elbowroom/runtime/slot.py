@@ -367,6 +367,12 @@ class Slot:
             shared.note(self)
         return whole
 
+    def restore_private(self) -> Tensor:
+        """Returns the whole tensor for one of its views, which may overwrite it."""
+        self.views_asked += 1
+        whole, self.whole = self.whole, self.whole if self.views_asked < self.readers else None
+        return self.restore_value(private=True) if whole is None else whole.clone()
+
     @property
     def has_many_views(self) -> bool:
         """True if it is restored once for all of its views."""
@@ -456,7 +462,7 @@ class View:
         slot = self.slot
         if isinstance(slot.entry, Entry):
             slot.entry.ask()
-        return self.geometry.within(slot.base, slot.restore_value(private=True))
+        return self.geometry.within(slot.base, slot.restore_private())
 
     def _restored(self) -> Tensor:
         slot = self.slot
