@@ -101,6 +101,33 @@ def test_a_batch_norm_is_not_counted_again() -> None:
         assert ops.ran[_aten.native_batch_norm] == 1  # for the convolution, and for the SiLU
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_linear_layer_of_a_transposed_tensor_runs_by_the_kernel_of_forward(
+    has_bias: bool, learns: bool, autocast: bool
+) -> None:
+    layer, conv = nn.Linear(4, 4, bias=has_bias), nn.Conv1d(16, 16, 3, padding=1, bias=False)
+    layer.weight.requires_grad_(learns)
+    x, scale = torch.randn(17, 16, requires_grad=True), torch.randn(16)
+    steps = []
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = F.relu(conv(x.t()[None])).squeeze(0).t().contiguous()
+            q = y.view(1, -1, 4, 4).transpose(1, 2)
+            y = F.scaled_dot_product_attention(layer(q), q.to(layer(q).dtype), layer(q))
+            means = y.transpose(1, 2).reshape(-1, 16).cumsum(0) / torch.arange(1, 18)[:, None]
+            return (means * scale).float().square().mean()
+
+    for step in range(4):
+        torch.manual_seed(step)
+        for one in (x, scale, layer.weight):
+            one.data.normal_()
+        steps += both(run, x, conv.weight, steps=2)
+    assert same(steps)
+
+
 def test_readers_of_one_norm_make_it_once() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     norm, linears = nn.LayerNorm(32), nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
