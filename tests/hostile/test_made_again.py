@@ -128,6 +128,25 @@ def test_a_linear_layer_of_a_transposed_tensor_runs_by_the_kernel_of_forward(
     assert same(steps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", ["first rows", "last rows", "a half", "all"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_an_rms_norm_of_a_part_is_made_again_of_that_part(
+    is_weighted: bool, part: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(12, 8, dtype=dtype, requires_grad=True)
+    weight = nn.Parameter(torch.randn(8, dtype=dtype)) if is_weighted else None
+    scale = nn.Parameter(torch.randn(8, dtype=dtype))
+
+    def run() -> Tensor:
+        y = F.gelu(x * scale) * 1e-2  # so small that its norm is not what the norm of that is
+        y = {"first rows": y[:9], "last rows": y[2:], "a half": y.chunk(2)[1], "all": y}[part]
+        z = F.rms_norm(y, (8,), weight)
+        return (z * scale).square().sum().float() + torch.tanh(y).sum().float()
+
+    assert same(both(run, x, scale))
+
+
 def test_readers_of_one_norm_make_it_once() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     norm, linears = nn.LayerNorm(32), nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
