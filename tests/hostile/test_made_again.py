@@ -101,6 +101,52 @@ def test_a_batch_norm_is_not_counted_again() -> None:
         assert ops.ran[_aten.native_batch_norm] == 1  # for the convolution, and for the SiLU
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_linear_layer_of_a_transposed_tensor_runs_by_the_kernel_of_forward(
+    has_bias: bool, learns: bool, autocast: bool
+) -> None:
+    layer, conv = nn.Linear(4, 4, bias=has_bias), nn.Conv1d(16, 16, 3, padding=1, bias=False)
+    layer.weight.requires_grad_(learns)
+    x, scale = torch.randn(17, 16, requires_grad=True), torch.randn(16)
+    steps = []
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = F.relu(conv(x.t()[None])).squeeze(0).t().contiguous()
+            q = y.view(1, -1, 4, 4).transpose(1, 2)
+            y = F.scaled_dot_product_attention(layer(q), q.to(layer(q).dtype), layer(q))
+            means = y.transpose(1, 2).reshape(-1, 16).cumsum(0) / torch.arange(1, 18)[:, None]
+            return (means * scale).float().square().mean()
+
+    for step in range(4):
+        torch.manual_seed(step)
+        for one in (x, scale, layer.weight):
+            one.data.normal_()
+        steps += both(run, x, conv.weight, steps=2)
+    assert same(steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", ["first rows", "last rows", "a half", "all"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_an_rms_norm_of_a_part_is_made_again_of_that_part(
+    is_weighted: bool, part: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(12, 8, dtype=dtype, requires_grad=True)
+    weight = nn.Parameter(torch.randn(8, dtype=dtype)) if is_weighted else None
+    scale = nn.Parameter(torch.randn(8, dtype=dtype))
+
+    def run() -> Tensor:
+        y = F.gelu(x * scale) * 1e-2  # so small that its norm is not what the norm of that is
+        y = {"first rows": y[:9], "last rows": y[2:], "a half": y.chunk(2)[1], "all": y}[part]
+        z = F.rms_norm(y, (8,), weight)
+        return (z * scale).square().sum().float() + torch.tanh(y).sum().float()
+
+    assert same(both(run, x, scale))
+
+
 def test_readers_of_one_norm_make_it_once() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     norm, linears = nn.LayerNorm(32), nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])

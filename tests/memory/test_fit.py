@@ -330,6 +330,51 @@ def test_an_exception_in_forward_leaves_nothing_open():
     er.release(model)
 
 
+class Fails(nn.Module):
+    """Counts its calls, and may raise after a batch norm and a dropout have run."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64)
+        self.calls, self.breaks = 0, False
+
+    def forward(self, x):
+        self.calls += 1
+        y = F.dropout(torch.tanh(self.norm(self.up(x))), 0.1)
+        if self.breaks:
+            self.breaks = False
+            raise KeyError("on purpose")
+        return x + self.down(F.relu(y))
+
+
+@pytest.mark.parametrize("budget", ["5.5 MiB", "64 MiB"])
+def test_what_a_forward_does_before_it_raises_stays(budget):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Fails(), Fails())
+    model, x = copy.deepcopy(plain), torch.randn(256, 64)
+    er.fit(model, budget=budget, exact=True)
+    gradients = []
+    for one in (plain, model):
+        torch.manual_seed(1)
+        for step in range(8):
+            one.zero_grad()
+            out = one(x)
+            if step == 5:  # a forward that no plan knows, and that is tried before it runs
+                one[1].breaks = True
+                with pytest.raises(KeyError, match="on purpose"):
+                    one(x * 2)
+            assert not one[1].breaks
+            out.square().mean().backward()
+        gradients.append([p.grad for p in one.parameters()])
+    assert [one.calls for one in model] == [one.calls for one in plain]
+    found, expected = (
+        [*one.buffers(), *g] for one, g in zip((plain, model), gradients, strict=True)
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    er.release(model)
+
+
 def test_no_context_without_gradients():
     model, optimizer = make()
     er.fit(model, budget="1 GiB", optimizer=optimizer)

@@ -7,6 +7,7 @@ model whose training has ended or has not begun.
 """
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -31,6 +32,7 @@ class Neighbours:
         self._began = next(_clock)
         self._ran_inside: weakref.WeakSet[Neighbours] = weakref.WeakSet()
         self.learns = True
+        self._thread, self._state_nbytes = threading.get_ident(), owned.nbytes
         _fitted.add(self)
 
     @property
@@ -44,7 +46,9 @@ class Neighbours:
         for other in self._other_models():
             if other._began > self._began:
                 self._turns[other] = self._turns.get(other, 0) + 1
-        self._began = next(_clock)
+        self._began, self._thread = next(_clock), threading.get_ident()
+        if any(other._thread != self._thread for other in self._other_models()):
+            self._state_nbytes = self._owned.nbytes
 
     def opened(self, graph: Ledger | Tally) -> None:
         """Adds the graph of a forward that begins, unless it continues the last forward's step."""
@@ -78,14 +82,20 @@ class Neighbours:
 
     @property
     def nbytes(self) -> int:
-        """Bytes resident beside the model now, before a forward of the step that begins."""
+        """Bytes resident beside the model now, before a forward of the step that begins.
+
+        A model that another thread trains counts as its last step began: its gradients may be
+        replaced meanwhile, and to read one then ends the process.
+        """
         others = list(self._other_models())
         graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
         beside = [one for one in others if self.takes_turns_with(one)]
         if not beside:
             return graphs
+        here = [one for one in beside if one._thread == self._thread]
+        graphs += sum(one._state_nbytes for one in beside if one not in here)
         mine = self._owned.tensors()
-        theirs = [tensor for one in beside for tensor in one._owned.tensors()]
+        theirs = [tensor for one in here for tensor in one._owned.tensors()]
         return graphs + storage_nbytes([*mine, *theirs]) - storage_nbytes(mine)
 
     @property

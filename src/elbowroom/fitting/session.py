@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.errors import BudgetTooSmall, NothingHeld, PlanError
+from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import OpenStep, is_made_of_graph
@@ -404,8 +404,10 @@ class Fitting(MeasuredSteps):
             try:
                 stands = given if has_guests else ()
                 rest = planning.rehearse_more(forward, signature, last, stands)
-            finally:
+            except BaseException as error:
                 undo.back()
+                return self._fail(forward, error, undo, last)
+            undo.back()
         finally:
             undo.close()
         if rest.encoded is not None:
@@ -427,7 +429,10 @@ class Fitting(MeasuredSteps):
             undo.back()
         self._stop()
         is_inside = self._beside.is_inside
-        self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
+        try:
+            self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
+        except BaseException as error:
+            return self._fail(forward, error, undo)
         self.planning.takes_trials()  # this forward is the first of them
         self._measure(given)
         try:
@@ -435,6 +440,28 @@ class Fitting(MeasuredSteps):
         except BudgetTooSmall:
             undo.back()
             raise
+
+    def _fail(
+        self,
+        forward: Callable[[], Any],
+        error: BaseException,
+        undo: Undo,
+        after: FittedSaving | None = None,
+    ) -> Any:
+        """Runs a forward whose rehearsal has raised and was undone: what it does first has to stay.
+
+        Plain training, too, keeps the counts of a batch norm, and the random numbers, that a
+        forward took before it raised. An error of ours is raised at once.
+        """
+        if isinstance(error, ElbowroomError) or not isinstance(error, Exception):
+            raise error
+        if is_out_of_memory(error):
+            raise error
+        try:
+            return self._forward(forward, after)
+        except BudgetTooSmall:
+            undo.back()
+            raise error from None
 
     def _kept(
         self,

@@ -19,11 +19,14 @@ def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """Returns a recipe of RMSNorm.
 
     On a CPU the op is made of others, which save x as fp32 first of all. Where x wants no gradient
-    they do not: the first that they save of its shape is x already normalized.
+    they do not: the first that they save of its shape is x already normalized. So it is, too, where
+    x is a part of a larger storage, whose slot has another shape.
     """
     x, shape, eps = call.first, call.arg(1, "normalized_shape"), call.arg(3, "eps")
     weight, dtype = as_now(call.arg(2, "weight")), x.dtype
     held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)
+    if held is None or held.dtype is dtype:
+        held = next((slot for slot in call.saved if slot is identity.slot(x)), None)
     if held is None or held.value is None or not (x.is_contiguous() and x.requires_grad):
         return None
 

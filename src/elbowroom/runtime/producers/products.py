@@ -181,7 +181,7 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
     source, seen = identity.source(call)
     w, b = weight.detach(), None if bias is None else bias.detach()
-    dtype, given = out.dtype, seen
+    dtype, given, learns = out.dtype, seen, weight.requires_grad
     if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held
         copy = reordered_slot(call, dtype, identity)
         source, given = (source, seen) if copy is None else (copy, copy.base)
@@ -193,9 +193,9 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
             x = torch.empty_strided(seen.shape, seen.stride, dtype=dtype, device=x.device).copy_(
                 x.view(seen.shape)
             )
-        if x.dtype is w.dtype is dtype:
-            return F.linear(x, w, b)
-        return F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+        # Of an x that is not in order torch runs another kernel where the weight wants a gradient.
+        factor = w.to(dtype).detach().requires_grad_(learns)
+        return F.linear(x.to(dtype), factor, None if b is None else b.to(dtype))
 
     fixed, any_size = (w,) if b is None else (w, b), given is seen
     op = Op(exact, fixed=fixed, products=products, any_size=any_size)
