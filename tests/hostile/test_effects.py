@@ -532,6 +532,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "Unrepeatable": (BaseException,),  # below
         "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
         "OnceUnwritable": (Unwritable,),  # likewise
+        "_Different": (Exception,),  # two scripts that are not to become one: test_numbers_of_rows
         "NoScript": (errors.DataError,),  # likewise
         "Unseen": (errors.PlanError,),  # of a script: the command line shows its message
         "_Refused": (Unseen,),  # likewise

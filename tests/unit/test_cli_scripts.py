@@ -297,6 +297,26 @@ def test_a_budget_that_nothing_meets_ends_with_3_and_says_what_to_type(folder):
     )
 
 
+def test_a_refusal_that_the_script_handles_is_repeated_at_its_end(folder):
+    script = folder / "handles.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    try:\n"
+        "        model(torch.randn(1024, 128)).square().mean().backward()\n"
+        "        optimizer.step()\n"
+        "    except Exception as error:\n"
+        "        print(type(error).__name__)\n"
+    )
+    ran = elbowroom(folder, "run", "--budget", "1MiB", "--exact", script)
+    assert ran.stdout.split() == ["BudgetTooSmall"] * 3
+    assert ran.returncode == 3, ran.stderr
+    assert "elbowroom: budget 1.00 MiB is below" in ran.stderr.splitlines()[-1]
+
+
 def test_a_warm_run_has_the_settings_of_malloc_and_its_own_arguments(folder):
     script = folder / "sub" / "by_hand.py"
     asks = "import os, sys; print(os.environ['MALLOC_TRIM_THRESHOLD_'], sys.argv)"

@@ -21,7 +21,7 @@ MEASURED = Headroom(transient_nbytes=50, guess_nbytes=70, seen_nbytes=9)
     [
         (Headroom(), None, None, 0),
         (Headroom().learned(12.9), 12, None, 0),
-        (Headroom().learned(-3), 0, None, 0),  # a step cannot take less than nothing
+        (Headroom().learned(-3), -3, None, 0),  # what is held may stand anyway, as inputs do
         (MEASURED.learned(80), 80, 70, 0),
         (MEASURED.grown(1.5), 75, 70, 0),  # what was seen was seen of a smaller call
         (MEASURED.fitting(900), 50, 70, 900),

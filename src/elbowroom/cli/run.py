@@ -197,6 +197,7 @@ def _tell(running: "_Run", processes: Processes, code: int, report: Path | None)
             of = f" (in one of {len(processes.ended)} processes)"
             errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
         worst = max(told, key=lambda one: (one.trained, one.last_nbytes or 0))
+        code = code or _say_refused(running.refusal())
         code = _say_not_kept(code, worst) or _say_not_measured(told)
         if report is not None:
             figures = worst.as_dict() | {"exit_code": code}
@@ -322,6 +323,12 @@ class _Run:
         if not found and program is not None and program.compiled:
             found = [program.summary()]
         return [replace(one, trained=False) for one in found] if self._only_ran_forward() else found
+
+    def refusal(self) -> BudgetTooSmall | None:
+        """Returns why the last forward of a model was refused, if the script went on after it."""
+        fittings = (one.fitting for one in self._models)
+        refusals = (one.refusal for one in fittings if isinstance(one, Fitting))
+        return next((one for one in refusals if one is not None), None)
 
     def _only_ran_forward(self) -> bool:
         """Returns whether no backward and no update was seen in the whole script.
@@ -465,6 +472,14 @@ def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> in
         return code
     mistake(_NOT_FOUND)
     return UNSEEN
+
+
+def _say_refused(refusal: BudgetTooSmall | None) -> int:
+    """Repeats a refusal that the script itself has handled; returns the exit code."""
+    if refusal is None:
+        return 0
+    mistake(on_the_command_line(refusal))
+    return TOO_SMALL
 
 
 def _say_not_kept(code: int, told: Summary) -> int:

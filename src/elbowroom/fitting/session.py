@@ -66,10 +66,12 @@ _MOST_REPEATED = 16  # forwards that are known, until what stands is looked afte
 class Fitting(MeasuredSteps):
     """The controller of one fitted model, which runs every forward.
 
-    ran_at  number of its last forward, counted over all models; 0: none yet
+    ran_at   number of its last forward, counted over all models; 0: none yet
+    refusal  why its last forward was refused; None: it was not
     """
 
     ran_at = 0
+    refusal: BudgetTooSmall | None = None
     _host: "weakref.ref[Fitting] | None" = None
 
     def __init__(
@@ -288,8 +290,13 @@ class Fitting(MeasuredSteps):
         before, self._shared.runs = self._shared.runs, True
         try:
             yield
+            self.refusal = None
         except BudgetTooSmall as error:
             add_room(error, self._beside.savings_nbytes)
+            # Without its traceback, whose frames hold tensors.
+            self.refusal = BudgetTooSmall(
+                str(error), least_nbytes=error.least_nbytes, parts=error.parts
+            )
             raise
         except Exception as error:
             if is_out_of_memory(error):
