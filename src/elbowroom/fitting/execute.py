@@ -141,7 +141,7 @@ def _planned(
             try:
                 chosen = _chosen(kind)
             except BudgetTooSmall as error:
-                return NoPlan(error, fallbacks_of(kind), again)
+                return NoPlan(messages.without_frames(error), fallbacks_of(kind), again)
             return PlanMade(*_taken(kind, chosen), fits)
         case CheckPlan():
             _chosen(kind, estimated=False)
@@ -279,7 +279,7 @@ def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
     try:
         chosen, steps = chosen_by_forward(kind, heard)
     except BudgetTooSmall as error:
-        return RehearsedInVain(error)
+        return RehearsedInVain(messages.without_frames(error))
     known = tuple(KnownStep(step, rehearsed=True) for step in steps.values())
     return Rehearsed(*_taken(kind, chosen), known)
 

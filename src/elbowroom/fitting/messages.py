@@ -321,6 +321,15 @@ def measured_refusal(
     return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
 
 
+def without_frames(error: BudgetTooSmall) -> BudgetTooSmall:
+    """Returns a refusal that is held for later, without the frames that it came through.
+
+    They refer to what holds it, and to the tensors of the step: a cycle, which would keep these
+    until the next run of the garbage collector, as memory of the steps that are measured meanwhile.
+    """
+    return error.with_traceback(None)
+
+
 def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     """Increases the budget that a refusal names, so that steps keep to it when it is given.
 

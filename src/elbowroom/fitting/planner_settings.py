@@ -6,6 +6,7 @@ from math import inf
 from typing import Self
 
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.messages import without_frames
 from elbowroom.fitting.options import FitOptions
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
@@ -80,9 +81,10 @@ class PlannerSettings:
                     plan = self.make(profile, once, exact=exact)
                 found.append(plan)
             except BudgetTooSmall as error:
-                refusals.append(error)
+                refusals.append(without_frames(error))
         if not found:
-            raise min(refusals, key=lambda error: error.least_nbytes)
+            refusals.sort(key=lambda error: -error.least_nbytes)
+            raise refusals.pop()  # of what the frame holds, none is the error that it raises
         return min(found, key=lambda one: one.seconds + one.noise * profile.seconds)
 
     def plan_for(

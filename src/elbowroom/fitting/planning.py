@@ -54,7 +54,7 @@ from elbowroom.fitting.execute import (
 from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import say_unscripted, warn_unexpected
+from elbowroom.fitting.messages import say_unscripted, warn_unexpected, without_frames
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
     ForwardEnded,
@@ -272,9 +272,10 @@ class Planning(Followed):
                 return self.rehearse(forward, is_inside=is_inside)
             except NothingHeld:
                 return None  # backward runs inside forward, to compute a force for example
-            except BudgetTooSmall:
+            except BudgetTooSmall as error:
                 if not self._tries_more():
                     raise
+                without_frames(error)
             finally:
                 undo.back()
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.chosen import Chosen
 from elbowroom.fitting.forward import Fit, FittedSaving
-from elbowroom.fitting.messages import warn_optimistic
+from elbowroom.fitting.messages import warn_optimistic, without_frames
 from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.state_formats import CHOICES, States
@@ -192,7 +192,7 @@ def _refusal(
         try:
             plan = asked.make(profile, margin, exact=exact)
         except BudgetTooSmall as error:
-            return error
+            return without_frames(error)
         # A solver that ran out of time before has found a plan now: the same budget is used again.
         return BudgetTooSmall(
             f"no plan for {show_nbytes(plan.budget)} was found in time; give it again.",

@@ -413,6 +413,8 @@ class Fitting(MeasuredSteps):
                 rest = planning.rehearse_more(forward, signature, last, stands)
             except BaseException as error:
                 undo.back()
+                if _is_ours(error):
+                    raise
                 return self._fail(forward, error, undo, last)
             undo.back()
         finally:
@@ -439,6 +441,8 @@ class Fitting(MeasuredSteps):
         try:
             self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
         except BaseException as error:
+            if _is_ours(error):
+                raise
             return self._fail(forward, error, undo)
         self.planning.takes_trials()  # this forward is the first of them
         self._measure(given)
@@ -458,12 +462,8 @@ class Fitting(MeasuredSteps):
         """Runs a forward whose rehearsal has raised and was undone: what it does first has to stay.
 
         Plain training, too, keeps the counts of a batch norm, and the random numbers, that a
-        forward took before it raised. An error of ours is raised at once.
+        forward took before it raised.
         """
-        if isinstance(error, ElbowroomError) or not isinstance(error, Exception):
-            raise error
-        if is_out_of_memory(error):
-            raise error
         try:
             return self._forward(forward, after)
         except BudgetTooSmall:
@@ -631,3 +631,9 @@ def _as_in_training(model: nn.Module, given: Given) -> Iterator[Undo]:
             undo.back()
         finally:
             undo.close()
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Returns whether an error in a rehearsal is none that the forward raises by itself."""
+    is_own = isinstance(error, ElbowroomError) or not isinstance(error, Exception)
+    return is_own or is_out_of_memory(error)
