@@ -137,7 +137,7 @@ def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog):
     assert plan.watched == 8
     assert 0 < plan.noise <= (noise or 1)
     # The first step goes by an estimate, and is written down, which takes more than the plan says.
-    assert fitting.highest_nbytes <= 1.2 * budget
+    assert fitting.highest_nbytes <= 1.3 * budget
     assert held(training) + er.peak(training.step) <= budget
     assert "codes add" in caplog.text
     er.release(training.net)
