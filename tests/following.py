@@ -212,10 +212,15 @@ def _plan(step: Callable[[], object]) -> Plan:
 
 
 def ways() -> dict[str, Way]:
-    """All ways that the page shows, by their headings."""
-    exact, exact_again = by_hand()
-    coded, coded_again = by_hand("dither", levels=16, rebuild=False)
-    learning, replay = fitted()
+    """All ways that the page shows, by their headings, in one thread: more take another way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        exact, exact_again = by_hand()
+        coded, coded_again = by_hand("dither", levels=16, rebuild=False)
+        learning, replay = fitted()
+    finally:
+        torch.set_num_threads(threads)
     return {
         "`er.saving()`, the first step: rebuilt": exact,
         "`er.saving()`, later steps: rebuilt": exact_again,

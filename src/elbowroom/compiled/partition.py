@@ -316,7 +316,7 @@ def _report_decision(
 
 
 def _held(joint: Joint, step: Step) -> Held:
-    """What backward of a step begins with, apart from parameters and inputs."""
+    """Returns what is in memory as backward begins, apart from parameters and inputs."""
     facts = joint.facts
     fixed = {facts[n].storage for n in (*joint.forward_outputs, *joint.tangents)} - joint.outside
     saved = {n.name: facts[n].storage for n in step.saved}

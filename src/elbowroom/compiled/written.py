@@ -26,9 +26,9 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Held:
-    """What stands when backward of a planned graph begins, apart from parameters and inputs.
+    """Memory in use as backward of a planned graph begins, apart from parameters and inputs.
 
-    fixed_nbytes  stands until its end: outputs and their gradients
+    fixed_nbytes  of outputs and their gradients, which stay until the end of backward
     saved         by the name of each saved value: the name of its memory, and the bytes of that
     """
 

@@ -1,9 +1,9 @@
-"""What a step that ran out of memory would take at each setting, by its first forward alone.
+"""Estimates of what a step that ran out of memory takes at each setting, by its first forward.
 
-    weights and all else that stood + gradients and states to come + what the setting would hold
-    + transients, which nobody has seen: as many largest tensors as are set aside for a first step
+    weights and all else that was resident + gradients and states to come + what the setting holds
+    + transients, which were not measured: as many largest tensors as a first step reserves
 
-An upper bound, mostly. A plan, which is made of a whole step, may take less.
+This is an upper bound in most cases. A plan, which is made from a whole step, may take less.
 """
 
 from dataclasses import dataclass

@@ -166,7 +166,7 @@ class Fitting(MeasuredSteps):
 
     @property
     def host(self) -> "Fitting | None":
-        """What fits the model that this one was last a guest of."""
+        """The controller of the model in whose step this one ran last; None: it runs its own."""
         return None if self._host is None else self._host()
 
     @property

@@ -76,7 +76,7 @@ class Budgeted:
 
     @property
     def is_called(self) -> bool:
-        """Whether a forward of the model recorded gradients; True where nobody counts them."""
+        """True if a forward of the model recorded gradients, or if forwards are not counted."""
         self.look()
         return self.summary is None or self.summary.steps > 0
 

@@ -179,7 +179,7 @@ def _item(
 ) -> Item:
     storage = profile.storages[index]
     presets = menu.of(storage, is_gated=is_gated)
-    found = options(profile, storage, presets, again=again, is_gated=is_gated)
+    found = options(profile, storage, presets, again=again, is_gated=is_gated, shares=exact)
     return Item(
         nbytes=storage.nbytes,
         born=storage.born,

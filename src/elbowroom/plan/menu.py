@@ -177,12 +177,20 @@ class _Held:
 
 
 def option(
-    profile: Profile, storage: Storage, preset: Preset, *, again: int = 0, is_gated: bool = False
+    profile: Profile,
+    storage: Storage,
+    preset: Preset,
+    *,
+    again: int = 0,
+    is_gated: bool = False,
+    shares: bool = False,
 ) -> Option:
     """Returns what one preset would hold for one storage, and the time it would take.
 
-    again: how often it is restored for what is made from it, beside its own needs. is_gated: as in
-    `Menu.of`.
+    again     how often it is restored for what is made from it, beside its own needs
+    is_gated  as in `Menu.of`
+    shares    a rebuilt tensor waits for a reader in the next moment, which takes no memory
+              (`shared.py`)
 
     A variance of v shares of that of mini-batches makes a step worth 1 / (1 + v) steps (their
     noise adds up), so it is priced at v times the seconds of a step.
@@ -193,11 +201,12 @@ def option(
             _set_held(held, preset, save.site, storage, profile, is_gated=is_gated)
     nbytes = held.nbytes + held.bits_nbytes
     direct = _direct_needs(storage, held, exact=preset.exact)
+    restores = runs_of(storage.needs) if shares and held.rebuilt else len(storage.needs)
     return Option(
         name=preset.name,
         nbytes=min(nbytes, storage.nbytes),
         forward_s=held.forward_s,
-        backward_s=held.restore_s * (_restores(storage, held) + again),
+        backward_s=held.restore_s * (max(restores, 1) + again),
         variance=held.error,
         exact=not held.error,
         noise_s=held.error * profile.seconds,
@@ -216,16 +225,8 @@ def option(
     )
 
 
-def _restores(storage: Storage, held: _Held) -> int:
-    """Returns how often backward restores a storage for its own readers."""
-    return max(runs_of(storage.needs) if held.rebuilt else len(storage.needs), 1)
-
-
 def runs_of(moments: Sequence[int]) -> int:
-    """Returns the number of runs of consecutive moments, among ascending ones.
-
-    A rebuilt tensor waits for a reader in the next moment: that takes no memory (`shared.py`).
-    """
+    """Returns the number of runs of consecutive moments, among ascending ones."""
     return sum(before + 1 != moment for before, moment in pairwise((-2, *moments)))
 
 
@@ -316,18 +317,19 @@ def options(
     *,
     again: int = 0,
     is_gated: bool = False,
+    shares: bool = False,
 ) -> dict[str, Option]:
     """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first.
 
     Of composed ones, all that are better in some way than each other preset: in the bytes that are
     held or travel, in time, or in noise.
 
-    again, is_gated: as in `option`.
+    again, is_gated, shares: as in `option`.
     """
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
     composed = {}
     for preset in presets:
-        made = option(profile, storage, preset, again=again, is_gated=is_gated)
+        made = option(profile, storage, preset, again=again, is_gated=is_gated, shares=shares)
         if is_composed(preset):
             composed[preset.name] = made
         elif made.nbytes < min(known.nbytes for known in found.values()):

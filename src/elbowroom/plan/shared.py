@@ -1,4 +1,4 @@
-"""Rebuilt tensors that wait for their next reader, where a plan has room for them.
+"""Rebuilt tensors that wait for their next reader, where an exact plan has room for them.
 
 The softmax of an attention is read twice in backward, and the output of a norm by the products of
 query, key and value. Rebuilt for each reader, it takes memory only while that reader runs. Rebuilt

@@ -274,7 +274,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
     all_of_it = save.geometry if save.whole is None else save.whole
     place, noted = save.place, save.noted
     deed = None if save.deed is None else _do(save.deed, is_exact)
-    keeps = save.waits or (fresh and deed is None)
+    keeps, is_shared = save.waits or (fresh and deed is None), save.shared
 
     def fits(replay: Replay, x: Tensor, geometry: Geometry) -> bool:
         if isinstance(wanted, Varying):
@@ -302,6 +302,8 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
             return replay.kept(x)
         if fresh:
             replay.slots[number] = replay.new_slot(number, x, whole)
+            if is_shared:
+                replay.slots[number].shared = replay.context.made_again
         slot, base = replay.slots[number], whole.on(x)
         if keeps:
             slot.value = KeepHandle(base, "")
