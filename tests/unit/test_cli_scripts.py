@@ -297,6 +297,23 @@ def test_a_budget_that_nothing_meets_ends_with_3_and_says_what_to_type(folder):
     )
 
 
+def test_a_script_that_fits_its_model_itself_is_told_so_before_its_first_update(folder):
+    script = folder / "fits.py"
+    script.write_text(
+        "import torch\n"
+        "import elbowroom as er\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "er.fit(model, budget='1 GiB', optimizer=optimizer)\n"
+        "model(torch.randn(4, 8)).sum().backward()\n"
+        "optimizer.step()\n"
+        "print('updated')\n"
+    )
+    ran = elbowroom(folder, "run", "--budget", "1MiB", script)
+    assert (ran.returncode, ran.stdout) == (2, ""), ran.stderr
+    assert "the script itself calls er.fit" in ran.stderr
+
+
 def test_a_refusal_that_the_script_handles_is_repeated_at_its_end(folder):
     script = folder / "handles.py"
     script.write_text(

@@ -46,7 +46,7 @@ from elbowroom.fitting.loss import cover, may_be_loss
 from elbowroom.fitting.program import CompiledProgram
 from elbowroom.measure.memory import budget_nbytes
 from elbowroom.plan.plan import Plan, check_plan
-from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.attach import attached, opener_of
 from elbowroom.runtime.compiler import is_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.undo import gradient_of
@@ -60,6 +60,10 @@ _NOT_FOUND = (
     "the script made an optimizer, but no module that holds its parameters was called in training "
     "mode with gradients on, on the main thread, so the budget is not kept; call the model "
     "itself, model(x), rather than functions of its weights"
+)
+_FITS_ITSELF = (
+    "the script itself calls er.fit, or another function of elbowroom's, so --budget has no "
+    "effect; run it by python, or take that call out of the script"
 )
 _IN_A_POOL = (
     "the script trained nothing in its own process, and nothing is seen of the processes of a "
@@ -439,7 +443,8 @@ class _Run:
     def _refuse_unseen(self) -> None:
         """Raises an error if an optimizer takes its first step and no model was found."""
         if not self.told():
-            raise _Refused(self.discovery.differentiated or _NOT_FOUND)
+            own = _FITS_ITSELF if attached() else ""
+            raise _Refused(own or self.discovery.differentiated or _NOT_FOUND)
 
 
 def _in_a_process(
