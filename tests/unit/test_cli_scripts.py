@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import elbowroom as er
 from elbowroom.cli import app
 from elbowroom.cli.warm import WARM, start_warm
 from elbowroom.measure.memory import budget_nbytes
@@ -565,6 +567,14 @@ def test_an_error_of_syntax_is_shown_without_frames_of_ours(folder):
     assert len(re.findall(r'File "', ran.stderr)) == 1
 
 
+@pytest.fixture
+def bystander():
+    """A model of this process that is fitted, but not by the script."""
+    model = er.fit(torch.nn.Linear(2, 2), budget="1 GiB")
+    yield model
+    er.release(model)
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -574,8 +584,11 @@ def test_an_error_of_syntax_is_shown_without_frames_of_ours(folder):
         ("stepped", "takes gradients of Net by torch.func"),
     ],
 )
-def test_what_cannot_be_seen_is_said_before_the_first_update(folder, way, message):
-    """In this process: such a script is refused before it has changed anything."""
+def test_what_cannot_be_seen_is_said_before_the_first_update(folder, bystander, way, message):
+    """In this process: such a script is refused before it has changed anything.
+
+    A model that is attached here, but that the script does not train, changes no message.
+    """
     script = folder / "sub" / "unseen.py"
     ran = in_process("run", "--budget", "1GiB", script, "--", way)
     assert ran.exit_code == 2, ran.output

@@ -443,8 +443,9 @@ class _Run:
     def _refuse_unseen(self) -> None:
         """Raises an error if an optimizer takes its first step and no model was found."""
         if not self.told():
-            own = _FITS_ITSELF if attached() else ""
-            raise _Refused(own or self.discovery.differentiated or _NOT_FOUND)
+            fits = any(self.discovery.optimizers_of(model) for model, _ in attached())
+            own = _FITS_ITSELF if fits else self.discovery.differentiated
+            raise _Refused(own or _NOT_FOUND)
 
 
 def _in_a_process(
