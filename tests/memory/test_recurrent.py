@@ -16,6 +16,10 @@ NETS = {
     "lstm both ways": lambda: nn.LSTM(64, 64, 2, bidirectional=True),
     "gru": lambda: nn.GRU(64, 128),
 }
+LAYERS = {
+    "three LSTMs": lambda: nn.LSTM(64, 128, 3, dropout=0.2),
+    "GRUs": lambda: nn.GRU(64, 64, 2),
+}
 STEPS = 5
 
 
@@ -24,7 +28,7 @@ class Last(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.body = NETS[kind]()
+        self.body = (NETS | LAYERS)[kind]()
         width = self.body.hidden_size * (1 + self.body.bidirectional)
         self.head = nn.Linear(width, 10)
 
@@ -111,7 +115,7 @@ def test_where_plans_give_little_a_refusal_names_little_more_than_plain_training
 @pytest.mark.parametrize("share", [0.7, 0.4])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_layers_run_again_where_no_plan_fits_what_they_save(kind, share, caplog):
-    """Never under exact=True: the sums of several stretches are rounded otherwise."""
+    """Not one layer under exact=True: the sums of several stretches are rounded otherwise."""
     caplog.set_level("INFO", "elbowroom")
     plain = Run(kind)
     plain.step()
@@ -133,3 +137,28 @@ def test_layers_run_again_where_no_plan_fits_what_they_save(kind, share, caplog)
     er.fit(exact.model, budget=budget, optimizer=exact.optimizer, exact=True)
     with pytest.raises(BudgetTooSmall):
         peaks_of(exact)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("three LSTMs", 0.5), ("GRUs", 0.75)])
+def test_layers_run_again_one_by_one_under_exact(kind, share, caplog):
+    """Each as a whole, so that no bit changes; a budget below one layer is refused."""
+    caplog.set_level("INFO", "elbowroom")
+    plain = Run(kind)
+    plain.step()
+    needed = peak(plain.step) - plain.weights
+    plain, run = Run(kind), Run(kind)
+    budget = 3 * plain.weights + int(share * needed)
+    er.fit(run.model, budget=budget, optimizer=run.optimizer, exact=True)
+    torch.manual_seed(1)
+    peaks = peaks_of(run)
+    assert peaks
+    assert max(peaks) <= budget
+    assert caplog.text.count("one layer after the other; no bit changes") == 1
+    assert "warning" not in caplog.text.lower()
+    assert opener_of(run.model).was_exact
+    er.release(run.model)
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        plain.step()
+    for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -201,8 +201,10 @@ def observed(
 def fallbacks_of(kind: "Planning") -> Fallbacks:
     """Returns the relaxations that are still possible where no plan fits."""
     context = kind.context
-    layers = not (context.runs_again or kind.options.exact)
-    return Fallbacks(bool(context.unrepeatable) and context.blames_classes, layers)
+    classes = bool(context.unrepeatable) and context.blames_classes
+    # A layer that runs again as a whole holds as much then as it would have saved.
+    gains = not context.keeps_bits or context.recurrent_layers > 1
+    return Fallbacks(classes, layers=gains and not context.runs_again)
 
 
 def settings_of(kind: "Planning") -> PlannerSettings:

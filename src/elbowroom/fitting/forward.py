@@ -17,7 +17,7 @@ from elbowroom.plan.site import Site, SiteName
 from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.direct.recurrent import saved_nbytes
+from elbowroom.runtime.direct.recurrent import layers_of, saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, is_touchable
@@ -104,6 +104,7 @@ class FittedSaving(Saving):
         self.largest_nbytes = self.beside_nbytes = 0
         self._limit: tuple[int, int] | None = None
         self._has_strayed = self._begins_again = False
+        self._recurrent_layers = 0
         self._saved: list[tuple[weakref.ref[Slot], SavedStorage]] = []
         self._saved += [] if after is None else after._saved
         self.storages: list[SavedStorage] = []
@@ -189,6 +190,10 @@ class FittedSaving(Saving):
         A recurrent op is decided on before it runs. Such an op saves all of its tensors at once,
         when it is too late to climb.
         """
+        if direct.again:
+            self._recurrent_layers += layers_of(call)
+            most = max(self.context.recurrent_layers, self._recurrent_layers)
+            self.context.recurrent_layers = most
         if direct.again and not self.context.runs_again:
             held = self.ledger.held_nbytes + saved_nbytes(call)
             if held > self._fit.surely_allowed_nbytes():

@@ -77,12 +77,24 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
 
 
 def warn_runs_again(options: FitOptions) -> None:
-    """Warns that recurrent layers are recomputed, since no plan fits their tensors: bits change."""
+    """Says that recurrent layers are recomputed, since no plan fits their tensors.
+
+    It warns where that changes bits.
+    """
+    budget = show_nbytes(options.budget_nbytes)
+    if options.exact:
+        _log.info(
+            "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
+            "backward, one layer after the other; no bit changes",
+            budget,
+        )
+        return
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a few time steps after the other; gradients differ from those of plain training "
-        "by rounding alone. With exact=True, fit refuses the budget instead",
-        show_nbytes(options.budget_nbytes),
+        "by rounding alone. With exact=True, layers run again one by one, as long as that fits the "
+        "budget",
+        budget,
     )
 
 

@@ -42,7 +42,7 @@ class MeasuredSteps:
 
     def __init__(self, owned: ModelState, options: FitOptions) -> None:
         self.owned, self.options = owned, options
-        self.context = Context()
+        self.context = Context(keeps_bits=bool(options.exact))
         self.planning = Planning(options, owned, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
@@ -137,7 +137,7 @@ class MeasuredSteps:
         return True
 
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
-        chosen, rounds = saving.setting, self.context.runs_again
+        chosen, rounds = saving.setting, self.context.rounds
         self.was_exact = self.was_exact and chosen.exact and not rounds
         said = replace(chosen, exact=False) if rounds and chosen.exact else chosen
         self._say(said, rounds=rounds and chosen.exact)

@@ -37,11 +37,13 @@ class Context:
     device_seeds  the seeds of settled steps, where codes are made on a GPU
     kept          reasons for sites that are always kept
     made_again    rebuilt tensors that wait for their next readers
+    recurrent_layers  the most that one forward has called so far
     runs_again    recurrent layers are recomputed in backward, in every forward (`recurrent.py`)
+    keeps_bits    no sum may be rounded otherwise, so they are then recomputed each as a whole
     """
 
-    def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
-        self.seed = seed
+    def __init__(self, seed: int = 0, *, learns: bool = True, keeps_bits: bool = False) -> None:
+        self.seed, self.keeps_bits = seed, keeps_bits
         self.count = 0
         self.step = 0
         self.learns = learns
@@ -52,10 +54,16 @@ class Context:
         self.made_again = MadeAgain()
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
+        self.recurrent_layers = 0
         self.runs_again = False
         self.kept: dict[SiteKey, str] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
+
+    @property
+    def rounds(self) -> bool:
+        """True if recurrent layers are recomputed in stretches: sums are rounded otherwise."""
+        return self.runs_again and not self.keeps_bits
 
     def next_seed(self) -> int:
         """A fresh 64-bit seed."""

@@ -410,7 +410,10 @@ class Saving:
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
-        return direct.run if direct.coded is None or self.is_exact() else direct.coded
+        keeps_bits = self.is_exact()
+        if direct.again and self.context.runs_again:
+            keeps_bits = self.context.keeps_bits
+        return direct.run if direct.coded is None or keeps_bits else direct.coded
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may be used in this context."""

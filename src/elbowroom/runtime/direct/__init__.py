@@ -54,7 +54,7 @@ from elbowroom.runtime.direct.cross_entropy import (
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.product import fits_product, product
-from elbowroom.runtime.direct.recurrent import fits_recurrent, recurrent
+from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.identity import PLAIN, untouchable
 from elbowroom.runtime.transforms import is_transformed
@@ -131,7 +131,14 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,
     **{
-        op: Direct(recurrent(op), Reads.RESTORED, fits_recurrent, exact=False, again=True)
+        op: Direct(
+            recurrent(op, 1),
+            Reads.RESTORED,
+            fits_recurrent,
+            exact=False,
+            again=True,
+            coded=recurrent(op, STRETCHES),
+        )
         for op in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
     },
 }

@@ -13,7 +13,7 @@ alive at a time. It costs a second forward, about a third of the op's step. Drop
 belongs to the layer above it, and is drawn again from the state of the random numbers.
 
 Rounding differs from torch's where there are several stretches, by the order of the sum. With one
-(packed sequences, both directions, `STRETCHES` = 1) all bits are torch's own.
+(packed sequences, both directions, exact=True) all bits are torch's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,8 +75,11 @@ class _Layer:
         return [(at, min(at + each, length)) for at in range(0, length, each)]
 
 
-def recurrent(op: Any) -> Any:
-    """The function to run in place of torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
+def recurrent(op: Any, most: int) -> Any:
+    """Returns a function to run in place of torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu.
+
+    most: number of stretches of time that a layer is cut into, at most
+    """
 
     def run(*args: Any) -> _Tensors:
         x, sizes, states, weights, rest = _arguments(args)
@@ -87,7 +90,7 @@ def recurrent(op: Any) -> Any:
         directions = 2 if is_bidirectional else 1
         each = len(weights) // layers
         alone = sizes is not None or is_bidirectional
-        stretches = 1 if alone else max(1, min(STRETCHES, x.shape[0] // _LEAST))
+        stretches = 1 if alone else max(1, min(most, x.shape[0] // _LEAST))
         last = []
         for i in range(layers):
             drop = dropout if i and training else 0.0
@@ -107,8 +110,13 @@ def recurrent(op: Any) -> Any:
 def saved_nbytes(call: Call) -> int:
     """Bytes that torch's own op saves, about, in a call that `recurrent` could take over."""
     x, _, states, _, rest = _arguments(call.args)
-    layers, is_bidirectional = int(rest[1]), bool(rest[4])
-    return layers * (1 + is_bidirectional) * _gates_nbytes(call.func, x, states)
+    is_bidirectional = bool(rest[4])
+    return layers_of(call) * (1 + is_bidirectional) * _gates_nbytes(call.func, x, states)
+
+
+def layers_of(call: Call) -> int:
+    """Returns the number of layers that a call runs, one after the other."""
+    return int(_arguments(call.args)[4][1])
 
 
 def _gates_nbytes(op: Any, x: Tensor, states: Sequence[Tensor]) -> int:
