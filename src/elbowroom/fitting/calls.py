@@ -56,6 +56,7 @@ class Calls:
     grew            this step had a forward that was not planned, so the step is learned again
     before_it_grew  number of forwards in a step, as this step began
     was_said     the user was told that this step may be above the budget
+    was_said_blind  the user was told that such steps cannot be measured here
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Calls:
         self._at = 0  # the forward that runs; 0: the first of its step
         self._fewer = 0  # steps in a row
         self._is_small = False  # one of this step's is much smaller than it was
-        self.grew = self.was_said = False
+        self.grew = self.was_said = self.was_said_blind = False
         self.before_it_grew = 1
 
     def begin(self) -> None:

@@ -54,7 +54,12 @@ from elbowroom.fitting.execute import (
 from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import say_unscripted, warn_unexpected, without_frames
+from elbowroom.fitting.messages import (
+    say_unscripted,
+    warn_unexpected,
+    warn_unmeasured,
+    without_frames,
+)
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
     ForwardEnded,
@@ -323,15 +328,18 @@ class Planning(Followed):
         BudgetTooSmall where the first of all steps has two like forwards, and no plan of both is
         known.
         """
+        is_blind = False
         try:
             heard = rehearsed(self, self.owned, forward, after=last, given=given)
+            is_blind = heard is None
         except NothingHeld:  # backward runs inside of forward
             heard = None
         self.calls.note(signature, heard)
         self.calls.grew = True
         if heard is None:
-            self._warn_unexpected(None)
-            return Rest(self.options, self.context, None)
+            rest = Rest(self.options, self.context, None)
+            self._warn_unheard(rest, is_blind=is_blind)
+            return rest
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
 
         def beside(care: float) -> Profile:
@@ -359,6 +367,14 @@ class Planning(Followed):
         if not self.calls.was_said:
             warn_unexpected(self.options, least)
         self.calls.was_said = True
+
+    def _warn_unheard(self, rest: Rest, *, is_blind: bool) -> None:
+        """Warns of a forward that was not rehearsed; once, where that is so in every step."""
+        if not is_blind:
+            self._warn_unexpected(None)
+        elif not self.calls.was_said_blind:
+            self.calls.was_said_blind = True
+            warn_unmeasured(self.options, self.options.presets[rest.preset].name)
 
     def _refuse_two(self, heard: ForwardProfile, signature: Signature) -> None:
         """Raises BudgetTooSmall where no plan of two such forwards is known.

@@ -22,8 +22,9 @@ counts its bytes to its end, or to a backward inside it, without holding tensors
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -34,10 +35,11 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
+from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import OpenStep, is_made_of_graph
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_room, warn_replaced_hooks
+from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
@@ -91,6 +93,7 @@ class Fitting(MeasuredSteps):
         self._plannings = PlanCache(options, self.owned, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
+        self._foreign = ForeignHooks()
         self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
@@ -137,6 +140,11 @@ class Fitting(MeasuredSteps):
 
         After an out-of-memory error, plans with less.
         """
+        hooks = self._foreign.around(self.options)
+        if hooks is not None:
+            self._parameters = None
+            run = partial(self._run_aside, hooks)
+            return self._run_together(run, model, forward, args, kwargs)
         host = None if self._beside.is_alone else self._find_host()
         if host is not None:
             return host._run_guest(self, model, forward, args, kwargs)
@@ -221,6 +229,10 @@ class Fitting(MeasuredSteps):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs forward(), which is loss(*args, **kwargs), as one more forward of the step."""
+        hooks = self._foreign.around(self.options)
+        if hooks is not None:
+            with hooks:
+                return forward()
         return self._run_together(self._run_loss, loss, forward, args, kwargs)
 
     def _run_together(
@@ -246,6 +258,22 @@ class Fitting(MeasuredSteps):
         except BudgetTooSmall:
             self.interrupt()
             raise
+
+    def _run_aside(
+        self,
+        hooks: AbstractContextManager[object],
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a forward whose saved tensors the program's own hooks hold."""
+        self.ran_at = next(_forwards)
+        self._step_aside()
+        with hooks:
+            out = forward()
+        self._follow_aside(out)
+        return out
 
     def _run_alone(
         self,
@@ -322,7 +350,6 @@ class Fitting(MeasuredSteps):
         self, model: nn.Module, forward: Callable[[], Any], signature: Signature, given: Given
     ) -> Any:
         """Begins a step with this forward."""
-        warn_replaced_hooks()
         undo = None if self._shortage.ran_out_nbytes is None else Undo(model, (), given)
         forward = forward if undo is None else undo.watching(forward)
         try:
