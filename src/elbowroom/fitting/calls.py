@@ -247,11 +247,12 @@ def plan_rest(step: Profile, making: PlannerSettings) -> Plan | None:
     return None
 
 
-def least_rest(step: Profile, making: PlannerSettings) -> Plan:
-    """Returns the plan of the least peak, where `plan_rest` finds none."""
-    exact = making.options.exact
+def least_rest(step: Profile, making: PlannerSettings, *, exact: bool | None) -> Plan:
+    """Returns the plan of the least peak."""
+    finest = making.options.budget_nbytes >> 8
+    none = replace(making, options=making.options.within(1), finest=finest)
     try:
-        return making.make(step, 0, exact=exact)
+        return none.make(step, 0, exact=exact)
     except BudgetTooSmall as error:
         least = making.options.within(error.least_nbytes)
     return replace(making, options=least).make(step, 0, exact=exact)

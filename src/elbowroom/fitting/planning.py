@@ -106,6 +106,8 @@ class Planning(Followed):
     calls   the forwards of a step
     meter   measures the noise of codes; None: it is not measured
     redoes  the current forward can begin again, if the plan turns out not to fit
+    spares  other models may share this step, of which nothing is known yet: it is planned for the
+            least memory
     said    the setting that was logged last, and whether it is exact
     """
 
@@ -126,7 +128,7 @@ class Planning(Followed):
         self.owned, self.context = owned, context
         self.calls = Calls()
         self.meter: NoiseMeter | None = None
-        self.redoes = False
+        self.redoes = self.spares = False
         self.said: tuple[str, bool] | None = None
         self._untried = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._running = 0, nothing  # which forward of a step runs, and its signature
@@ -321,12 +323,14 @@ class Planning(Followed):
         signature: Signature,
         last: FittedSaving,
         given: object = (),
+        *,
+        spares: bool = False,
     ) -> Rest:
         """Records an unplanned forward of the step, and plans it within the rest of the budget.
 
-        last: the saving of the one before; given: its inputs, if they stand anyway. Raises
-        BudgetTooSmall where the first of all steps has two like forwards, and no plan of both is
-        known.
+        last: the saving of the one before; given: its inputs, if they stand anyway; spares: more
+        forwards may follow, so the plan is the one of the least peak. Raises BudgetTooSmall where
+        the first of all steps has two like forwards, and no plan of both is known.
         """
         is_blind = False
         try:
@@ -346,10 +350,12 @@ class Planning(Followed):
             return step_of(self, heard.beside(last.ledger.held_nbytes), care)
 
         plan = plan_rest(beside(CAREFUL), settings)
+        if plan is not None and spares:
+            plan = least_rest(beside(CAREFUL), settings, exact=plan.exact or self.options.exact)
         if plan is not None:
             return Rest(self.options, self.context, plan)
         self._refuse_two(heard, signature)
-        least = least_rest(beside(CAREFUL), settings)
+        least = least_rest(beside(CAREFUL), settings, exact=self.options.exact)
         above_nbytes = least.peak - self.options.budget_nbytes
         encoded = last.encode_held(last.ledger.held_nbytes - above_nbytes)
         if encoded is None:

@@ -70,10 +70,12 @@ class Fitting(MeasuredSteps):
 
     ran_at   number of its last forward, counted over all models; 0: none yet
     refusal  why its last forward was refused; None: it was not
+    expects_others  other models will be fitted that may share steps with it
     """
 
     ran_at = 0
     refusal: BudgetTooSmall | None = None
+    expects_others = False
     _host: "weakref.ref[Fitting] | None" = None
 
     def __init__(
@@ -181,6 +183,16 @@ class Fitting(MeasuredSteps):
     def is_guest(self) -> bool:
         """True if all forwards of the model were parts of other models' steps."""
         return self.host is not None and not self.context.step
+
+    @property
+    def _spares(self) -> bool:
+        """True if other models may share the step that begins, and none has been known to."""
+        if self.owned.has_guests or self._has_given or self._closed:
+            return False
+        others = [one for one in list(_fittings) if one is not self and not one._closed]
+        return self.expects_others or any(
+            one._asked == self._asked and one.owned.device == self.owned.device for one in others
+        )
 
     def _may_take_in(self, guest: "Fitting") -> bool:
         alike = self._asked == guest._asked and not (self._has_given or self._closed)
@@ -426,7 +438,8 @@ class Fitting(MeasuredSteps):
             is_other = has_guests and planning.calls.is_other(signature)
             # Where the next step is to be planned by a rehearsal, all of its forwards are.
             tries = is_other or (learns and not (has_guests and planning.calls.grew))
-            kept = self._kept(forward, last) if tries else None
+            spares = has_guests and learns and not (is_other or is_known)
+            kept = self._kept(forward, last, spares=spares) if tries else None
             if kept is not None and is_other:
                 planning.calls.note_other(signature)
             elif kept is not None:
@@ -437,7 +450,7 @@ class Fitting(MeasuredSteps):
             self._stop()
             try:
                 stands = given if has_guests else ()
-                rest = planning.rehearse_more(forward, signature, last, stands)
+                rest = planning.rehearse_more(forward, signature, last, stands, spares=spares)
             except BaseException as error:
                 undo.back()
                 if _is_ours(error):
@@ -458,7 +471,8 @@ class Fitting(MeasuredSteps):
     def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
         """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal."""
         if not (self.planning.state.infeasible or self.planning.calls.are_seen):
-            kept = self._kept(forward, undo=undo)
+            self.planning.spares = self._spares
+            kept = self._kept(forward, undo=undo, spares=self.planning.spares)
             self._copies = undo.changed_large
             if kept is not None:
                 return kept[0]
@@ -502,14 +516,18 @@ class Fitting(MeasuredSteps):
         forward: Callable[[], Any],
         after: FittedSaving | None = None,
         undo: Undo | None = None,
+        *,
+        spares: bool = False,
     ) -> tuple[Any] | None:
         """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
 
         undo: copies of what the forward may change; those it leaves unchanged are dropped
+        spares: others of the same step follow, of which nothing is known
         """
         since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
             saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
+            saving.spares = spares
             try:
                 out = forward()
             except NothingHeld:
