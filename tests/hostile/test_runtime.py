@@ -1311,20 +1311,3 @@ def test_a_mask_that_a_forward_has_made_keeps_its_zeros():
     y.backward(torch.ones_like(y))
     assert torch.equal(w.grad == 0, (mask == 0).all(0))
     assert torch.allclose(w.grad, mask.sum(0))
-
-
-def test_saved_tensor_hooks_around_a_fitted_model_are_said_to_get_nothing(caplog):
-    def to_half(x):
-        return x.half()
-
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-    er.fit(net, budget="1 GiB", exact=True)
-    for _ in range(2):
-        with torch.autograd.graph.save_on_cpu():  # gives back what it got: nothing to say
-            net(torch.randn(4, 8)).sum().backward()
-        with torch.autograd.graph.saved_tensors_hooks(to_half, torch.Tensor.float):
-            net(torch.randn(5, 8)).sum().backward()
-    said = [one.getMessage() for one in caplog.records if "saved-tensor hooks" in one.getMessage()]
-    assert len(said) == 1
-    assert "to_half" in said[0]
-    er.release(net)

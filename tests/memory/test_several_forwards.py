@@ -1,6 +1,7 @@
 """fit: forwards that wait for one backward are one step: twins, real and fake, sums of losses."""
 
 import logging
+import threading
 from contextlib import nullcontext
 from functools import cache
 
@@ -399,3 +400,22 @@ def test_two_forwards_of_which_no_exact_plan_is_known_are_refused_before_the_sec
     assert least_nbytes > budget
     assert all(map(torch.equal, model.buffers(), statistics))  # those of one forward
     er.release(model)
+
+
+def test_on_another_thread_it_is_said_once_that_later_forwards_are_not_planned(caplog):
+    """Each step said that from the next one on all forwards would be planned together."""
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())))
+    er.fit(model, budget="300 KiB", exact=True, min_nbytes=4096)
+
+    def train():
+        for _ in range(4):
+            sum(model(torch.randn(256, 32)).sum() for _ in range(2)).backward()
+            model.zero_grad()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert not [one for one in caplog.messages if UNEXPECTED in one]
+    said = [one for one in caplog.messages if "more than once before backward" in one]
+    assert len(said) == 1
+    assert "cannot be measured" in said[0]

@@ -346,8 +346,7 @@ class _Run:
         if any(one.ran_backward for one in eager):
             return False
         # An update inside of backward, or of a script that ended before its optimizer's first step.
-        models = [model for one in self._models if (model := one.module()) is not None]
-        gradients = (gradient_of(p) for model in models for p in model.parameters())
+        gradients = (gradient_of(p) for model in self._fitted() for p in model.parameters())
         states = any(optimizer.state for optimizer in self.discovery.optimizers())
         return not states and all(gradient is None for gradient in gradients)
 
@@ -401,9 +400,15 @@ class _Run:
         assert isinstance(fitting, Fitting | CompiledFitting)
         for optimizer in optimizers:
             fitting.owned.add(optimizer)
+        if isinstance(fitting, Fitting):
+            fitting.expects_others = self.discovery.trains_more([*self._fitted(), model])
         self._models.append(_Model(name, fitting, weakref.ref(model)))
         for loss in list(self._losses):
             self._cover(loss)
+
+    def _fitted(self) -> list[nn.Module]:
+        """Returns the models that have been fitted, and still exist."""
+        return [model for one in self._models if (model := one.module()) is not None]
 
     def _cover(self, loss: nn.Module) -> bool:
         """Adds a loss outside of the models to their steps; returns whether it was added."""

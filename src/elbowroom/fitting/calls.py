@@ -56,6 +56,7 @@ class Calls:
     grew            this step had a forward that was not planned, so the step is learned again
     before_it_grew  number of forwards in a step, as this step began
     was_said     the user was told that this step may be above the budget
+    was_said_blind  the user was told that such steps cannot be measured here
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Calls:
         self._at = 0  # the forward that runs; 0: the first of its step
         self._fewer = 0  # steps in a row
         self._is_small = False  # one of this step's is much smaller than it was
-        self.grew = self.was_said = False
+        self.grew = self.was_said = self.was_said_blind = False
         self.before_it_grew = 1
 
     def begin(self) -> None:
@@ -246,11 +247,12 @@ def plan_rest(step: Profile, making: PlannerSettings) -> Plan | None:
     return None
 
 
-def least_rest(step: Profile, making: PlannerSettings) -> Plan:
-    """Returns the plan of the least peak, where `plan_rest` finds none."""
-    exact = making.options.exact
+def least_rest(step: Profile, making: PlannerSettings, *, exact: bool | None) -> Plan:
+    """Returns the plan of the least peak."""
+    finest = making.options.budget_nbytes >> 8
+    none = replace(making, options=making.options.within(1), finest=finest)
     try:
-        return making.make(step, 0, exact=exact)
+        return none.make(step, 0, exact=exact)
     except BudgetTooSmall as error:
         least = making.options.within(error.least_nbytes)
     return replace(making, options=least).make(step, 0, exact=exact)

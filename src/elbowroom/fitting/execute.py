@@ -272,6 +272,7 @@ def chosen_by_forward(
         kind,
         settings_of(kind),
         measures=not may_run_layers_again,
+        spares=kind.spares,
         gradient_nbytes=kind.owned.largest_gradient_nbytes(),
     )
     return chosen, steps

@@ -63,6 +63,7 @@ class FittedSaving(Saving):
     storages    what the step has saved, once the context is closed
     saved_by    autograd's numbers of the nodes that saved each slot; in a first forward only
     beside_nbytes  stand until forward has ended: copies of what it may change
+    spares         it may hold half of what is allowed: nobody knows how many forwards will follow
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class FittedSaving(Saving):
         self.too_much = counts
         self._may_climb, self._only_counts = may_climb, counts
         self.largest_nbytes = self.beside_nbytes = 0
+        self.spares = False
         self._limit: tuple[int, int] | None = None
         self._has_strayed = self._begins_again = False
         self._recurrent_layers = 0
@@ -268,7 +270,8 @@ class FittedSaving(Saving):
             # stricter than necessary.
             guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
             guessed = max(guessed, self.beside_nbytes + self.largest_nbytes * USUAL)
-            self._limit = self._fit.allowed_nbytes(guessed), self._fit.surely_allowed_nbytes()
+            allowed = self._fit.allowed_nbytes(guessed) >> self.spares
+            self._limit = allowed, self._fit.surely_allowed_nbytes()
         return self._limit
 
     def _stray(self) -> None:

@@ -3,8 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-import torch
-
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import LOSSY_HELPS, too_small
@@ -133,6 +131,18 @@ def warn_unexpected(options: FitOptions, plan: Plan | None) -> None:
     )
 
 
+def warn_unmeasured(options: FitOptions, setting: str) -> None:
+    """Warns that later forwards of a step cannot be planned, since no step can be measured here."""
+    _log.warning(
+        "budget %s: steps run their model, or their loss, more than once before backward, and "
+        "cannot be measured (a profiler runs, or this is not the main thread). What later forwards "
+        "of a step save gets the setting '%s', and steps may exceed the budget; run the first ones "
+        "on the main thread, without a profiler",
+        show_nbytes(options.budget_nbytes),
+        setting,
+    )
+
+
 def say_unknown(options: FitOptions, why: str) -> None:
     """Logs that the noise of codes is not known, at WARNING if a limit was given."""
     _log.log(
@@ -156,27 +166,35 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
     )
 
 
-_warned_hooks: set[str] = set()
-
-
-def warn_replaced_hooks() -> None:
-    """Warns, once for each, that saved-tensor hooks of the program's own have no effect inside.
-
-    PyTorch calls the innermost hooks alone. Those of torch itself (checkpoints, `save_on_cpu`) give
-    back what they got, so they need no warning.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return
-    module = getattr(hooks[0], "__module__", None) or ""
-    name = f"{module}.{getattr(hooks[0], '__qualname__', type(hooks[0]).__qualname__)}"
-    if module.split(".")[0] in ("torch", "elbowroom") or name in _warned_hooks:
-        return
-    _warned_hooks.add(name)
+def warn_checked_hooks(options: FitOptions, name: str) -> None:
+    """Warns that a step runs without elbowroom, since hooks of the program's may change values."""
     _log.warning(
-        "the saved-tensor hooks that are set around the model (%s) get nothing of what the model "
-        "saves, since elbowroom keeps it; if they change values, gradients differ from those "
-        "without elbowroom",
+        "budget %s: the program sets saved-tensor hooks around the model (%s). Whether they change "
+        "values is not known yet, so this step runs without elbowroom, and may exceed the budget. "
+        "If they give back what they got, elbowroom replaces them from the next step on",
+        show_nbytes(options.budget_nbytes),
+        name,
+    )
+
+
+def warn_kept_hooks(options: FitOptions, name: str) -> None:
+    """Warns that hooks of the program's change values, so that no budget is kept."""
+    _log.warning(
+        "budget %s: the saved-tensor hooks that the program sets around the model (%s) change "
+        "values, so elbowroom leaves to them what the model saves. Gradients are those of plain "
+        "training, and elbowroom does nothing to keep to the budget; without these hooks it would",
+        show_nbytes(options.budget_nbytes),
+        name,
+    )
+
+
+def say_replaced_hooks(options: FitOptions, name: str) -> None:
+    """Warns that hooks of the program's, which change no values, get nothing from now on."""
+    _log.warning(
+        "budget %s: the saved-tensor hooks that the program sets around the model (%s) have given "
+        "back what they got, so elbowroom replaces them: no value changes, and they get nothing of "
+        "what the model saves",
+        show_nbytes(options.budget_nbytes),
         name,
     )
 

@@ -55,6 +55,11 @@ class ModelState:
         self._guests.append(weakref.ref(guest))
         return True
 
+    @property
+    def has_guests(self) -> bool:
+        """True if other models are counted, too."""
+        return bool(self._guests)
+
     def has_guest(self, other: "ModelState") -> bool:
         """Returns whether the other model is counted, too."""
         return any(known() is other for known in self._guests)

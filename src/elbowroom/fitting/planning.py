@@ -54,7 +54,12 @@ from elbowroom.fitting.execute import (
 from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import say_unscripted, warn_unexpected, without_frames
+from elbowroom.fitting.messages import (
+    say_unscripted,
+    warn_unexpected,
+    warn_unmeasured,
+    without_frames,
+)
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
     ForwardEnded,
@@ -101,6 +106,8 @@ class Planning(Followed):
     calls   the forwards of a step
     meter   measures the noise of codes; None: it is not measured
     redoes  the current forward can begin again, if the plan turns out not to fit
+    spares  other models may share this step, of which nothing is known yet: it is planned for the
+            least memory
     said    the setting that was logged last, and whether it is exact
     """
 
@@ -121,7 +128,7 @@ class Planning(Followed):
         self.owned, self.context = owned, context
         self.calls = Calls()
         self.meter: NoiseMeter | None = None
-        self.redoes = False
+        self.redoes = self.spares = False
         self.said: tuple[str, bool] | None = None
         self._untried = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._running = 0, nothing  # which forward of a step runs, and its signature
@@ -316,32 +323,39 @@ class Planning(Followed):
         signature: Signature,
         last: FittedSaving,
         given: object = (),
+        *,
+        spares: bool = False,
     ) -> Rest:
         """Records an unplanned forward of the step, and plans it within the rest of the budget.
 
-        last: the saving of the one before; given: its inputs, if they stand anyway. Raises
-        BudgetTooSmall where the first of all steps has two like forwards, and no plan of both is
-        known.
+        last: the saving of the one before; given: its inputs, if they stand anyway; spares: more
+        forwards may follow, so the plan is the one of the least peak. Raises BudgetTooSmall where
+        the first of all steps has two like forwards, and no plan of both is known.
         """
+        is_blind = False
         try:
             heard = rehearsed(self, self.owned, forward, after=last, given=given)
+            is_blind = heard is None
         except NothingHeld:  # backward runs inside of forward
             heard = None
         self.calls.note(signature, heard)
         self.calls.grew = True
         if heard is None:
-            self._warn_unexpected(None)
-            return Rest(self.options, self.context, None)
+            rest = Rest(self.options, self.context, None)
+            self._warn_unheard(rest, is_blind=is_blind)
+            return rest
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
 
         def beside(care: float) -> Profile:
             return step_of(self, heard.beside(last.ledger.held_nbytes), care)
 
         plan = plan_rest(beside(CAREFUL), settings)
+        if plan is not None and spares:
+            plan = least_rest(beside(CAREFUL), settings, exact=plan.exact or self.options.exact)
         if plan is not None:
             return Rest(self.options, self.context, plan)
         self._refuse_two(heard, signature)
-        least = least_rest(beside(CAREFUL), settings)
+        least = least_rest(beside(CAREFUL), settings, exact=self.options.exact)
         above_nbytes = least.peak - self.options.budget_nbytes
         encoded = last.encode_held(last.ledger.held_nbytes - above_nbytes)
         if encoded is None:
@@ -359,6 +373,14 @@ class Planning(Followed):
         if not self.calls.was_said:
             warn_unexpected(self.options, least)
         self.calls.was_said = True
+
+    def _warn_unheard(self, rest: Rest, *, is_blind: bool) -> None:
+        """Warns of a forward that was not rehearsed; once, where that is so in every step."""
+        if not is_blind:
+            self._warn_unexpected(None)
+        elif not self.calls.was_said_blind:
+            self.calls.was_said_blind = True
+            warn_unmeasured(self.options, self.options.presets[rest.preset].name)
 
     def _refuse_two(self, heard: ForwardProfile, signature: Signature) -> None:
         """Raises BudgetTooSmall where no plan of two such forwards is known.

@@ -116,16 +116,23 @@ def plan_by_forward(
     making: PlannerSettings,
     *,
     measures: bool,
+    spares: bool = False,
     gradient_nbytes: int = 0,
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
 
     who              the planning it is for
     measures         the smallest is worth a step
+    spares           the smallest exact plan is taken if it fits: others share the step
     gradient_nbytes  of the largest gradient of a parameter
 
     Raises BudgetTooSmall where none can be expected to fit.
     """
+    if spares and making.options.exact is not False:
+        exactly = replace(making, options=replace(making.options, exact=True))
+        smallest = states.smallest(step(CAREFUL), who, exactly)
+        if smallest is not None and smallest.plan.peak <= making.options.budget_nbytes:
+            return smallest
     for one in _tries(making.options.exact):
         profile = step(one.care)
         for candidate in states.candidates(profile, who)[one.state : one.state + 1]:

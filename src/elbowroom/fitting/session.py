@@ -22,8 +22,9 @@ counts its bytes to its end, or to a backward inside it, without holding tensors
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -34,10 +35,11 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
+from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import OpenStep, is_made_of_graph
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_room, warn_replaced_hooks
+from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
@@ -68,10 +70,12 @@ class Fitting(MeasuredSteps):
 
     ran_at   number of its last forward, counted over all models; 0: none yet
     refusal  why its last forward was refused; None: it was not
+    expects_others  other models will be fitted that may share steps with it
     """
 
     ran_at = 0
     refusal: BudgetTooSmall | None = None
+    expects_others = False
     _host: "weakref.ref[Fitting] | None" = None
 
     def __init__(
@@ -91,6 +95,7 @@ class Fitting(MeasuredSteps):
         self._plannings = PlanCache(options, self.owned, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
+        self._foreign = ForeignHooks()
         self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
@@ -137,6 +142,11 @@ class Fitting(MeasuredSteps):
 
         After an out-of-memory error, plans with less.
         """
+        hooks = self._foreign.around(self.options)
+        if hooks is not None:
+            self._parameters = None
+            run = partial(self._run_aside, hooks)
+            return self._run_together(run, model, forward, args, kwargs)
         host = None if self._beside.is_alone else self._find_host()
         if host is not None:
             return host._run_guest(self, model, forward, args, kwargs)
@@ -173,6 +183,16 @@ class Fitting(MeasuredSteps):
     def is_guest(self) -> bool:
         """True if all forwards of the model were parts of other models' steps."""
         return self.host is not None and not self.context.step
+
+    @property
+    def _spares(self) -> bool:
+        """True if other models may share the step that begins, and none has been known to."""
+        if self.owned.has_guests or self._has_given or self._closed:
+            return False
+        others = [one for one in list(_fittings) if one is not self and not one._closed]
+        return self.expects_others or any(
+            one._asked == self._asked and one.owned.device == self.owned.device for one in others
+        )
 
     def _may_take_in(self, guest: "Fitting") -> bool:
         alike = self._asked == guest._asked and not (self._has_given or self._closed)
@@ -221,6 +241,10 @@ class Fitting(MeasuredSteps):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs forward(), which is loss(*args, **kwargs), as one more forward of the step."""
+        hooks = self._foreign.around(self.options)
+        if hooks is not None:
+            with hooks:
+                return forward()
         return self._run_together(self._run_loss, loss, forward, args, kwargs)
 
     def _run_together(
@@ -246,6 +270,22 @@ class Fitting(MeasuredSteps):
         except BudgetTooSmall:
             self.interrupt()
             raise
+
+    def _run_aside(
+        self,
+        hooks: AbstractContextManager[object],
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a forward whose saved tensors the program's own hooks hold."""
+        self.ran_at = next(_forwards)
+        self._step_aside()
+        with hooks:
+            out = forward()
+        self._follow_aside(out)
+        return out
 
     def _run_alone(
         self,
@@ -322,7 +362,6 @@ class Fitting(MeasuredSteps):
         self, model: nn.Module, forward: Callable[[], Any], signature: Signature, given: Given
     ) -> Any:
         """Begins a step with this forward."""
-        warn_replaced_hooks()
         undo = None if self._shortage.ran_out_nbytes is None else Undo(model, (), given)
         forward = forward if undo is None else undo.watching(forward)
         try:
@@ -399,7 +438,8 @@ class Fitting(MeasuredSteps):
             is_other = has_guests and planning.calls.is_other(signature)
             # Where the next step is to be planned by a rehearsal, all of its forwards are.
             tries = is_other or (learns and not (has_guests and planning.calls.grew))
-            kept = self._kept(forward, last) if tries else None
+            spares = has_guests and learns and not (is_other or is_known)
+            kept = self._kept(forward, last, spares=spares) if tries else None
             if kept is not None and is_other:
                 planning.calls.note_other(signature)
             elif kept is not None:
@@ -410,7 +450,7 @@ class Fitting(MeasuredSteps):
             self._stop()
             try:
                 stands = given if has_guests else ()
-                rest = planning.rehearse_more(forward, signature, last, stands)
+                rest = planning.rehearse_more(forward, signature, last, stands, spares=spares)
             except BaseException as error:
                 undo.back()
                 if _is_ours(error):
@@ -431,7 +471,8 @@ class Fitting(MeasuredSteps):
     def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
         """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal."""
         if not (self.planning.state.infeasible or self.planning.calls.are_seen):
-            kept = self._kept(forward, undo=undo)
+            self.planning.spares = self._spares
+            kept = self._kept(forward, undo=undo, spares=self.planning.spares)
             self._copies = undo.changed_large
             if kept is not None:
                 return kept[0]
@@ -475,14 +516,18 @@ class Fitting(MeasuredSteps):
         forward: Callable[[], Any],
         after: FittedSaving | None = None,
         undo: Undo | None = None,
+        *,
+        spares: bool = False,
     ) -> tuple[Any] | None:
         """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
 
         undo: copies of what the forward may change; those it leaves unchanged are dropped
+        spares: others of the same step follow, of which nothing is known
         """
         since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
             saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
+            saving.spares = spares
             try:
                 out = forward()
             except NothingHeld:

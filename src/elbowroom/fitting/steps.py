@@ -21,9 +21,12 @@ from elbowroom.fitting.state import FitState
 from elbowroom.measure.background import Background
 from elbowroom.plan.presets import Preset
 from elbowroom.runtime.context import Context
+from elbowroom.runtime.ledger import Tally
 
 _AMPLE = 0.25  # of the budget
 _MOST_TRIED = 16  # settled steps, to measure one if none was until then
+_MOST_ASIDE = 4  # steps in which the program's own hooks hold what is saved, to measure those
+HOOKS = "hooks"  # the setting of such a step
 
 
 class MeasuredSteps:
@@ -31,7 +34,7 @@ class MeasuredSteps:
 
     planning        the `Planning` that the last forward followed
     peak_nbytes     the peak of the last measured step, everything included
-    peak_setting    the setting of that step: "plan", or the name of a preset
+    peak_setting    the setting of that step: "plan", the name of a preset, or "hooks"
     highest_nbytes  the highest of all measured peaks
     options         the budget is smaller than the user's once memory has run out
     was_exact       no forward so far has held a lossy code
@@ -56,6 +59,8 @@ class MeasuredSteps:
         self._said_blind = False
         self._gives_way = False  # the next step is measured of a model that runs inside
         self._tried = 0  # settled steps that were measured, to know at least one
+        self._aside: Tally | None = None  # the graph of the last forward, if nothing of it is held
+        self._were_aside = 0  # steps of such forwards
         self._closed = False
 
     def _context(
@@ -85,7 +90,10 @@ class MeasuredSteps:
 
     def passes(self) -> None:
         """Ends the last step as evaluation begins, unless its backward is still to come."""
-        if self._last is not None and self._step is not None and self._last.is_over:
+        if self._step is None:
+            return
+        over = self._last is not None and self._last.is_over
+        if over or (self._aside is not None and not self._aside.waits):
             self._step.end()
 
     def _learn(self) -> None:
@@ -93,7 +101,11 @@ class MeasuredSteps:
         self._note_backward()
         last, self._last = self._last, None
         step, self._step = self._step, None
+        aside, self._aside = self._aside, None
         if step is None:
+            return
+        if aside is not None:
+            self._end_aside(step, aside)
             return
         step.end()
         if last is None or self._closed or isinstance(last, ReplayedForward):
@@ -128,6 +140,38 @@ class MeasuredSteps:
         if blind and not waits and not self._said_blind:
             self._said_blind = True
             warn_blind(self.options)
+
+    def _step_aside(self) -> None:
+        """Begins a step in which the program's own hooks hold what is saved, or goes on with it."""
+        if self._aside is not None and self._aside.waits:
+            return
+        if self._last is not None and self._last.waits:
+            self.interrupt()  # a part of this step was held by us
+        self._learn()
+        self.context.begin_step()
+        self._were_aside += 1
+        if self._were_aside <= _MOST_ASIDE and not self._closed:
+            self._step = Measurement.start(self.owned, self._memory(), writes=False)
+
+    def _follow_aside(self, out: object) -> None:
+        """Follows the graph of such a forward."""
+        self._aside = Tally(0, 0)
+        self._aside.follow(out)
+
+    def _end_aside(self, step: Measurement, aside: Tally) -> None:
+        """Ends the measurement of such a step, unless its backward is still to come."""
+        if aside.waits:
+            step.close()
+            return
+        step.end()
+        if step.peak is not None:
+            self.peak_nbytes, self.peak_setting = step.peak, HOOKS
+            self.highest_nbytes = max(step.peak, self.highest_nbytes or 0)
+
+    @property
+    def setting(self) -> str:
+        """The current setting of steps."""
+        return self.planning.setting if self._aside is None else HOOKS
 
     def _is_unknown(self, state: FitState) -> bool:
         """Returns whether steps have settled, and none of them was ever measured."""
@@ -171,7 +215,10 @@ class MeasuredSteps:
         """Ends the training: its last step counts as measured, if none with its setting was."""
         self._note_backward()
         last, step = self._last, self._step
-        if step is not None and last is not None and self.peak_setting != self.planning.setting:
+        if step is not None and self._aside is not None:
+            self._step = None
+            self._end_aside(step, self._aside)
+        elif step is not None and last is not None and self.peak_setting != self.planning.setting:
             step.end()
             if step.peak is not None:
                 self._note_peak(step.peak, last)

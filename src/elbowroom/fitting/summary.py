@@ -21,7 +21,8 @@ class Summary:
     last_nbytes       the peak of the last step that was measured; None where none was
     last_setting      the setting of that step: "plan", or a preset of the ladder
     highest_nbytes    the highest peak of all measured steps
-    setting           the current setting of steps
+    setting           the current setting of steps; "hooks": the program's own saved-tensor hooks
+                      hold what it saves, and elbowroom does nothing
     slowdown          of the plan over plain autograd, estimated
     noise             variance that its codes add to the gradient, as a share of that of
                       mini-batches; 0 if it is exact; None where that was not measured; inside
@@ -118,7 +119,7 @@ def summary(fitting: Fitting, model: str) -> Summary:
         last_nbytes=fitting.peak_nbytes,
         last_setting=fitting.peak_setting,
         highest_nbytes=fitting.highest_nbytes,
-        setting=planning.setting,
+        setting=fitting.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
         noise=plan.noise if plan is not None and (plan.watched or not plan.is_lossy) else None,
         exact=fitting.was_exact,
@@ -134,6 +135,8 @@ def _size(nbytes: int | None) -> str:
 def _setting(told: Summary) -> str:
     if told.setting == "plan":
         return ""
+    if told.setting == "hooks":
+        return "the script's own saved-tensor hooks hold what it saves"
     if told.setting == "compiled":
         cached = told.predicted_nbytes is None
         return "compiled; planned at an earlier start" if cached else "planned inside torch.compile"

@@ -12,7 +12,7 @@ gradient of torch.func, and an optimizer whose gradients come from no module tha
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -95,6 +95,12 @@ class Discovery:
             for one in self.optimizers()
             if any(id(p) in own for group in one.param_groups for p in group["params"])
         ]
+
+    def trains_more(self, models: Iterable[nn.Module]) -> bool:
+        """Returns whether an optimizer holds parameters of none of these models."""
+        own = {id(p) for model in models for p in model.parameters()}
+        groups = (group for one in self.optimizers() for group in one.param_groups)
+        return any(id(p) not in own for group in groups for p in group["params"])
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.updated or torch.compiler.is_compiling():

@@ -1,0 +1,115 @@
+"""Saved-tensor hooks that the program sets around a fitted model.
+
+PyTorch calls the innermost hooks alone, so those of a fitted model replace the program's. If these
+give back what they got (they count tensors, or move them), no value changes. If they do not (half
+precision), gradients would differ from those of plain training. Nobody knows which before they have
+been called. So the first step with such hooks runs without elbowroom: they are called as in plain
+training, and what they give back is compared with what they got, by checksums.
+
+    all is equal       elbowroom replaces them from the next step on
+    anything differs   they stay: gradients are those of plain training, and no budget is kept
+
+Hooks of torch itself (`save_on_cpu`, checkpoints) give back what they got, and are not checked.
+"""
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from elbowroom.fitting.messages import say_replaced_hooks, warn_checked_hooks, warn_kept_hooks
+from elbowroom.fitting.options import FitOptions
+
+_OURS = ("torch", "elbowroom")
+
+
+class ForeignHooks:
+    """The hooks that were met around one fitted model, and whether they change values."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, _Verdict] = {}
+
+    def around(self, options: FitOptions) -> AbstractContextManager[object] | None:
+        """Returns a context for a forward that the hooks set now keep for themselves.
+
+        None: there are no such hooks, or elbowroom may replace them.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            return None
+        name = _name_of(hooks[0])
+        if name.split(".")[0] in _OURS:
+            return None
+        key = tuple((_name_of(hook), getattr(hook, "__code__", None)) for hook in hooks)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Verdict()
+            warn_checked_hooks(options, name)
+        elif known.differs:
+            if not known.was_said:
+                warn_kept_hooks(options, name)
+            known.was_said = True
+            return nullcontext()
+        elif known.was_asked:
+            if not known.was_said:
+                say_replaced_hooks(options, name)
+            known.was_said = True
+            return None
+        checked = _Checked(known, *hooks)
+        return saved_tensors_hooks(checked.pack, checked.unpack)
+
+
+class _Verdict:
+    """What is known of hooks: whether backward has asked them, and whether they change values."""
+
+    was_asked = differs = was_said = False
+
+
+class _Packed(NamedTuple):
+    """What the program's hook has made of a tensor, and what that was; None: not comparable."""
+
+    packed: Any
+    was: object
+
+
+class _Checked:
+    """The program's hooks, which are called as they were, and compared."""
+
+    def __init__(
+        self, verdict: _Verdict, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
+        self._verdict, self._pack, self._unpack = verdict, pack, unpack
+
+    def pack(self, x: Tensor) -> _Packed:
+        was = _facts(x)  # before the hook: what it packs may be the tensor itself
+        return _Packed(self._pack(x), was)
+
+    def unpack(self, held: _Packed) -> Tensor:
+        x = self._unpack(held.packed)
+        verdict = self._verdict
+        verdict.was_asked = True
+        if not verdict.differs:
+            verdict.differs = held.was is None or held.was != _facts(x)
+        return x
+
+
+def _name_of(hook: object) -> str:
+    module = getattr(hook, "__module__", None) or ""
+    return f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+
+
+def _facts(x: object) -> object:
+    """Returns what tensors of equal bits in an equal layout have in common; None: not known."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+        return None
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        try:
+            plain = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            read = plain.view(torch.uint8).cpu().numpy()
+        except (RuntimeError, TypeError):  # a subclass without memory of its own
+            return None
+    return x.shape, x.stride(), x.dtype, x.device, zlib.crc32(read.data)
