@@ -328,14 +328,25 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return poisoned
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_stays_fitted() -> Iterator[None]:
-    """What one file of tests has left fitted is not looked at by the next."""
+@pytest.fixture
+def nothing_stays_attached() -> Iterator[None]:
+    """What one test has left fitted, as after a failure, is not looked at by the next."""
     yield
+    _release_all()
+
+
+def _release_all() -> None:
     import elbowroom as er
     from elbowroom.runtime.attach import attached
 
     for model, _ in attached():
         er.release(model)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_fitted() -> Iterator[None]:
+    """The same of one file of tests and the next."""
+    yield
+    _release_all()
     if len(gc.get_objects()) > MANY:
         _spare_the_collector()
