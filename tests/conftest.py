@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from elbowroom.measure.allocations import Allocations, is_busy
 from elbowroom.measure.background import Background
@@ -29,6 +30,9 @@ from turns import LEAST_S, TURNS, by_file, costs, cpu_s, renewed, todays, turn_o
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# On a machine with other work any example may take long, which is no failure.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 collect_ignore = ["contract/sharding.py", "golden/make.py", "memory/capped.py"]  # no tests
 MANY = 100_000  # objects, of which each full collection takes 10 ms
@@ -328,14 +332,25 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return poisoned
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_stays_fitted() -> Iterator[None]:
-    """What one file of tests has left fitted is not looked at by the next."""
+@pytest.fixture
+def nothing_stays_attached() -> Iterator[None]:
+    """What one test has left fitted, as after a failure, is not looked at by the next."""
     yield
+    _release_all()
+
+
+def _release_all() -> None:
     import elbowroom as er
     from elbowroom.runtime.attach import attached
 
     for model, _ in attached():
         er.release(model)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_fitted() -> Iterator[None]:
+    """The same of one file of tests and the next."""
+    yield
+    _release_all()
     if len(gc.get_objects()) > MANY:
         _spare_the_collector()

@@ -27,7 +27,7 @@ from elbowroom._checks import (
 from elbowroom.adaptive import Adaptive
 from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec, Dither
-from elbowroom.compiled import GROUP_SIZE, Held, place_of
+from elbowroom.compiled import GROUP_SIZE, GraphPolicy, place_of
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
@@ -147,15 +147,15 @@ def saving(
     return SavingContext(make, context, setting, warns=True, graphs=graphs)
 
 
-def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> Held | None:
+def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> GraphPolicy | None:
     """Returns the policy in the form for compiled modules; None: they run eagerly under it."""
     if type(policy) is Exact:
-        return Held(0, min_nbytes, seed)
+        return GraphPolicy(0, min_nbytes, seed)
     if type(policy) is KeepAll:
-        return Held(None)
+        return GraphPolicy(None)
     codec = policy.codec if type(policy) is Lossy else None
     if type(codec) is Dither and codec.group_size == GROUP_SIZE:
-        return Held(codec.levels, min_nbytes, seed)
+        return GraphPolicy(codec.levels, min_nbytes, seed)
     return None
 
 

@@ -51,7 +51,7 @@ def rebuilt(source: Callable[[Tensor], Handle]) -> Callable[[Tensor], Handle]:
     def make(x: Tensor) -> Handle:
         below = x - 1
         slot = slot_of(below, source(below))
-        op = Op(lambda y, private: y.add_(1) if private else y + 1, lambda y: y.add_(1))
+        op = Op(lambda y: y + 1, lambda y: y.add_(1), lambda y: y.add_(1))
         recipe = Recipe.of(op, slot, Geometry.of(below), x, None)
         assert recipe is not None
         ready = recipe.ready()
@@ -284,7 +284,7 @@ def test_rebuilding_checks_parameters():
 
     def ready() -> Ready:
         slot = slot_of(torch.ones(8), KeepHandle(torch.ones(8), ""))
-        op = Op(lambda y, private: y * weight, None, fixed=(weight,))
+        op = Op(lambda y: y * weight, None, fixed=(weight,))
         return Recipe.of(op, slot, slot.base, torch.ones(8), None).ready()
 
     one = ready()
@@ -301,8 +301,8 @@ def test_rebuilding_checks_parameters():
 @pytest.mark.parametrize(
     ("op", "match"),
     [
-        (Op(lambda y, _: y.double(), None), "rebuilding gave float64 where float32 was saved"),
-        (Op(lambda y, _: y[:3], None), r"rebuilding gave shape \(3,\) where \(8,\) was saved"),
+        (Op(lambda y: y.double(), None), "rebuilding gave float64 where float32 was saved"),
+        (Op(lambda y: y[:3], None), r"rebuilding gave shape \(3,\) where \(8,\) was saved"),
     ],
 )
 def test_rebuilding_something_else_is_an_error(op, match):
@@ -318,7 +318,7 @@ def test_a_chain_is_not_longer_than_it_pays():
     slot = slot_of(x, KeepHandle(x, ""))
     link, length = slot, 0
     while link is not None:
-        link = Recipe.of(Op(lambda y, _: y + 1, lambda y: y + 1), link, slot.base, x, None)
+        link = Recipe.of(Op(lambda y: y + 1, lambda y: y + 1), link, slot.base, x, None)
         length += link is not None
     assert length == 9
 
@@ -326,7 +326,7 @@ def test_a_chain_is_not_longer_than_it_pays():
 def test_a_recipe_whose_source_is_gone_is_not_ready():
     x = torch.ones(8)
     slot = slot_of(x, KeepHandle(x, ""))
-    recipe = Recipe.of(Op(lambda y, _: y + 1, None), slot, slot.base, x, None)
+    recipe = Recipe.of(Op(lambda y: y + 1, None), slot, slot.base, x, None)
     assert recipe.ready() is not None
     del slot
     assert recipe.ready() is None
@@ -335,13 +335,13 @@ def test_a_recipe_whose_source_is_gone_is_not_ready():
 def test_a_recipe_without_a_lossy_form_needs_an_exact_source():
     x = torch.ones(8)
     slot = slot_of(x, EncodeHandle(Dither(levels=4).encode(x), x))
-    assert Recipe.of(Op(lambda y, _: y + 1, None), slot, slot.base, x, None).ready() is None
+    assert Recipe.of(Op(lambda y: y + 1, None), slot, slot.base, x, None).ready() is None
 
 
 def test_pinning_reaches_the_first_source():
     x = torch.ones(8)
     first = slot_of(x, KeepHandle(x, ""))
-    op = Op(lambda y, _: y + 1, lambda y: y + 1)
+    op = Op(lambda y: y + 1, lambda y: y + 1)
     below = Recipe.of(op, first, first.base, x, None)
     middle = slot_of(x, RebuildHandle(below.ready(), x))
     top = slot_of(x, RebuildHandle(Recipe.of(op, middle, middle.base, x, None).ready(), x))
@@ -358,7 +358,7 @@ def test_each_action_becomes_its_handle():
     handle = perform(Encode(Dither(levels=4)), x, Need.LOSSY, None, 1)
     assert isinstance(handle, EncodeHandle)
     slot = slot_of(x, KeepHandle(x, ""))
-    ready = Recipe.of(Op(lambda y, _: y * 1, None), slot, slot.base, x, None).ready()
+    ready = Recipe.of(Op(lambda y: y * 1, None), slot, slot.base, x, None).ready()
     assert isinstance(perform(Offload(), x, Need.EXACT, None, 0), OffloadHandle)
     assert isinstance(perform(Rebuild(), x, Need.EXACT, ready, 0), RebuildHandle)
     assert slot.pinned

@@ -20,7 +20,6 @@ from elbowroom import errors
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.plan import Exact
-from elbowroom.runtime import attach
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
@@ -35,12 +34,10 @@ COLLECTOR = contextvars.ContextVar("collector")
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_attached():
+def nothing_stays_collected(nothing_stays_attached):
     yield
     COLLECTED.clear()
     COLLECTOR.set([])  # its outputs hold graphs, and these the recorder of a refused step
-    for model in list(attach._attached):
-        er.release(model)
 
 
 class Block(nn.Module):

@@ -12,21 +12,14 @@ from torch.overrides import TorchFunctionMode
 import elbowroom as er
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.measure import peak
-from elbowroom.runtime import attach
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.consumers import Consumers
 from elbowroom.runtime.repeats import why_not_again, will_be_tried
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 STEPS, ROWS, WIDTH = 9, 512, 64
 HIDDEN = torch.Generator()
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached():
-    yield
-    for model in list(attach._attached):
-        er.release(model)
 
 
 class Block(nn.Module):

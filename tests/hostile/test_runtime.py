@@ -237,6 +237,58 @@ def test_a_silent_change_between_producer_and_consumer(mode):
         assert (got[0] - exact[0]).norm() < exact[0].norm()
 
 
+def _by_array(y: Tensor) -> None:
+    y.detach().numpy()[:] *= 2
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda y: y.data.mul_(2),
+    "again": lambda y: (y.data.mul_(2), y.data.add_(1)),
+    "a part": lambda y: y.data[2:].mul_(2),
+    "by index": lambda y: y.data.__setitem__(0, 3.0),
+    "masked": lambda y: y.data.masked_fill_(y.data > 0.5, -1.0),
+    "an array": _by_array,
+}
+
+
+@EXACT_MODES
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_change_through_data_between_producer_and_consumer(mode, write):
+    """No version of the tensor tells of it: `y.data` counts its own."""
+
+    def grads(context: Any) -> list[Tensor]:
+        x = x_of().requires_grad_()
+        w, loss = torch.eye(8, requires_grad=True), torch.zeros(())
+        with context:
+            for producer in (F.gelu, F.silu, lambda x: F.layer_norm(x, (8,)), lambda x: x * 0.7):
+                y = producer(x * 1)
+                write(y)
+                loss = loss + F.linear(y, w).square().sum()
+        return torch.autograd.grad(loss, [w, x])
+
+    for _ in range(3):  # the later ones follow a script
+        assert same(grads(mode()), grads(Nothing()))
+
+
+@EXACT_MODES
+def test_logits_that_are_masked_through_data(mode):
+    """As older attention does it: `attn.data.masked_fill_(mask, -inf)`."""
+    mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+
+    def grads(context: Any) -> list[Tensor]:
+        x = x_of().requires_grad_()
+        w = torch.eye(8, requires_grad=True)
+        with context:
+            q = F.linear(x, w)
+            logits = torch.bmm(q[None], q.t()[None])
+            logits.data.masked_fill_(mask, -float("inf"))
+            loss = torch.bmm(logits.softmax(-1), q[None]).square().sum()
+        return torch.autograd.grad(loss, [w, x])
+
+    for _ in range(3):
+        assert same(grads(mode()), grads(Nothing()))
+
+
 @EXACT_MODES
 @pytest.mark.parametrize("copied", [Tensor.clone, Tensor.bfloat16], ids=["clone", "cast"])
 def test_a_copy_of_the_users_that_was_changed_without_autograd(mode, copied):

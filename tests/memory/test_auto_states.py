@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,13 @@ from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting import Fitting, state_formats
 from elbowroom.optim import auto
 from elbowroom.plan.plan import Plan
-from elbowroom.runtime.attach import attached, opener_of
+from elbowroom.runtime.attach import opener_of
 
 MIN_NBYTES = 4096
 WIDTH, DEPTH = 256, 4
 LARGE, SOME, FEW = 1024, 256, 8  # rows of a batch: large activations, some, and next to none
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached() -> Iterator[None]:
-    yield
-    for model, _ in attached():
-        er.release(model)
+pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays_attached")
 
 
 class Net(nn.Module):

@@ -9,10 +9,10 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, OutOfMemory, PlanError
-from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.exhaustion import is_out_of_memory
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 WIDTH = 64
 X = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -67,13 +67,6 @@ class Net(nn.Module):
             if i == 1:
                 x = Failing.apply(x, self)
         return x
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached():
-    yield
-    for model in list(attach._attached):
-        er.release(model)
 
 
 def make(fitted=True, budget="64 MiB"):

@@ -42,14 +42,14 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.tools import Discovery
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 BATCH = 16
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_attached():
+def nothing_is_watched():
+    """Of models that are not fitted any more: it ends after `nothing_stays_attached`."""
     yield
-    for model in list(attach._attached):  # only after a failure
-        er.release(model)
     assert nn.Module.__call__ is calls._plain_call, "a test left the interception in place"
     assert not calls._ours
     assert calls._optimized is None

@@ -1,7 +1,7 @@
 """fit(plan=): a plan from elsewhere is followed from the first step, and dropped if it is wrong."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.session import Fitting
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.attach import attached, opener_of
+from elbowroom.runtime.attach import opener_of
 
 MIN_NBYTES = 4096
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -34,14 +34,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 OPTIMIZERS = pytest.mark.parametrize("make", [sgd, adamw])
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached() -> Iterator[None]:
-    yield
-    for model, _ in attached():  # only after a failure
-        er.release(model)
+pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays_attached")
 
 
 class Training:

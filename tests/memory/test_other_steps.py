@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import storage_nbytes
+from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 
@@ -66,6 +67,56 @@ def test_a_longer_step_is_noticed_and_the_next_is_inside_again(last: bool) -> No
             assert held + er.peak(step) <= 1.1 * budget
     finally:
         er.release(net)
+
+
+class Proposes(nn.Module):
+    """As many rows as it has found go on: no argument of the model tells their number."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.found = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        x = x.repeat_interleave(self.found, 0)
+        for _ in range(4):  # whose inputs nothing makes again
+            x = x.cumsum(1).square() * 0.01
+        return x.mean()
+
+
+@pytest.mark.parametrize("share", [0.8, 3.0])
+def test_a_step_whose_tensors_grow_inside_is_noticed(share, caplog):
+    """The calls, and the shapes of what is acted on, are those of the steps before."""
+    torch.manual_seed(0)
+    model, x = Proposes(), torch.randn(1024, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    static = 2 * sum(p.nbytes for p in model.parameters())
+    budget = int(static + share * er.peak(step))
+    er.fit(model, budget=budget, optimizer=optimizer, exact=True, min_nbytes=0)
+    for _ in range(16):
+        step()
+    assert isinstance(opener_of(model)._last, ReplayedForward)
+    caplog.clear()
+    model.found = 6
+    step()
+    assert "this step saves more than those before it" in caplog.text
+    if share < 1:
+        with pytest.raises(BudgetTooSmall):
+            step()
+    else:
+        for _ in range(4):
+            step()
+        assert static + er.peak(step) <= budget
+    er.release(model)
 
 
 def test_many_storages_teach_the_same_as_few(caplog):

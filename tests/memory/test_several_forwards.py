@@ -16,17 +16,10 @@ from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.measure import peak
-from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 UNEXPECTED = "runs its model, or its loss, once more before backward"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached():
-    yield
-    for model in list(attach._attached):
-        er.release(model)
 
 
 class Tower(nn.Module):

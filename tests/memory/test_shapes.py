@@ -10,6 +10,8 @@ from elbowroom.fitting.signature import signature_of
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
+
 WIDTH, DEPTH = 32, 4
 
 
@@ -30,15 +32,6 @@ class Reader(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.tail(x).tanh() if tail else x
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached():
-    yield
-    from elbowroom.runtime import attach
-
-    for model in list(attach._attached):
-        er.release(model)
 
 
 def make(budget=None, **settings):

@@ -13,20 +13,13 @@ import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import storage_nbytes
 from elbowroom.measure import peak
-from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.undo import tensors_of
 from elbowroom.tools import Discovery
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 BATCH, WIDE = 512, 128
 STEPS = 10
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached():
-    yield
-    for model in list(attach._attached):
-        er.release(model)
 
 
 def net(*widths, act):

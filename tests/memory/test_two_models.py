@@ -14,18 +14,11 @@ from elbowroom.measure.graph import graph_of
 from elbowroom.measure.interval import Interval
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.backward import run
-from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.undo import tensors_of
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 STEPS = 16
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_attached():
-    yield
-    for model in list(attach._attached):
-        er.release(model)
 
 
 def block(channels):

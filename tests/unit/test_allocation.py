@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import elbowroom as er
 from elbowroom.errors import PlanError
-from elbowroom.plan.allocation import Option, cheapest, quietest
+from elbowroom.plan.allocation import CodeChoice, cheapest, quietest
 from elbowroom.plan.rungs import ladder_of, rungs_of
 
 options = st.lists(
-    st.builds(Option, st.integers(1, 40).map(float), st.integers(0, 40).map(float)),
+    st.builds(CodeChoice, st.integers(1, 40).map(float), st.integers(0, 40).map(float)),
     min_size=1,
     max_size=4,
 )
@@ -60,8 +60,8 @@ def test_quietest_keeps_the_bytes_where_that_can_be(tensors, allowed):
 
 def test_what_is_sensitive_stays_mild():
     rungs = [(8.0, 1.0), (4.0, 16.0), (2.0, 64.0)]
-    quiet = [Option(b, v) for b, v in rungs]
-    loud = [Option(b, 100 * v) for b, v in rungs]
+    quiet = [CodeChoice(b, v) for b, v in rungs]
+    loud = [CodeChoice(b, 100 * v) for b, v in rungs]
     assert cheapest([quiet, loud], 200.0) == [2, 0]
     assert quietest([quiet, loud], 12.0) == [1, 0]
     assert cheapest([], 1.0) == []

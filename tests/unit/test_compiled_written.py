@@ -12,7 +12,7 @@ from elbowroom.compiled import backend, elbowroom, written
 from elbowroom.compiled.backend import Regions, Settings
 from elbowroom.compiled.decision import Decision
 from elbowroom.compiled.partition import told
-from elbowroom.compiled.written import Check, Held, peak_of
+from elbowroom.compiled.written import Check, HeldAtBackward, peak_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.peak import peak
 
@@ -79,7 +79,7 @@ def test_calls_give_their_parts_but_no_views_and_nothing_that_left() -> None:
 
 
 def test_backward_begins_with_what_is_held_and_frees_it() -> None:
-    held = Held(50, {"x": ("x", 400), "view": ("x", 400), "y": ("y", 40)})
+    held = HeldAtBackward(50, {"x": ("x", 400), "view": ("x", 400), "y": ("y", 40)})
     given = graph(inputs=("primals_1", "x", "view", "y"))
     lines = [line("FreeLine", node=Buffer(n)) for n in ("primals_1", "x")]
     assert peak_of(lines, given, held) == 490

@@ -140,3 +140,14 @@ def test_the_reference_has_every_public_name(package):
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     shown = re.findall(rf"^::: {package}\.(?:\w+\.)*(\w+)$", pages, re.MULTILINE)
     assert names_of(package) - {"__version__"} <= set(shown)
+
+
+@pytest.mark.parametrize("name", ["Option", "Known", "Held", "Row"])
+def test_a_word_means_one_thing(name):
+    """A class, or an alias, of this name is in one file at most."""
+    files = [
+        path
+        for path in (ROOT / "src").rglob("*.py")
+        if re.search(rf"^(class {name}\b|{name} = )", path.read_text(), re.MULTILINE)
+    ]
+    assert len(files) <= 1

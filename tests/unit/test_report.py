@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from elbowroom.report import Curve, Page, Row, render, table, write
+from elbowroom.report import Curve, Page, ReportRow, render, table, write
 from elbowroom.report.chart import COLUMNS, curves_chart, on_grid
 
 MIB = 2**20
@@ -19,9 +19,11 @@ PAGE = Page(
     title="A <title>",
     lead="Lead & more",
     rows=(
-        Row("saved bytes", "30.0 MiB", "12.0 MiB", "2.5x less", good=True, note="before backward"),
-        Row("slowdown", "", "4 %", "", good=None, kind="estimated"),
-        Row("accuracy", "90 %", "80 %", "-10 [points]", good=False),
+        ReportRow(
+            "saved bytes", "30.0 MiB", "12.0 MiB", "2.5x less", good=True, note="before backward"
+        ),
+        ReportRow("slowdown", "", "4 %", "", good=None, kind="estimated"),
+        ReportRow("accuracy", "90 %", "80 %", "-10 [points]", good=False),
     ),
     curves=CURVES,
     details={"Ledger": "keep  <3>"},

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import turns as turns_module
 from turns import LEAST_S, TURNS, by_file, costs, renewed, todays, turn_of_each, turns
@@ -148,3 +149,8 @@ def test_processes_of_xdist_take_the_same_turn_and_their_seconds_are_told(confte
         conftest.pytest_testnodedown(node, None)
     assert config.stash[conftest._taken] == {"a::x": 0.5, "a::y": 0.5}
     assert config.stash[conftest._waiting] == (3, 4)
+
+
+def test_no_example_fails_because_the_machine_is_busy():
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check

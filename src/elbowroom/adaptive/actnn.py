@@ -10,7 +10,7 @@ sensitivities are this library's (closed form and probes) where ActNN has its ow
 from elbowroom.adaptive.base import Adaptive, possible
 from elbowroom.codecs import Group
 from elbowroom.errors import UnknownField
-from elbowroom.plan.allocation import Option, quietest
+from elbowroom.plan.allocation import CodeChoice, quietest
 
 
 class ActNN(Adaptive):
@@ -38,7 +38,7 @@ class ActNN(Adaptive):
         for held in movable:
             bits = [t.codec.bits for t in possible(held) if isinstance(t.codec, Group)]
             made = zip(bits, self._options(held), strict=True)
-            options.append([Option(b * held.numel / 8, option.variance) for b, option in made])
+            options.append([CodeChoice(b * held.numel / 8, option.variance) for b, option in made])
         allowed = self.bits * sum(held.numel for held in movable) / 8
         for held, choice in zip(movable, quietest(options, allowed), strict=True):
             self._take(held, choice)

@@ -19,7 +19,7 @@ from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import HeldNoise, NoiseTable, Trial
 from elbowroom.plan import Action, Lossy, Site, SiteName
-from elbowroom.plan.allocation import Option
+from elbowroom.plan.allocation import CodeChoice
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.rungs import ladder_of
 from elbowroom.runtime.observer import Watch
@@ -88,7 +88,7 @@ class Adaptive(ABC):
         held = self.table.held.values()
         return [h for h in held if possible(h) and self.table.variance_of(h.site.name) is not None]
 
-    def _options(self, held: HeldNoise) -> list[Option]:
+    def _options(self, held: HeldNoise) -> list[CodeChoice]:
         """Returns, by rung, what would be held and what noise added.
 
         It is the measured variance, in the ratio of the trials.
@@ -97,7 +97,7 @@ class Adaptive(ABC):
         each = held.energy / held.numel
         now = next((t.error for t in held.trials if t.codec == held.codec), each)
         unit = variance / now if now > 0 else 0.0
-        return [Option(t.bits * held.numel / 8, unit * t.error) for t in possible(held)]
+        return [CodeChoice(t.bits * held.numel / 8, unit * t.error) for t in possible(held)]
 
     def _take(self, held: HeldNoise, option: int) -> None:
         self.rungs[held.site.name] = self.ladder.index(possible(held)[option].codec)

@@ -14,7 +14,7 @@ from elbowroom.codecs import Codec, Dither, Sided
 from elbowroom.kernels.layout import TILE, codes_nbytes
 from elbowroom.measure.noise import HeldNoise
 from elbowroom.plan import Action, Lean, Site
-from elbowroom.plan.allocation import Option
+from elbowroom.plan.allocation import CodeChoice
 from elbowroom.plan.precision_floor import at_precision_floor
 
 _CODED = 0.5  # of a tensor that ReLU splits: what it lets pass
@@ -40,7 +40,7 @@ class LeanBudget(NoiseBudget):
         known = (h for h in self.table.held.values() if isinstance(h.codec, Dither | Sided))
         return [h for h in known if self.table.variance_of(h.site.name) is not None]
 
-    def _options(self, held: HeldNoise) -> list[Option]:
+    def _options(self, held: HeldNoise) -> list[CodeChoice]:
         rough, now = self.table.rough_of(held.site.name), _levels(held.codec)
         fine = (self.table.variance_of(held.site.name) or 0.0) - rough
         is_split = isinstance(held.codec, Sided) or held.site.facts.has_zeros
@@ -50,7 +50,7 @@ class LeanBudget(NoiseBudget):
             levels = _levels(at_precision_floor(codec, held.site))
             more = coded * (codes_nbytes(levels, TILE) - codes_nbytes(now, TILE)) / TILE
             variance = rough + fine * ((now - 1) / (levels - 1)) ** 2
-            found.append(Option(held.nbytes + more, variance))
+            found.append(CodeChoice(held.nbytes + more, variance))
         return found
 
     def _take(self, held: HeldNoise, option: int) -> None:

@@ -37,6 +37,6 @@ from elbowroom.compiled.backend import place_of as place_of
 from elbowroom.compiled.backend import refusal as refusal
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE
-from elbowroom.compiled.held import Held as Held
+from elbowroom.compiled.held import GraphPolicy as GraphPolicy
 from elbowroom.compiled.held import counted as counted
 from elbowroom.compiled.held import hearing as hearing

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elbowroom.compiled.written import Held
+from elbowroom.compiled.written import HeldAtBackward
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
 
@@ -39,7 +39,7 @@ class Decision:
     fuses_alike: bool = False
     noise: float = 0.0
     away_nbytes: int = 0
-    held: Held = field(default_factory=Held, compare=False, repr=False)
+    held: HeldAtBackward = field(default_factory=HeldAtBackward, compare=False, repr=False)
 
 
 def too_small(

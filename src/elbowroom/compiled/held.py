@@ -1,10 +1,10 @@
 """A policy of `er.saving` as a backend of torch.compile: its graphs hold saved values in codes.
 
-    Held(levels, min_nbytes)     levels 0: masks as bits, which changes no bit of a gradient
-        .backend(options)        one backend for each set of Inductor's options: Dynamo keeps what
-                                 it has compiled by the identity of the backend, so that a policy
-                                 is compiled once, and plain graphs stay beside it
-        .running(told)           meanwhile `told` is called with what each running region holds
+    GraphPolicy(levels, min_nbytes)  levels 0: masks as bits, which changes no bit of a gradient
+        .backend(options)            one backend for each set of Inductor's options: Dynamo keeps
+                                     what it has compiled by the identity of the backend, so that
+                                     a policy is compiled once, and plain graphs stay beside it
+        .running(told)               meanwhile `told` is called with what each running region holds
 
 The values that plain torch.compile would save are coded. A graph that cannot be rewritten is
 compiled unchanged, and the logger "elbowroom" reports it.
@@ -51,7 +51,7 @@ def hearing(told: Told) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Held:
+class GraphPolicy:
     """A policy for compiled code.
 
     levels      of the codes of values that tolerate an error; 0: masks as bits alone; None: graphs

@@ -38,7 +38,7 @@ from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DECODE
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
-from elbowroom.compiled.written import Held
+from elbowroom.compiled.written import HeldAtBackward
 from elbowroom.errors import BudgetTooSmall
 
 _TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step that holds less is searched
@@ -315,12 +315,12 @@ def _report_decision(
         listener(decision)
 
 
-def _held(joint: Joint, step: Step) -> Held:
+def _held(joint: Joint, step: Step) -> HeldAtBackward:
     """Returns what is in memory as backward begins, apart from parameters and inputs."""
     facts = joint.facts
     fixed = {facts[n].storage for n in (*joint.forward_outputs, *joint.tangents)} - joint.outside
     saved = {n.name: facts[n].storage for n in step.saved}
-    return Held(
+    return HeldAtBackward(
         sum(facts[s].nbytes for s in fixed),
         {
             name: (storage.name, facts[storage].nbytes)

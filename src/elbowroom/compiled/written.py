@@ -3,7 +3,7 @@
 The simulation (`liveness.py`) predicts what Inductor will fuse and when it will free. Where it is
 wrong, the code says so: its lines take memory, hand it over and free it, one after another.
 
-    backward starts with        what is held for it (`Held`), and with the gradients of the outputs
+    backward starts with        what is held (`HeldAtBackward`), and the gradients of the outputs
     buf1 = empty(...)           + bytes
     buf2 = buf1  # reuse        handed over
     del buf1                    - bytes
@@ -25,7 +25,7 @@ _lock = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldAtBackward:
     """Memory in use as backward of a planned graph begins, apart from parameters and inputs.
 
     fixed_nbytes  of outputs and their gradients, which stay until the end of backward
@@ -88,7 +88,7 @@ class Check:
             raise RuntimeError(f"the code of a compiled region takes {over} bytes too many")
 
 
-def peak_of(lines: Sequence[Any], graph: Any, held: Held | None) -> int | None:
+def peak_of(lines: Sequence[Any], graph: Any, held: HeldAtBackward | None) -> int | None:
     """Returns the most bytes that stand while these lines run; None where that is not known.
 
     held: what stands when they begin; None for a forward graph
@@ -103,11 +103,11 @@ def peak_of(lines: Sequence[Any], graph: Any, held: Held | None) -> int | None:
 class _Walk:
     """Bytes that stand, line by line."""
 
-    def __init__(self, graph: Any, held: Held | None) -> None:
+    def __init__(self, graph: Any, held: HeldAtBackward | None) -> None:
         self._graph = graph
         self._alive: dict[str, tuple[str, int]] = {}  # name -> name of its memory, bytes
         self._users: dict[str, int] = {}  # of each memory
-        held = held or Held()
+        held = held or HeldAtBackward()
         self.level = self.highest = held.fixed_nbytes
         for name in graph.graph_inputs:
             if name in held.saved:

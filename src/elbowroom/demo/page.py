@@ -8,7 +8,7 @@ import torch
 from elbowroom.demo.compare import Comparison, Glance
 from elbowroom.demo.tasks import FULL_WIDTHS
 from elbowroom.measure import MemoryCurve
-from elbowroom.report import Curve, Page, Row
+from elbowroom.report import Curve, Page, ReportRow
 from elbowroom.units import show_nbytes, show_seconds
 
 _CHANCE = 1.0  # points; those of eight seeds of the default run scatter by 0.7 (docs/log.md)
@@ -78,21 +78,21 @@ def _curves(plain: MemoryCurve, ours: MemoryCurve) -> tuple[Curve, Curve]:
     )
 
 
-def _bytes_rows(before: int, after: int, plain_peak: int, our_peak: int) -> list[Row]:
+def _bytes_rows(before: int, after: int, plain_peak: int, our_peak: int) -> list[ReportRow]:
     return [
         _bytes_row("saved bytes", before, after, "held before backward"),
         _bytes_row("peak bytes", plain_peak, our_peak, "the highest memory use of the allocator"),
     ]
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def rows(comparison: Comparison) -> list[ReportRow]:
     """Saved bytes, peak bytes, seconds and score, plain against ours."""
     plain, ours, timing = comparison.plain, comparison.ours, comparison.timing
     low, high = timing.ratio_iqr
     points = 100 * (ours.score - plain.score)
     return [
         *_bytes_rows(plain.saved_nbytes, ours.saved_nbytes, plain.peak_nbytes, ours.peak_nbytes),
-        Row(
+        ReportRow(
             "seconds per step",
             show_seconds(timing.median_a_s),
             show_seconds(timing.median_b_s),
@@ -100,7 +100,7 @@ def rows(comparison: Comparison) -> list[Row]:
             good=True if timing.ratio <= 1.05 else None,
             note=f"median of {timing.n} interleaved pairs; quartiles of the ratio",
         ),
-        Row(
+        ReportRow(
             comparison.task.score_name,
             f"{plain.score:.1%}",
             f"{ours.score:.1%}",
@@ -115,11 +115,11 @@ def _steps(n: int) -> str:
     return "1 step" if n == 1 else f"{n} steps"
 
 
-def _bytes_row(name: str, plain_nbytes: int, our_nbytes: int, note: str) -> Row:
+def _bytes_row(name: str, plain_nbytes: int, our_nbytes: int, note: str) -> ReportRow:
     less = our_nbytes < plain_nbytes
     ratio = plain_nbytes / our_nbytes if our_nbytes else float("inf")
     verdict = f"{ratio:.1f}x less" if less else f"{1 / ratio:.2f}x" if ratio else ""
-    return Row(
+    return ReportRow(
         name, show_nbytes(plain_nbytes), show_nbytes(our_nbytes), verdict, good=less, note=note
     )
 

@@ -274,7 +274,7 @@ class FittedSaving(Saving):
             self._limit = allowed, self._fit.surely_allowed_nbytes()
         return self._limit
 
-    def _stray(self) -> None:
+    def stray(self) -> None:
         """Reports once that this forward differs from the plan, and holds unexamined tensors.
 
         These can be neither encoded nor released now, so the step may exceed the budget.
@@ -298,7 +298,7 @@ class FittedSaving(Saving):
                 break
         if self.ledger.held_nbytes > surely_allowed:
             if not self._fit.may_refuse:
-                self._stray()
+                self.stray()
             else:
                 self.impossible = True
         if self.impossible:

@@ -11,6 +11,8 @@ from elbowroom.runtime.ledger import Entry, Tally
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
 
+_AT_ONCE = 3  # bytes that stand in backward for each that is saved: a larger tensor's gradients
+
 
 class ReplayedSaving(Replay):
     """Context that replays a script, and examines the rest of a forward that differs from it.
@@ -24,6 +26,10 @@ class ReplayedSaving(Replay):
     def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
         super().__init__(script, fit.context)
         self._fit, self._after = fit, after
+        room_nbytes = fit.surely_allowed_nbytes() - script.held_nbytes
+        if after is not None:
+            room_nbytes -= after.held_nbytes
+        self.spare = int(max(room_nbytes, 0) / (_AT_ONCE * script.nbytes_each))
         self.rest: FittedSaving | None = None
         self.entry: Entry | None = None
 
@@ -32,8 +38,11 @@ class ReplayedSaving(Replay):
         after = None if self._after is None else self._after.begun()
         self.rest, share = FittedSaving(self._fit, after=after), self.share
         before, held = self.script.before_nbytes, self.script.held_nbytes
-        self.entry = self.rest.ledger.open("", "replayed", "", int(share * before))
-        self.entry.hold(int(share * held))
+        more = self.surplus * self.script.nbytes_each
+        self.entry = self.rest.ledger.open("", "replayed", "", int(share * before + more))
+        self.entry.hold(int(share * held + more))
+        if self.surplus > self.spare:  # what is held already can be made no smaller
+            self.rest.stray()
         return self.rest
 
 
@@ -56,6 +65,12 @@ class ReplayedForward:
         """Returns how many forwards before it nobody waits for any more."""
         before = self._after
         return 0 if before is None else before._count_over() + (not before.ledger.waits)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that it and those before it hold now."""
+        before = 0 if self._after is None else self._after.held_nbytes
+        return before + self.ledger.held_nbytes
 
     @property
     def was_asked(self) -> bool:

@@ -9,7 +9,7 @@ from elbowroom.plan.plan import Line
 from elbowroom.runtime.compiler import ran_eagerly
 from elbowroom.units import show_nbytes
 
-Row = tuple[str, str, str, str]  # name, measured, estimated, remark
+SummaryRow = tuple[str, str, str, str]  # name, measured, estimated, remark
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Summary:
         )
         return "\n".join((title, *lines))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SummaryRow]:
         """Returns the known figures, each in the column "measured" or "estimated"."""
         unknown = "" if self.plain_nbytes else "not known: no step was profiled"
         rows = [

@@ -130,16 +130,16 @@ def state_nbytes(p: Tensor, state: str, *, second: bool = True, weights: str = "
     return 4 + order + residual + found.first.nbytes(n, row) + found.second.nbytes(n, row)
 
 
-class Held(NamedTuple):
+class StateNames(NamedTuple):
     """The names of a moment's tensors in `optimizer.state[p]`."""
 
     codes: str
     bounds: str
 
 
-def names(moment: str, kind: str) -> Held:
+def names(moment: str, kind: str) -> StateNames:
     """fp32 states have the names of torch.optim, so that they are interchangeable."""
-    return Held(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
+    return StateNames(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
 
 
 def seed_of(seed: int, step: int, index: int, shard: int = 0) -> int:

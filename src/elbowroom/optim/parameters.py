@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elbowroom.errors import UnsupportedParameter
 from elbowroom.kernels.states import MOST, code_shape
-from elbowroom.optim.formats import Held, format_of, names, row_of
+from elbowroom.optim.formats import StateNames, format_of, names, row_of
 from elbowroom.optim.order import Order, order_of
 from elbowroom.optim.sharded import in_whole_rows, is_sharded, local
 
@@ -46,8 +46,8 @@ class Update:
     limit          the largest size of an element of a gradient
     """
 
-    first: Held
-    second: Held | None
+    first: StateNames
+    second: StateNames | None
     m_kind: str
     v_kind: str
     m_shape: torch.Size

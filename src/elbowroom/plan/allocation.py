@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Option(NamedTuple):
+class CodeChoice(NamedTuple):
     """One setting of one tensor: the bytes it holds, and the gradient variance it adds."""
 
     nbytes: float
@@ -33,7 +33,7 @@ class _Move(NamedTuple):
     nbytes: float  # saved
 
 
-def cheapest(tensors: Sequence[Sequence[Option]], allowed_variance: float) -> list[int]:
+def cheapest(tensors: Sequence[Sequence[CodeChoice]], allowed_variance: float) -> list[int]:
     """An option for each tensor, with the fewest bytes in all that the variance allows.
 
     If even the mildest ones exceed it, these are returned.
@@ -54,7 +54,7 @@ def cheapest(tensors: Sequence[Sequence[Option]], allowed_variance: float) -> li
     return chosen
 
 
-def quietest(tensors: Sequence[Sequence[Option]], allowed_nbytes: float) -> list[int]:
+def quietest(tensors: Sequence[Sequence[CodeChoice]], allowed_nbytes: float) -> list[int]:
     """An option for each tensor, with the least variance in all that the bytes allow.
 
     If even the smallest ones exceed them, these are returned.
@@ -69,7 +69,7 @@ def quietest(tensors: Sequence[Sequence[Option]], allowed_nbytes: float) -> list
     return chosen
 
 
-def _path(tensors: Sequence[Sequence[Option]]) -> Iterator[_Move]:
+def _path(tensors: Sequence[Sequence[CodeChoice]]) -> Iterator[_Move]:
     """Returns all moves from the mildest to the smallest, the best price first."""
     steps = [_steps(which, options) for which, options in enumerate(tensors)]
     heap = [first for moves in steps if (first := next(moves, None)) is not None]
@@ -84,7 +84,7 @@ def _path(tensors: Sequence[Sequence[Option]]) -> Iterator[_Move]:
         yield move
 
 
-def _steps(which: int, options: Sequence[Option]) -> Iterator[_Move]:
+def _steps(which: int, options: Sequence[CodeChoice]) -> Iterator[_Move]:
     """The moves of one tensor along its hull."""
     at = _mildest(options)
     while True:
@@ -101,5 +101,5 @@ def _steps(which: int, options: Sequence[Option]) -> Iterator[_Move]:
         at = best.to
 
 
-def _mildest(options: Sequence[Option]) -> int:
+def _mildest(options: Sequence[CodeChoice]) -> int:
     return min(range(len(options)), key=lambda i: (options[i].variance, options[i].nbytes))

@@ -12,7 +12,7 @@ from elbowroom.report.html import render_profile as render_profile
 from elbowroom.report.html import write as write
 from elbowroom.report.page import Curve as Curve
 from elbowroom.report.page import Page as Page
-from elbowroom.report.page import Row as Row
+from elbowroom.report.page import ReportRow as ReportRow
 from elbowroom.report.profile import profile_table as profile_table
 from elbowroom.report.profile import step_page as step_page
 from elbowroom.report.snapshot import snapshot_page as snapshot_page

@@ -12,7 +12,7 @@ Kind = Literal["measured", "estimated"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One line of the comparison: the figures as text, and what the line means.
 
     `verdict` says the change in words ("12.3x less"); `good` colours it: better, worse, or neither.
@@ -43,7 +43,7 @@ class Page:
 
     title: str
     lead: str
-    rows: Sequence[Row]
+    rows: Sequence[ReportRow]
     curves: Sequence[Curve] = ()
     curves_note: str = ""
     details: Mapping[str, str] = field(

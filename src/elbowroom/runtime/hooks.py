@@ -250,11 +250,6 @@ class Saving:
             if (module := ref()) is not None:
                 self._calls[module] = count
 
-    def _watching(self) -> Watch | None:
-        if self.observer is None:
-            return None
-        return self.observer.begin() if self._after is None else self._after._watch
-
     def tighten(self, policy: Policy, slots: Iterable[Slot] | None = None) -> None:
         """Uses `policy` from now on.
 
@@ -297,6 +292,8 @@ class Saving:
             made = note_origin(call, out, self._identity)
             if made is not None:
                 self._listener.makes(made)
+            if call.may_have_changed_first:
+                self._identity.changed(call.first, made)
             for decide in results:
                 decide()
             if self._watch is not None:

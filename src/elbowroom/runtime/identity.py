@@ -113,6 +113,7 @@ class Identity:
         self._constants: _Copies = {}
         self._spares: _Copies = {}
         self._purge_at = 256
+        self._changes = 0
 
     def slot(self, x: Tensor) -> Slot | None:
         """The slot of x's storage at its version, if an op has saved it already."""
@@ -233,6 +234,26 @@ class Identity:
     def made(self, x: Tensor, origin: Origin) -> None:
         """Records the origin of x."""
         self.stored(x).origins[version_of(x), x.dtype] = origin
+
+    def changed(self, x: Tensor, made: Origin | None) -> None:
+        """Forgets how a storage was computed, which a call has changed in place.
+
+        The count of versions of x may be its own, as that of `y.data` is: y has still the old one.
+        made: the origin that is the call's own
+        """
+        if untouchable(x):
+            return
+        at = x.untyped_storage()._cdata
+        known = self._storages.get(at)
+        if known is not None and known.origins:
+            known.origins = {key: one for key, one in known.origins.items() if one is made}
+        for key in [key for key in self.reordered if key[0] == at]:
+            del self.reordered[key]
+        self._changes -= 1  # copies stay for recipes that have them, under a version of none
+        for copies in (self._constants, self._spares):
+            moved = {(at, self._changes) if key[0] == at else key: copies[key] for key in copies}
+            copies.clear()
+            copies.update(moved)
 
     def slots(self) -> list[Slot]:
         """All slots that are alive."""

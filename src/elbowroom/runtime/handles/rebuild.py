@@ -94,8 +94,9 @@ class Expected:
 class Op:
     """One op that can run again.
 
-    exact(x, private)   the op on an exact x; may overwrite x only if it is private
+    exact(x)            the op on an exact x, which stays as it is
     lossy(x)            on a decoded x, which it may overwrite
+    in_place(x)         `exact` in the memory of x, which nobody else reads; None: in fresh memory
     affine()            the same for an op that is one by channel, so that decoding does it
     needs_bits          then 0, or `outside` of it, where bits [ceil(N / 8)] are not set
     fixed               parameters that both read: unchanged until backward, or RestoreError
@@ -113,8 +114,9 @@ class Op:
                         are no tensors: they are right for other numbers of rows, too
     """
 
-    exact: Callable[[Tensor, bool], Tensor]
+    exact: Callable[[Tensor], Tensor]
     lossy: Callable[[Tensor], Tensor] | None = None
+    in_place: Callable[[Tensor], Tensor] | None = None
     affine: Callable[[], Affine] | None = None
     needs_bits: bool = False
     outside: Callable[[Tensor], Tensor] | None = None
@@ -385,7 +387,8 @@ class Ready:
         if self.others:
             return self._with_others(x, private)
         if exact:
-            return self.op.exact(x, private)
+            run = self.op.in_place if private else None
+            return self.op.exact(x) if run is None else run(x)
         if affine is not None:
             affine().in_place(flat_of(x), self.bits)
             return x

@@ -1,6 +1,7 @@
 """Recipes of activations, and of dropout."""
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
         return Origin(call.name, has_zeros=True, recipe=recipe)
     device = out.device
     op = Op(
-        lambda x, private: x.relu_() if private else x.relu(),
+        torch.relu,
+        in_place=torch.relu_,
         affine=lambda: Affine.identity(device),
         needs_bits=True,
         any_size=True,
@@ -37,8 +39,8 @@ def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
 def _relu_of_norm(norm: Op) -> Op:
     """ReLU after a norm: one op for both, so that a decoded tensor is read only once."""
 
-    def exact(x: Tensor, private: bool) -> Tensor:
-        return norm.exact(x, private).relu_()
+    def exact(x: Tensor) -> Tensor:
+        return norm.exact(x).relu_()
 
     bound = norm.bound
     again = None if bound is None else lambda *given: _relu_of_norm(bound(*given))
@@ -49,8 +51,9 @@ def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a LeakyReLU."""
     slope = call.arg(1, "negative_slope", 0.01)
     op = Op(
-        lambda x, private: F.leaky_relu(x, slope, private),
+        partial(F.leaky_relu, negative_slope=slope),
         lambda x: x,
+        partial(F.leaky_relu, negative_slope=slope, inplace=True),
         needs_bits=True,
         outside=lambda x: x * slope,
         any_size=True,
@@ -66,8 +69,9 @@ def relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if not is_capped(call):
         return None
     op = Op(
-        lambda x, private: F.relu6(x, private),
+        F.relu6,
         lambda x: x,
+        partial(F.relu6, inplace=True),
         needs_bits=True,
         outside=lambda x: (x > 3).to(x.dtype) * 6,
         any_size=True,
@@ -91,7 +95,7 @@ def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a GELU."""
     approximate = call.arg(1, "approximate", "none")
     op = Op(
-        lambda x, _: F.gelu(x, approximate=approximate),
+        partial(F.gelu, approximate=approximate),
         # In the decoded tensor's memory: elementwise, so in place gives the same.
         lambda x: torch.ops.aten.gelu.out(x, approximate=approximate, out=x),
         any_size=True,
@@ -101,7 +105,7 @@ def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
 
 def silu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a SiLU."""
-    op = Op(lambda x, _: F.silu(x), lambda x: F.silu(x, inplace=True), any_size=True)
+    op = Op(F.silu, partial(F.silu, inplace=True), any_size=True)
     return origin_of(call, out, identity, op)
 
 
@@ -116,6 +120,6 @@ def dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     has_zeros = before is not None and before.has_zeros
     if len(noise) != 1:
         return Origin(call.name, has_zeros)
-    op = Op(lambda x, _: x, lambda x: x, noise=weakref.ref(noise[0]), any_size=True)
+    op = Op(lambda x: x, lambda x: x, noise=weakref.ref(noise[0]), any_size=True)
     call.saved.remove(noise[0])
     return origin_of(call, out, identity, op, has_zeros=has_zeros)

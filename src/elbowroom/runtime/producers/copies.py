@@ -32,7 +32,7 @@ def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     held, before = identity.slot(x), identity.origin(x, call.version)
     if held is None or version_of(x) != call.version or not _is_own_result(x, held):
         return None
-    op = Op(lambda x, _: func(x, *rest, **named), any_size=True)
+    op = Op(lambda x: func(x, *rest, **named), any_size=True)
     recipe = Recipe.of(op, held, Geometry.of(x), out, identity.slot(out))
     has_zeros = before is not None and before.has_zeros
     return None if recipe is None else Origin(call.name, has_zeros, recipe)
@@ -66,7 +66,7 @@ def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
     _, ref, first = identity.reordered.get(key, (None, None, None))
     before = None if ref is None else ref()
 
-    def exact(x: Tensor, _: bool) -> Tensor:
+    def exact(x: Tensor) -> Tensor:
         return x.to(dtype).clone(memory_format=torch.contiguous_format).view(shape)
 
     source: Source | None
@@ -129,7 +129,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return x.index_select(dim, index) if by_dim else x[index]  # which counts from the end, too
 
     other = weakref.ref(held), Geometry.of(index)
-    op = Op(lambda x, _: x, lambda x: x, others=(other,), combine=combine, any_size=True)
+    op = Op(lambda x: x, lambda x: x, others=(other,), combine=combine, any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -142,7 +142,7 @@ def cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return None
     dtype = out.dtype
     # x stays its holder's
-    op = Op(lambda x, _: x.to(dtype, copy=True), lambda x: x.to(dtype), any_size=True)
+    op = Op(lambda x: x.to(dtype, copy=True), lambda x: x.to(dtype), any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     before = identity.origin(x)
     has_zeros = before is not None and before.has_zeros

@@ -30,7 +30,7 @@ def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if held is None or held.value is None or not (x.is_contiguous() and x.requires_grad):
         return None
 
-    def run(x: Tensor, private: bool = False) -> Tensor:
+    def run(x: Tensor) -> Tensor:
         return F.rms_norm(x.to(dtype), shape, weight, eps)
 
     op = Op(run, run, fixed=present(weight), any_size=True)
@@ -45,7 +45,7 @@ def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
 
-    def exact(x: Tensor, private: bool) -> Tensor:
+    def exact(x: Tensor) -> Tensor:
         return F.layer_norm(x, shape, weight, bias, eps)
 
     def bound(mean: Tensor, rstd: Tensor) -> Op:
@@ -68,7 +68,7 @@ def group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a GroupNorm."""
     x, groups, eps = call.first, call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
-    op = Op(lambda x, _: F.group_norm(x, groups, weight, bias, eps), fixed=present(weight, bias))
+    op = Op(lambda x: F.group_norm(x, groups, weight, bias, eps), fixed=present(weight, bias))
     return origin_of(call, out, identity, _of_groups(op, call, x, groups, weight, bias))
 
 
@@ -107,7 +107,7 @@ def batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         used = call.arg(1, "running_mean").clone(), call.arg(2, "running_var").clone()
     cudnn = torch.backends.cudnn.enabled
     plain = Op(
-        lambda x, _: torch.batch_norm(x, weight, bias, *used, training, 0.0, eps, cudnn),
+        lambda x: torch.batch_norm(x, weight, bias, *used, training, 0.0, eps, cudnn),
         fixed=present(weight, bias),
         given=present(*used),
     )
@@ -151,7 +151,7 @@ def _is_one_pass(x: Tensor, *given: Tensor | None) -> bool:
 
 def _batch_norm_of(
     mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Callable[[Tensor, bool], Tensor]:
+) -> Callable[[Tensor], Tensor]:
     """A batch norm with its saved statistics: the same kernel, which does not compute them again.
 
     It is given a variance of 1 and no eps, and so divides by 1; what it multiplies by is rounded as
@@ -159,7 +159,7 @@ def _batch_norm_of(
     0.40 ms of 0.44 for 4 maps of 96 x 24 x 24 (AMD EPYC, one thread, torch 2.13).
     """
 
-    def exact(x: Tensor, private: bool) -> Tensor:
+    def exact(x: Tensor) -> Tensor:
         scale = rstd if weight is None else rstd * weight
         one = torch.ones_like(mean)
         return torch.batch_norm(x, scale, bias, mean, one, False, 0.0, 0.0, False)
@@ -175,7 +175,7 @@ def instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     weight, bias = as_now(call.arg(3, "weight")), as_now(call.arg(4, "bias"))
     cudnn = torch.backends.cudnn.enabled
     op = Op(  # its own statistics; the running ones are not updated again
-        lambda x, _: torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn),
+        lambda x: torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn),
         fixed=present(weight, bias),
     )
     return origin_of(call, out, identity, _of_groups(op, call, x, x.shape[1], weight, bias))

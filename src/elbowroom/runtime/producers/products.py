@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,12 @@ def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     named.pop("input", None)
     if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
         return None
-    op = Op(lambda x, _: func(x, *rest, **named), lambda x: func(x, *rest, **named), any_size=True)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = func(x, *rest, **named)
+        return y
+
+    op = Op(run, run, any_size=True)
     return origin_of(call, out, identity, op)
 
 
@@ -75,15 +81,14 @@ def binary(
             return None
     if type(y) is nn.Parameter or held is None:
         factor = y.detach()
-        op = Op(
-            lambda x, _: run(x, factor),
-            lambda x: run(x, factor),
-            fixed=(factor,),
-            any_size=True,
-        )
+
+        def alone(x: Tensor) -> Tensor:
+            return run(x, factor)
+
+        op = Op(alone, alone, fixed=(factor,), any_size=True)
     else:  # `Ready` combines
         others = ((weakref.ref(held), Geometry.of(y)),)
-        op = Op(lambda x, _: x, lambda x: x, others=others, combine=run, any_size=True)
+        op = Op(lambda x: x, lambda x: x, others=others, combine=run, any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -109,7 +114,7 @@ def _of_later(
     if one is None or other is None:
         return None
     others = ((link_to(other), Geometry.of(y)),)
-    op = Op(lambda x, _: x, others=others, combine=run, any_size=True)
+    op = Op(lambda x: x, others=others, combine=run, any_size=True)
     recipe = Recipe.of(op, one, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -151,7 +156,7 @@ def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return made.on(run(*(one.to(x.dtype) for one in added), x, y, **scales))  # autocast's cast
 
     is_extra = call.name in ("baddbmm", "einsum")
-    op = Op(lambda x, _: x, others=others, combine=combine, is_extra=is_extra)
+    op = Op(lambda x: x, others=others, combine=combine, is_extra=is_extra)
     recipe = Recipe.of(op, x.slot, x.geometry, out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -162,7 +167,7 @@ def softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     named.pop("input", None)
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
         return None
-    op = Op(lambda x, _: func(x, *rest, **named), any_size=True)
+    op = Op(lambda x: func(x, *rest, **named), any_size=True)
     return origin_of(call, out, identity, op)
 
 
@@ -188,7 +193,7 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if source is None:
         return None
 
-    def exact(x: Tensor, _: bool) -> Tensor:
+    def exact(x: Tensor) -> Tensor:
         if given is not seen:  # torch runs other kernels on another memory order
             x = torch.empty_strided(seen.shape, seen.stride, dtype=dtype, device=x.device).copy_(
                 x.view(seen.shape)
@@ -235,7 +240,7 @@ def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     seen = [Geometry.of(x) for x in parts]
     others = tuple(zip(links[1:], seen[1:], strict=True))
-    op = Op(lambda x, _: x, others=others, combine=combine, is_extra=True, any_size=True)
+    op = Op(lambda x: x, others=others, combine=combine, is_extra=True, any_size=True)
     assert sources[0] is not None
     recipe = Recipe.of(op, sources[0], seen[0], out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
@@ -277,7 +282,7 @@ def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return torch.where(mask, x, other) if is_where else x.masked_fill(mask, other)
 
     given_too = tuple(held)
-    op = Op(lambda x, _: x, others=given_too, combine=combine, is_extra=True, any_size=True)
+    op = Op(lambda x: x, others=given_too, combine=combine, is_extra=True, any_size=True)
     recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -292,7 +297,7 @@ def log_probabilities(call: Call, x: Tensor, identity: Identity) -> Origin | Non
     if x.shape != logits.shape or x.dtype is not logits.dtype or not is_dense(x):
         return None
     dim = 1 if logits.dim() > 1 else 0
-    op = Op(lambda x, _: torch.log_softmax(x, dim), any_size=True)
+    op = Op(partial(torch.log_softmax, dim=dim), any_size=True)
     origin = origin_of(call, x, identity, op)
     identity.made(x, origin)
     return origin

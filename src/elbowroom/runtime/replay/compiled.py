@@ -46,14 +46,15 @@ class Act:
 
     holds  one for each tensor that it saves, None for what is only kept; None: all of it is
     ends   an action follows when it has run
+    most   elements that the forward has saved at most when it has run
     """
 
     __slots__ = (
         *("after", "before", "copies", "ends", "func", "guard", "holds", "inputs", "is_plain"),
-        *("module", "numel", "opens", "place", "run", "saves"),
+        *("module", "most", "numel", "opens", "place", "run", "saves"),
     )
 
-    def __init__(self, step: Step, *, is_exact: bool = True) -> None:
+    def __init__(self, step: Step, most: int = 0, *, is_exact: bool = True) -> None:
         """is_exact: nothing in its script is lossy."""
         self.func: Callable[..., Any] = step.func
         self.is_plain: bool = step.is_plain
@@ -69,16 +70,17 @@ class Act:
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
         self.ends = bool(step.place != NOWHERE or step.copies or step.after)
         self.module: weakref.ref[nn.Module] | None = step.module
-        self.inputs, self.numel = step.inputs, step.numel
+        self.inputs, self.numel, self.most = step.inputs, step.numel, most
 
 
 class Compiled:
     """The acts of a script, and the actions at the end of the forward."""
 
-    def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
+    def __init__(self, steps: Sequence[Step], last: Sequence[Deed], mosts: Sequence[int]) -> None:
         exact = not any(deed.is_lossy for deed in deeds_of(steps, last))
+        acts = [Act(step, most, is_exact=exact) for step, most in zip(steps, mosts, strict=True)]
         # The last one is no call: nothing is equal to its function.
-        self.acts = (*(Act(step, is_exact=exact) for step in steps), Act(Step(_nothing)))
+        self.acts = (*acts, Act(Step(_nothing)))
         self.last = tuple(_late(deed, exact) for deed in last)
 
 

@@ -9,6 +9,7 @@ tensors of ops that did match.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -141,11 +142,13 @@ class Replay(Observing):
     places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
     strayed   the forward was another one
-    bounded   it may save no more elements than those that its script was written from
+    bounded   it may save no more elements than those that its script was written from,
+              and `spare` more
     began     autograd's number of the node that the call that runs would have made first
     """
 
     bounded = False
+    spare = sys.maxsize
 
     def __init__(self, script: Script, context: Context, others: tuple[Script, ...] = ()) -> None:
         """others: scripts that may turn out to be the right one, before anything is done."""
@@ -294,11 +297,14 @@ class Replay(Observing):
         """Calls an op whose saved tensors are all kept."""
         outer, numel, self._is_inside = self._is_inside, self._numel, True
         try:
-            return act.func(*args, **kwargs)
+            out = act.func(*args, **kwargs)
         finally:
             self._is_inside = outer
             if act.numel is None:
                 self._numel = numel
+        if self._numel - act.most > self.spare:
+            self._stray()
+        return out
 
     def _run(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for late in act.before:
@@ -326,6 +332,8 @@ class Replay(Observing):
             self._holds, self._saved, self._is_inside = outer
             if act.numel is None:
                 self._numel = numel
+        if self._numel - act.most > self.spare:
+            self._stray()
         return out
 
     def may_stand(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -484,6 +492,11 @@ class Replay(Observing):
     def share(self) -> float:
         """Share of the script that has been followed, from 0 to 1."""
         return self._at / max(len(self.script.steps), 1)
+
+    @property
+    def surplus(self) -> int:
+        """Elements that have been saved beyond those that the script says, so far."""
+        return max(self._numel - self._acts[self._at - 1].most, 0) if self._at else 0
 
     def look(self) -> Saving:
         """Returns the context that examines the rest of a forward that differs from its script."""

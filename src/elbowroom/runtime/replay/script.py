@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -265,7 +266,19 @@ class Script:
         """The functions that replay a forward."""
         from elbowroom.runtime.replay.compiled import Compiled
 
-        return Compiled(self.steps, self.last)
+        return Compiled(self.steps, self.last, self._mosts())
+
+    def _mosts(self) -> list[int]:
+        """Returns how many elements the forward has saved at most after each step."""
+        own = [step.numel or 0 for step in self.steps]
+        if self.numel == NOWHERE:
+            return [self.most] * len(own)
+        between = self.numel - sum(own)  # calls: nobody knows when
+        sums = [between + so_far for so_far in accumulate(own)]
+        # What a function of torch's own calls has steps of its own, behind that of the function.
+        return [
+            self.numel if step.opens else most for step, most in zip(self.steps, sums, strict=True)
+        ]
 
     @property
     def held_nbytes(self) -> int:
@@ -276,6 +289,11 @@ class Script:
     def before_nbytes(self) -> int:
         """Bytes that plain autograd would hold."""
         return self.counts.before_nbytes
+
+    @property
+    def nbytes_each(self) -> float:
+        """Bytes that plain autograd would hold for each element that is saved."""
+        return max(self.before_nbytes, 1) / max(self.numel, self.most, 1)
 
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
