@@ -120,7 +120,7 @@ class Early:
             return run()
         if known[0] == get_donated_idxs():
             return known[1]
-        # Inductor's cache keys a graph without what it may write over, so it would return the first.
+        # The key of Inductor's cache leaves out what a graph may write over.
         with config.patch(fx_graph_cache=False):
             return run()
 
