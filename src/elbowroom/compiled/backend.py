@@ -20,6 +20,7 @@ Settings are read from the options of each call, and only the shares of a step a
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import fx
 
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
-from elbowroom.compiled.written import Check, watching
+from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes
 
@@ -235,31 +236,39 @@ def _corrected(
 ) -> Callable[..., Any]:
     """Compiles a region; where the code that was written takes more than the room, plans again.
 
-    The next plan has less room by what was too much. Where no plan has so little, the first stays
-    if it is near enough, and is refused else.
+    The next plan has less room by what was too much. Where no plan has so little, or the last one
+    still takes too much, the one that came nearest stays if that is near enough. Else the region is
+    refused.
     """
-    tight, first_over = room, 0
-    for attempt in range(_ATTEMPTS):
-        check = Check(room, regions.settings.counts_inputs, raises=attempt + 1 < _ATTEMPTS)
+    tries: list[tuple[int, int]] = []  # bytes that a plan takes too many, and its room
+    parts: Mapping[str, int] = {}
+    tight, raises = room, True
+    while True:
+        check = Check(room, regions.settings.counts_inputs, raises=raises)
         try:
             compiled = _compiled(gm, example_inputs, regions.settings, tight, held, options, check)
             break
         except BudgetTooSmall as error:
-            if tight == room or room is None:
+            if not tries or room is None:
                 raise
-            if first_over > _NEAR * room:
-                parts = {**error.parts, "not seen by the plan": first_over}
-                least = error.least_nbytes + first_over
-                limit = regions.settings.limit
-                raise too_small(room, least, parts, limit) from None
-            check = Check(room, regions.settings.counts_inputs, raises=False)
-            compiled = _compiled(gm, example_inputs, regions.settings, room, held, options, check)
-            break
+            parts = error.parts
         except Exception:
-            if not check.over_nbytes or tight is None:
+            if not check.over_nbytes or tight is None or room is None:
                 raise
-            first_over = first_over or check.over_nbytes
+            tries.append((check.over_nbytes, tight))
             tight -= check.over_nbytes
+            if len(tries) < _ATTEMPTS:
+                continue
+        over, tight = min(tries)
+        if over > _NEAR * room:
+            parts = {**parts, "not seen by the plan": over}
+            raise too_small(room, room + over, parts, regions.settings.limit) from None
+        _log.warning(
+            "a compiled region takes %s more than its budget of %s; no plan takes less",
+            show_nbytes(over),
+            show_nbytes(room),
+        )
+        raises = False
     for decision in check.made:
         regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
     return compiled
@@ -291,15 +300,23 @@ def _compiled(
         settings.offloads,
     )
 
+    early = Early()
+
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        planned = [one for one in check.made if not one.is_plain]
-        if not planned:
+        decision = check.made[-1] if check.made else None
+        planned = decision is not None and not decision.is_plain
+
+        def run() -> Any:
+            fuses_alike = decision is not None and decision.fuses_alike
+            with in_order(fuses_alike=fuses_alike) if planned else nullcontext(), watching(check):
+                return compile_fx_inner(*args, **kwargs)
+
+        if not planned and not check.is_needed():
             return compile_fx_inner(*args, **kwargs)
-        with in_order(fuses_alike=planned[-1].fuses_alike), watching(check):
-            return compile_fx_inner(*args, **kwargs)
+        return early.compile(run) if kwargs.get("is_backward") else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with told(check.made.append):
+    with told(check.made.append), early.wanted(check):
         compiled: Any = compile_fx(
             gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
         )

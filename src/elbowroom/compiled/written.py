@@ -10,18 +10,22 @@ wrong, the code says so: its lines take memory, hand it over and free it, one af
 
 Memory that a library call takes while it runs is in no line, so the true peak may be higher. The
 lines are private to torch: where a version has others, nothing is known, and the plan stays.
+
+AOTAutograd has backward compiled when it is called for the first time. Its plan cannot be changed
+then, so here it is compiled with forward (`Early`).
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
+_SURE = 0.8  # of the room: a plain region that is predicted to take less is not checked
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,77 @@ def watching(told: Callable[[Sequence[Any], Any], None]) -> Iterator[None]:
         yield
 
 
+class Early:
+    """Has the backward graph of a region compiled with its forward graph.
+
+    The result waits for the first call of backward. A call that retains the graph may not write
+    over saved tensors, so for that one it is compiled anew.
+    """
+
+    def __init__(self) -> None:
+        self._is_now = False
+        self._compiled: tuple[Any, Any] | None = None  # with the tensors that it may write over
+
+    @contextmanager
+    def wanted(self, check: "Check") -> Iterator[None]:
+        """Compiles backward early inside this context, where `check` has something to compare."""
+        from torch._functorch._aot_autograd import graph_compile
+
+        name = "_aot_stage2b_bw_compile"
+        lazily = getattr(graph_compile, name, None)
+        if lazily is None:
+            yield
+            return
+
+        def compile_now(*args: Any) -> Any:
+            *given, n_symbols, config, compiler = args
+            if not check.is_needed() or _is_compiled_autograd():
+                return lazily(*args)
+            self._is_now = True
+            try:
+                forced = replace(config, force_non_lazy_backward_lowering=True)
+                info, compiled = lazily(*given, n_symbols, forced, compiler)
+            except Exception as error:
+                if check.over_nbytes:
+                    raise
+                _log.debug("backward of a compiled region waits for its first call: %r", error)
+                return lazily(*args)
+            finally:
+                self._is_now = False
+            stays = n_symbols > 0 or config.force_non_lazy_backward_lowering
+            return info, compiled if stays else None
+
+        with _lock, mock.patch.object(graph_compile, name, compile_now):
+            yield
+
+    def compile(self, run: Callable[[], Any]) -> Any:
+        """Returns what `run` compiles for backward, or what it has compiled early."""
+        from torch._inductor import config
+        from torch._inductor.utils import get_donated_idxs
+
+        if self._is_now:
+            compiled = run()
+            self._compiled = get_donated_idxs(), compiled
+            return compiled
+        known, self._compiled = self._compiled, None
+        if known is None:
+            return run()
+        if known[0] == get_donated_idxs():
+            return known[1]
+        # The key of Inductor's cache leaves out what a graph may write over.
+        with config.patch(fx_graph_cache=False):
+            return run()
+
+
+def _is_compiled_autograd() -> bool:
+    """Returns whether compiled autograd compiles backward, from the graph and not from its code."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.in_compiled_autograd_region)
+
+
 class Check:
-    """Compares what is written for a planned region with its room.
+    """Compares what is written for a region with its room.
 
     made         decisions of the region
     peak_nbytes  the highest of its graphs
@@ -73,19 +146,28 @@ class Check:
         self.made: list[Any] = []
         self.peak_nbytes = self.over_nbytes = 0
 
-    def __call__(self, lines: Sequence[Any], graph: Any) -> None:
+    def is_needed(self) -> bool:
+        """Returns whether the region has a plan, or may not fit as plain torch.compile has it."""
         decision = self.made[-1] if self.made else None
-        if decision is None or decision.is_plain or self._room_nbytes is None:
+        if decision is None or self._room_nbytes is None:
+            return False
+        return not decision.is_plain or self._over(decision.peak_nbytes / _SURE) > 0
+
+    def __call__(self, lines: Sequence[Any], graph: Any) -> None:
+        if not self.is_needed():
             return
-        peak = peak_of(lines, graph, decision.held if graph.is_backward else None)
+        peak = peak_of(lines, graph, self.made[-1].held if graph.is_backward else None)
         if peak is None:
             return
         self.peak_nbytes = max(self.peak_nbytes, peak)
-        inputs = decision.inputs_nbytes if self._counts_inputs else 0
-        over = peak + inputs - self._room_nbytes
+        over = int(self._over(peak))
         if over > 0 and self.raises:
             self.over_nbytes = over
             raise RuntimeError(f"the code of a compiled region takes {over} bytes too many")
+
+    def _over(self, peak_nbytes: float) -> float:
+        inputs = self.made[-1].inputs_nbytes if self._counts_inputs else 0
+        return peak_nbytes + inputs - (self._room_nbytes or 0)
 
 
 def peak_of(lines: Sequence[Any], graph: Any, held: HeldAtBackward | None) -> int | None:

@@ -12,6 +12,10 @@ Each shape that Dynamo compiles gets a plan of its own. A graph with symbols in 
 many: its plan holds for calls of N elements as long as peak * (N / planned)^2 stays inside the
 room. For larger calls another twin is compiled, for 1.5 times their size if that fits.
 
+A forward that begins while gradients stand (micro-batches, `zero_grad(set_to_none=False)`) runs
+through a twin of its own, whose room is less by these. Forwards that begin before earlier ones had
+their backward share the room with them: after such a step all twins are compiled anew.
+
 The eager engine takes over, and logs this once, for a model that cannot be compiled, for a budget
 that its graphs cannot reach (unless `exact` is True, since eager codes may be coarser), and for
 shapes that come after the last that Dynamo compiles one by one.
@@ -19,10 +23,11 @@ shapes that come after the last that Dynamo compiles one by one.
 
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, sqrt
 from typing import Any
@@ -64,6 +69,8 @@ from elbowroom.units import show_at_least, show_nbytes
 STANDING = "weights, buffers and optimizer states"  # the name of resident bytes in an error
 _MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
+_MOST_WAITING = 64  # forwards that are counted
+_PROBES = 4  # about as many parameters tell whether gradients stand
 _SPARE = 1.5  # a graph with symbolic sizes is planned for this factor of the call's elements
 
 
@@ -97,15 +104,24 @@ class _Twin:
 
     regions   the decision for each compiled region
     limit     the most elements of inputs that graphs with symbols may serve
+    stands    whether its room is beside gradients that stand
+    standing  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
     """
 
     compiler_name = "elbowroom.fit"
 
     def __init__(
-        self, fitting: "CompiledFitting", model: nn.Module, spare: float, runs: int = 1
+        self,
+        fitting: "CompiledFitting",
+        model: nn.Module,
+        spare: float,
+        *,
+        stands: bool,
+        runs: int = 1,
     ) -> None:
-        self._fitting, self._spare = fitting, spare
+        self._fitting, self._spare, self.stands = fitting, spare, stands
+        self.standing = 0
         options = fitting.options
         self.regions = Regions(
             Settings(counts_inputs=False, exact=options.exact, noise=options.noise)
@@ -132,6 +148,7 @@ class _Twin:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""
         room = self._fitting.room_nbytes()
+        self.standing = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
         compiled = None
@@ -165,7 +182,13 @@ class _Twin:
     def excess_nbytes(self) -> int:
         """Returns the least number of bytes by which the last forward exceeded the room."""
         spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
-        return sum(self.ran) + spent - self._fitting.room_nbytes()
+        return self._fitting.forwards * sum(self.ran) + spent - self._fitting.room_nbytes()
+
+    def fits(self, room_nbytes: int) -> bool:
+        """Returns whether its plans are known to need no more than this."""
+        peaks = [one.peak_nbytes for one in self.regions.decisions]
+        is_one = not self.regions.shares and self.regions.runs == 1 and self.limit == inf
+        return is_one and bool(peaks) and max(peaks) <= room_nbytes
 
     def check(self) -> None:
         """Raise BudgetTooSmall if the room is exceeded."""
@@ -175,11 +198,11 @@ class _Twin:
         budget = self._fitting.options.budget_nbytes
         raise BudgetTooSmall(
             f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
-            f"{len(self.ran)} runs of compiled regions need: they hold "
-            f"{show_nbytes(sum(self.ran))} between forward and backward. Give "
+            f"{self._fitting.forwards * len(self.ran)} runs of compiled regions need: they hold "
+            f"{show_nbytes(self._fitting.forwards * sum(self.ran))} until backward. Give "
             f"{show_at_least(budget + excess)}, compile the model as a whole, or halve the batch.",
             least_nbytes=budget + excess,
-            parts={"held by compiled regions": sum(self.ran)},
+            parts={"held by compiled regions": self._fitting.forwards * sum(self.ran)},
         )
 
     def _compiled(
@@ -196,7 +219,8 @@ class _Twin:
 class CompiledFitting:
     """Runs the forwards of one model, compiled inside a budget.
 
-    steps  forwards that recorded gradients
+    steps     forwards that recorded gradients
+    forwards  that wait for their backward at the same time
     """
 
     def __init__(
@@ -209,13 +233,16 @@ class CompiledFitting:
         self.options, self.how = options, how
         self.owned = ModelState(original(model), optimizer)
         self.steps = 0
+        self.forwards = 1
+        self._waiting: list[weakref.ref[Any]] = []  # nodes of forwards before their backward
+        self._most_waiting = 0
+        self._probes: Sequence[Tensor] = ()
         self._twins: list[_Twin] = []
         self._kinds: set[Hashable] = set()  # of calls that have run compiled
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
         self._eager: Fitting | None = None  # for new kinds of calls
         self._many = ""  # the advice to log where there are many shapes
-        self._standing = 0  # resident bytes when the first region was compiled
         self._here = _Thread()
 
     @property
@@ -236,7 +263,6 @@ class CompiledFitting:
         """Returns the bytes that forward and backward may take."""
         memory = self.owned.memory()
         standing = memory.static_nbytes + memory.unallocated_state_nbytes
-        self._standing = self._standing or standing
         return max(self.options.budget_nbytes - standing, 0)
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
@@ -280,32 +306,72 @@ class CompiledFitting:
         kwargs: dict[str, Any],
     ) -> Any:
         kind = signature_of(model, args, kwargs, ())
-        twin = self._twin_for(kind.numel) if kind in self._kinds else None
-        if twin is not None:
-            return twin.call(*args, **kwargs)
+        self._probes = self._probes or _probes(original(model))
+        stands = any(p.grad is not None for p in self._probes)
         if self._eager is None:
-            done, out = self._first(model, kind, args, kwargs)
+            self._counts_waiting()
+        twin = self._twin_for(kind.numel, stands) if (kind, stands) in self._kinds else None
+        if twin is not None:
+            return self._waits(twin.call(*args, **kwargs))
+        if self._eager is None:
+            done, out = self._first(model, kind, stands, args, kwargs)
             if done:
-                return out
+                return self._waits(out)
         assert self._eager is not None
         with eagerly():  # it may have nothing to do, and then opens no context
             return self._eager.run(model, forward, args, kwargs)
 
+    def _waits(self, out: Any) -> Any:
+        """Notes that a forward waits for its backward; returns what it gave."""
+        node = next((n for x in _tensors_in(out) if (n := x.grad_fn) is not None), None)
+        if node is not None:
+            self._waiting.append(weakref.ref(node))
+        return out
+
+    def _counts_waiting(self) -> None:
+        """Plans for several forwards at a time, after a step in which some were waiting."""
+        if len(self._waiting) < _MOST_WAITING:
+            self._waiting = [one for one in self._waiting if _holds(one())]
+        if self._waiting:
+            self._most_waiting = len(self._waiting)
+            return
+        if self._most_waiting < self.forwards:
+            return
+        self.forwards = self._most_waiting + 1
+        self._twins.clear()
+        self._kinds.clear()
+        warnings.warn(
+            f"{self.forwards} forwards of one model have waited for backward at the same time, for "
+            "which its budget was not planned. That step may have exceeded it. The model is "
+            "compiled again for such steps.",
+            stacklevel=5,
+        )
+
     def _first(
-        self, model: nn.Module, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        kind: Any,
+        stands: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[bool, Any]:
         """Run a kind of call that was not seen before. Returns whether that was possible."""
         if self._is_fixed and max(self._shapes.values(), default=0) >= _MOST_SHAPES:
             self._begin_eager(model)  # Dynamo would run it outside of any budget
             return False, None
+        self._probes = _probes(original(model))  # wrappers may have replaced them
         undo = Undo(model, (), (args, kwargs))
+        room = self.room_nbytes() if stands else 0
+        for twin in self._twins if stands else ():
+            twin.stands = twin.stands or twin.fits(room)
         try:
-            twin = self._twin_for(kind.numel) or self._grown(model)
+            twin = self._twin_for(kind.numel, stands) or self._grown(model, stands)
             out = twin.run(kind.numel, args, kwargs)
             if twin.excess_nbytes() > 0 and undo.is_possible:  # a graph runs several times
                 out = None
                 undo.back()
-                twin = self._twins[-1] = _Twin(self, model, 1, runs=len(twin.ran))
+                runs = self.forwards * len(twin.ran)
+                twin = self._twins[-1] = _Twin(self, model, 1, stands=stands, runs=runs)
                 out = twin.run(kind.numel, args, kwargs)
                 twin.check()
         except _failures() as error:
@@ -324,16 +390,21 @@ class CompiledFitting:
             self._many = ""
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
-        self._kinds.add(kind)
+        self._kinds.add((kind, stands))
         return True, out
 
-    def _twin_for(self, numel: int) -> _Twin | None:
-        """Returns the first twin whose plans are valid for this many elements, if any is."""
-        return next((twin for twin in self._twins if numel <= twin.limit), None)
+    def _twin_for(self, numel: int, stands: bool) -> _Twin | None:
+        """Returns the first twin whose plans are valid for this many elements, if any is.
 
-    def _grown(self, model: nn.Module) -> _Twin:
-        """Creates another twin, for larger calls."""
-        self._twins.append(_Twin(self, model, _SPARE if self._twins else 1))
+        stands: they are to be valid beside gradients
+        """
+        fitting = (t for t in self._twins if numel <= t.limit and t.stands >= stands)
+        return next(fitting, None)
+
+    def _grown(self, model: nn.Module, stands: bool) -> _Twin:
+        """Creates another twin, for larger calls, or for those that begin beside gradients."""
+        spare = _SPARE if any(twin.stands == stands for twin in self._twins) else 1
+        self._twins.append(_Twin(self, model, spare, stands=stands, runs=self.forwards))
         pass_through()  # now that Dynamo is there
         return self._twins[-1]
 
@@ -385,7 +456,13 @@ class CompiledFitting:
 
     def summary(self, model: str) -> Summary:
         """Returns a summary of the plans at the end of training; nothing is measured."""
-        return planned(model, self.owned, self.options, self._standing, self.regions, self.steps)
+        summary = planned(model, self.owned, self.options, 0, self.regions, self.steps)
+        each = [(twin.standing, one) for twin in self._twins for one in twin.regions.decisions]
+        return replace(
+            summary,
+            plain_nbytes=max((beside + one.plain_nbytes for beside, one in each), default=None),
+            predicted_nbytes=max((beside + one.peak_nbytes for beside, one in each), default=None),
+        )
 
 
 def planned(
@@ -432,6 +509,28 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **k
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
         model.forward = held
+
+
+def _probes(model: nn.Module) -> Sequence[Tensor]:
+    """Returns a few of the parameters that are trained, to see whether gradients stand."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+    return trained[:: max(len(trained) // _PROBES, 1)]
+
+
+def _holds(node: Any) -> bool:
+    """Returns whether a node of a compiled forward has its saved tensors still."""
+    if node is None:
+        return False
+    try:
+        return bool(node._raw_saved_tensors)
+    except RuntimeError:  # backward has freed them
+        return False
+    except AttributeError:  # another kind of node, as of a view
+        return False
+
+
+def _tensors_in(out: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
 def _has_symbols(x: Any) -> bool:
