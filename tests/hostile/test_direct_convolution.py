@@ -13,7 +13,9 @@ import elbowroom as er
 from elbowroom.codecs import PART
 from elbowroom.errors import RestoreError
 from elbowroom.plan import samples
+from elbowroom.plan.menu import spared, workspace
 from elbowroom.plan.samples import samples_at_once
+from elbowroom.plan.site import Reads
 from elbowroom.runtime import direct as table
 from elbowroom.runtime.replay.saving_context import forget_all
 
@@ -96,6 +98,51 @@ def test_in_turns_it_is_what_it_is_at_once(name, dtype, turns, restored, monkeyp
     expected = gradients(x, net, er.saving("dither", **SETTINGS))
     assert restored
     close(found, expected, 1e-5 if dtype is torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "taken"),
+    [
+        (nn.Conv2d(8, 32, 3, padding=1), (9, 8, 16, 16), [2, 2, 2, 2, 1]),
+        (nn.Conv2d(8, 32, 1, bias=False), (9, 8, 16, 16), [2, 2, 2, 2, 1]),
+        (nn.Conv2d(8, 64, 2, stride=2, padding=(1, 0), dilation=(2, 1)), (9, 8, 16, 16), [4, 4, 1]),
+        (nn.Conv2d(8, 8, 3, padding=1), (9, 8, 16, 16), []),  # a smaller one: at once
+        (nn.Conv1d(8, 32, 3, padding=1), (9, 8, 256), [2, 2, 2, 2, 1]),
+        (nn.Conv3d(4, 16, 1), (9, 4, 8, 8, 8), [2, 2, 2, 2, 1]),
+    ],
+)
+def test_turns_go_by_a_result_that_is_larger(net, shape, taken, turns, monkeypatch):
+    monkeypatch.setattr(samples, "AT_ONCE", 1 << 16)
+    x = drawn(*shape)
+    found = gradients(x, net, er.saving("dither", **SETTINGS))
+    assert turns == taken
+    monkeypatch.setattr(table, "_OPS", {})
+    forget_all()
+    close(found, gradients(x, net, er.saving("dither", **SETTINGS)))
+
+
+@pytest.mark.parametrize("wrong", [{"stride": ()}, {"padding": (1, 1, 1)}, {"stride": 0}])
+def test_sizes_that_torch_refuses_are_refused_by_torch(wrong):
+    x, weight = drawn(9, 8, 16, 16).requires_grad_(), drawn(32, 8, 3, 3).requires_grad_()
+    with pytest.raises(RuntimeError):
+        F.conv2d(x * 1, weight, **wrong)
+    with pytest.raises(RuntimeError), er.saving("dither", **SETTINGS):
+        F.conv2d(x * 1, weight, **wrong)
+
+
+def test_a_plan_counts_what_these_turns_spare(monkeypatch, tmp_path):
+    monkeypatch.setattr(samples, "AT_ONCE", 1 << 16)
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 32, 3, padding=1), nn.BatchNorm2d(32))
+    x = drawn(9, 8, 16, 16)
+    profile = er.measure(lambda: net(x).square().sum().backward(), min_nbytes=1024)
+    (storage,) = (one for one in profile.storages if one.saves[0].site.samples)
+    assert storage.saves[0].site.samples == 2
+    assert storage.saves[0].site.reads is Reads.SAMPLES
+    profile.save(tmp_path / "profile.json")
+    assert er.Profile.load(tmp_path / "profile.json").storages == profile.storages
+    ((moment, nbytes),) = spared(profile, storage).items()
+    expected = 7 / 9 * workspace(profile, storage, moment) - 2 / 9 * storage.nbytes
+    assert nbytes == round(expected)
 
 
 @pytest.mark.parametrize("name", CASES)

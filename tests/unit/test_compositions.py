@@ -1,6 +1,7 @@
 """Compositions in the menu: each is taken where it is best, and its gradient is right."""
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import elbowroom as er
 from elbowroom.codecs import Cast, Dither, Facts, Group, Sided
 from elbowroom.codecs.quality import quality_of
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.plan import places
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.composed import beside_mask, gated
-from elbowroom.plan.make import make_plan
+from elbowroom.plan.make import make_plan, plain_peak
 from elbowroom.plan.menu import preset_named
+from elbowroom.plan.places import with_codes
 from elbowroom.plan.plan import check_plan
-from elbowroom.plan.problem import Choice, Item, Link, Option, Problem, levels, stalls
+from elbowroom.plan.problem import Choice, Item, Link, Option, Problem, cost, levels, stalls
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import chosen_settings, weighed
 from elbowroom.plan.solve import solve
@@ -308,6 +311,60 @@ def test_dear_codes_are_no_options(profile: Profile) -> None:
         moved = [one for one in item.options if one.travels is not None]
         raw = next((one for one in item.options if one.link and one.travels is None), None)
         assert raw is None or all(one.travels < item.nbytes for one in moved)
+
+
+# --- tensors and codes move, codes alone, or nothing
+
+
+def each_place(profile: Profile, budget: int, least: bool | None) -> list[tuple[Any, Any, int]]:
+    """All three problems, solved, with the bytes that are on their way."""
+    found = []
+    for tier, whole in (("file", True), ("file", False), (None, False)):
+        problem = build_problem(profile, exact=False, offload=tier, whole=whole).problem
+        moved = [i.travels(o) for i in problem.items for o in i.options if o.link]
+        travels = MB if whole else max(moved, default=0)
+        found.append((problem, solve(problem, budget - travels, least=least), travels))
+    return found
+
+
+def in_places(profile: Profile, budget: int, least: bool | None = None) -> tuple[Any, Any, int]:
+    settings: dict[str, Any] = {"recompute": True, "codecs": None, "variance": inf}
+    return with_codes(profile, budget, MB, offload="file", solver="auto", least=least, **settings)
+
+
+@pytest.mark.parametrize("room", [7, 5, 3, 2])
+def test_no_other_place_would_have_been_much_cheaper(profile: Profile, room: int) -> None:
+    budget = profile.static + room * MB
+    built, found, _ = in_places(profile, budget)
+    all_three = each_place(profile, budget, None)
+    feasible = [cost(problem, one.choice) for problem, one, _ in all_three if one.feasible]
+    assert found.feasible == bool(feasible)
+    if feasible:
+        most = 1.01 * min(feasible) + 0.005 * profile.seconds
+        assert cost(built.problem, found.choice) <= most
+
+
+def test_the_least_of_all_places_is_named(profile: Profile) -> None:
+    _, found, travels = in_places(profile, 1, True)
+    assert not found.feasible
+    others = [one.peak + travel for _, one, travel in each_place(profile, 1, True)]
+    assert found.peak + travels == min(others)
+
+
+def test_where_nothing_could_be_gained_one_place_is_searched(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(problem: Problem, budget: int, **settings: Any) -> Any:
+        asked.append(budget)
+        return solve(problem, budget, **settings)
+
+    monkeypatch.setattr(places, "solve", counted)
+    in_places(profile, plain_peak(profile) + 2 * MB)
+    assert len(asked) == 1
+    in_places(profile, 1)
+    assert len(asked) == 4
 
 
 # --- lean

@@ -99,6 +99,49 @@ class Broken(Signs):
         raise RuntimeError("no")
 
 
+@dataclass(frozen=True)
+class Changing(Signs):
+    """Changes the tensor that it encodes, which forward goes on with."""
+
+    id: ClassVar[str] = "changing"
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers:
+        held = super()._encode(flat, seed, facts)
+        flat.mul_(0.5)
+        return held
+
+
+@dataclass(frozen=True)
+class Aliasing(Signs):
+    """Holds the tensor itself."""
+
+    id: ClassVar[str] = "aliasing"
+
+    def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
+        return (Expected(torch.uint8, (n,)),)
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers:
+        held = flat.view(torch.uint8)[: len(flat)]
+        self.aside[held.data_ptr()] = flat.clone()
+        return (held,)
+
+
+@dataclass(frozen=True)
+class Halves(Signs):
+    """Takes no float32."""
+
+    id: ClassVar[str] = "halves"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Integers(Signs):
+    """Takes no floats."""
+
+    id: ClassVar[str] = "integers"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int64,)
+
+
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test registers into a copy, and rates anew."""
@@ -299,6 +342,20 @@ def test_a_registered_codec_is_chosen(profile: Profile) -> None:
     assert not plan.strangers
 
 
+@pytest.mark.parametrize("other", [Halves, Integers])
+def test_a_codec_of_other_dtypes_is_no_hindrance(other: type[Codec], profile: Profile) -> None:
+    register(other)
+    assert other.id not in codes_of(least(profile))
+
+
+def test_a_codec_of_halves_is_chosen_for_them() -> None:
+    register(Halves)
+    model, x = net().bfloat16(), torch.randn(512, 128, dtype=torch.bfloat16)
+    profile = er.measure(lambda: model(x).square().mean().backward(), min_nbytes=4096)
+    assert "halves" in codes_of(least(profile, codecs=["halves"]))
+    assert rates("cpu")["decode halves"] > 0
+
+
 def test_a_registered_codec_keeps_to_the_floors() -> None:
     coarse = Signs(off=0.5)
     assert at_precision_floor(coarse, site()) == coarse
@@ -317,6 +374,8 @@ def test_a_registered_codec_keeps_to_the_floors() -> None:
         (Sure, "it promises a squared error of 1e-06"),
         (Same, "it promises a squared error of 0"),
         (Broken, "it fails: RuntimeError: no"),
+        (Changing, "it changes the tensor that it encodes"),
+        (Aliasing, "its code lies in the memory of the tensor"),
     ],
 )
 def test_a_liar_is_named_once_and_takes_no_part(

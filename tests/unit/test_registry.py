@@ -187,6 +187,23 @@ def test_an_id_has_one_owner():
     assert codec_class("dither") is Dither
 
 
+@pytest.mark.parametrize("id", ["keep", "exact", "lean", "coat", "offload", "actnn"])
+def test_an_id_is_no_name_of_a_policy(id):
+    named = dataclass(frozen=True)(type("Named", (Plain,), {"id": id}))
+    with pytest.raises(CodecError, match=f"codec id '{id}' of Named is the name of a policy"):
+        register(named)
+    assert id not in codecs()
+
+
+@pytest.mark.parametrize("id", ["odd, to file", "lean, 8 levels", "two words", "", "a {"])
+def test_an_id_is_one_word(id):
+    """Plans write settings behind it, and where the code is moved to."""
+    named = dataclass(frozen=True)(type("Named", (Plain,), {"id": id}))
+    with pytest.raises(CodecError, match="is not one word; an id has letters"):
+        register(named)
+    assert id not in codecs()
+
+
 @pytest.mark.parametrize("thing", [int, "dither", Plain(), Codec])
 def test_what_is_no_codec_class_cannot_be_registered(thing):
     with pytest.raises(

@@ -19,3 +19,16 @@ from elbowroom.plan.samples import samples_at_once
 )
 def test_a_turn_is_a_fourth_of_what_is_not_large(shape, samples):
     assert samples_at_once(shape, 4) == samples
+
+
+@pytest.mark.parametrize(
+    ("made", "samples"),
+    [
+        (0, 128),  # 2 MiB of input alone: at once
+        (16 * 256, 128),  # of a result of 2 MiB, too
+        (64 * 256, 32),  # 8 MiB: in four turns
+        (256 * 256, 24),  # 32 MiB
+    ],
+)
+def test_the_result_counts_where_it_is_larger(made, samples):
+    assert samples_at_once((128, 16, 16, 16), 4, made) == samples

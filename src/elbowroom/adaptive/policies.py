@@ -15,14 +15,13 @@ from elbowroom.adaptive.lean import LeanBudget
 from elbowroom.adaptive.noise_budget import NoiseBudget
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.names import setting_named
-from elbowroom.codecs.registry import nearest
+from elbowroom.codecs.registry import POLICIES, nearest
 from elbowroom.errors import UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.runtime.context import PROCESS
 
 _UNIFORM: dict[str, type[Lean | Coat]] = {"lean": Lean, "coat": Coat}
-_POLICIES = ("exact", "keep", "lean", "coat", "actnn", "offload")
 
 
 def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str, Any]) -> Policy:
@@ -30,9 +29,9 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
 
     Raises UnknownCodec or UnknownField, which list what exists.
     """
-    if isinstance(policy, str) and policy not in _POLICIES:
+    if isinstance(policy, str) and policy not in POLICIES:
         if policy not in codecs():
-            known = [*_POLICIES, *codecs()]
+            known = [*POLICIES, *codecs()]
             raise UnknownCodec(
                 f"no policy or codec {policy!r}; there are {', '.join(known)}."
                 f"{nearest(policy, known)}"

@@ -56,12 +56,17 @@ def quality_of(codec: Codec, *, maps: bool) -> Quality:
 def measured(codec: Codec, *, maps: bool) -> Quality:
     """Measures the quality of one setting now, once a process."""
     with unset_fake_temporarily(), torch.no_grad():
-        x = _normal(MAPS if maps else ROWS)
+        x = _normal(MAPS if maps else ROWS).to(dtypes_of(codec)[0])
         codes = [codec.encode(x, seed) for seed in (1, 2)]
-        one, other = ((code.decode() - x).double() for code in codes)
+        one, other = (code.decode().double() - x.double() for code in codes)
         error = float((one.square().mean() + other.square().mean()) / 2)
         together = float((one * other).mean()) / max(error, 1e-30)
         return Quality(8 * codes[0].nbytes / x.numel(), error, error == 0 or together < _TOGETHER)
+
+
+def dtypes_of(codec: Codec | type[Codec]) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of floats that a codec takes; a plan has no use for one without."""
+    return tuple(dtype for dtype in FLOATS if dtype in codec.dtypes)
 
 
 @cache
@@ -80,10 +85,14 @@ def lie_of(codec: Codec) -> str:
 
 
 def _lies(codec: Codec) -> Iterator[str]:
-    for dtype in (dtype for dtype in FLOATS if dtype in codec.dtypes):
+    for dtype in dtypes_of(codec):
         for shape in (MAPS, ROWS, _ODD, (5001,)):
             x = _normal(shape).to(dtype)
             code = codec.encode(x, 3)
+            if not torch.equal(x, _normal(shape).to(dtype)):
+                yield "it changes the tensor that it encodes"
+            if any(b.untyped_storage()._cdata == x.untyped_storage()._cdata for b in code.buffers):
+                yield "its code lies in the memory of the tensor, which is then never freed"
             said, held = codec.encoded_nbytes(shape, dtype), code.nbytes
             at_most = not codec.fixed_size()
             if held > said or (held != said and not at_most and not code.raw):

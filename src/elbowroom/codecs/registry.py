@@ -3,6 +3,7 @@
 Codecs of other packages come through the entry-point group `elbowroom.codecs`.
 """
 
+import re
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -12,13 +13,15 @@ from typing import Any
 from elbowroom.codecs.base import Codec
 from elbowroom.errors import CodecError, UnknownCodec, UnknownField
 
+POLICIES = ("exact", "keep", "lean", "coat", "actnn", "offload")  # er.saving takes them, too
+_NAME = re.compile(r"[\w.-]+")  # plans write its fields behind it: "group, bits=4"
 _registered: dict[str, type[Codec]] = {}
 
 
 def register(cls: type[Codec]) -> type[Codec]:
     """Class decorator that registers a codec under its id.
 
-    Raises CodecError if another codec has this id.
+    Raises CodecError if another codec or a policy has this id, or if it is not one word.
     """
     if not (
         isinstance(cls, type)
@@ -27,6 +30,12 @@ def register(cls: type[Codec]) -> type[Codec]:
     ):
         raise CodecError(
             f"cannot register {cls!r}: a codec is a subclass of elbowroom.codecs.Codec with an id"
+        )
+    if not _NAME.fullmatch(cls.id) or cls.id in POLICIES:
+        what = "is the name of a policy" if cls.id in POLICIES else "is not one word"
+        raise CodecError(
+            f"codec id {cls.id!r} of {cls.__qualname__} {what}; an id has letters, digits, '_', "
+            f"'-' and '.', and is none of {', '.join(POLICIES)}"
         )
     known = _registered.setdefault(cls.id, cls)
     if known is not cls:

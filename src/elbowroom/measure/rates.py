@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow
 from elbowroom.codecs.names import setting_named
+from elbowroom.codecs.quality import dtypes_of
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.measure.timing import least_s, typical_s
 from elbowroom.plan import Encode, Need, Offload
@@ -203,10 +204,12 @@ def _round_trip(tier: Tier, x: Tensor) -> tuple[float, float]:
 
 def _sample(codec: Codec, device: torch.device, elements: int) -> tuple[Tensor, Facts]:
     generator = torch.Generator().manual_seed(0)
-    if torch.float32 in codec.dtypes and not codec.lossless:
-        return torch.randn(elements, generator=generator).view(4, 16, 64, -1).to(device), Facts()
+    dtypes = dtypes_of(codec)
+    if dtypes and not codec.lossless:
+        x = torch.randn(elements, generator=generator).view(4, 16, 64, -1)
+        return x.to(device, dtypes[0]), Facts()
     if isinstance(codec, Narrow):
         x = torch.randint(0, 1000, (elements,), generator=generator)
         return x.to(device), Facts(smallest=0, largest=999)
-    x = torch.randint(0, 2, (elements,), generator=generator).float()
-    return x.to(device), Facts(value=1.0)
+    x = torch.randint(0, 2, (elements,), generator=generator)
+    return x.to(device, dtypes[0] if dtypes else torch.float32), Facts(value=1.0)

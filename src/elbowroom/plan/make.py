@@ -10,12 +10,12 @@ from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.build_problem import BuiltProblem, build_problem
 from elbowroom.plan.menu import KEEP, action_name, preset_named, spared
+from elbowroom.plan.places import with_codes
 from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
     Choice,
     Item,
     Option,
-    Problem,
     Solution,
     cost,
     keep_all,
@@ -26,7 +26,7 @@ from elbowroom.plan.problem import (
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.shared import Shared, share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
-from elbowroom.plan.solve import BASELINES, Limits, least_peak, peak, solve
+from elbowroom.plan.solve import BASELINES, Limits, lowered, peak, solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
@@ -79,19 +79,16 @@ def make_plan(
         if other.feasible or (exact and other.peak < found.peak + in_flight):
             built, found, offload, in_flight = staying, other, None, 0
     if exact is False or not (exact or found.feasible):
-        freely, other, flies = min(
-            _with_codes(
-                profile,
-                budget - margin,
-                most,
-                recompute=recompute,
-                offload=place,
-                codecs=codecs,
-                variance=inf if noise is None else noise,
-                solver=solver,
-                least=asks or None,
-            ),
-            key=_rank,
+        freely, other, flies = with_codes(
+            profile,
+            budget - margin,
+            most,
+            recompute=recompute,
+            offload=place,
+            codecs=codecs,
+            variance=inf if noise is None else noise,
+            solver=solver,
+            least=asks or None,
         )
         if not found.feasible or (
             other.feasible
@@ -127,52 +124,6 @@ def make_plan(
             is_least=asks,
         )
     return _plan(profile, built, found, budget - margin + in_flight, in_flight)
-
-
-def _with_codes(
-    profile: Profile,
-    budget: int,
-    in_flight: int,
-    *,
-    recompute: bool,
-    offload: str | None,
-    codecs: tuple[Codec, ...] | None,
-    variance: float,
-    solver: str,
-    least: bool | None,
-) -> Iterator[tuple[BuiltProblem, Solution, int]]:
-    """Yields solutions in which codes may be lossy, each with the bytes that are on their way.
-
-    in_flight: these bytes, where whole tensors are moved. Codes take less, and nothing is on its
-    way where all stays, which leaves more of the budget for the step.
-    """
-    places = [(offload, True), (offload, False), (None, False)]
-    for tier, whole in places if offload is not None else places[-1:]:
-        built = build_problem(
-            profile, exact=False, recompute=recompute, offload=tier, whole=whole, codecs=codecs
-        )
-        travels = in_flight if whole else _most_travelling(built.problem)
-        found = solve(
-            built.problem, budget - travels, variance=variance, solver=solver, least=least
-        )
-        yield built, found, travels
-
-
-def _rank(one: tuple[BuiltProblem, Solution, int]) -> tuple[bool, float]:
-    """Sorts solutions: those that fit by their cost, and before others, by their peak.
-
-    one: with its problem, and the bytes that are on their way beside it
-    """
-    built, found, travels = one
-    if found.feasible:
-        return False, cost(built.problem, found.choice)
-    return True, found.peak + travels
-
-
-def _most_travelling(problem: Problem) -> int:
-    """Returns the bytes of the largest code or tensor that may be moved."""
-    items = problem.items
-    return max((item.travels(o) for item in items for o in item.options if o.link), default=0)
 
 
 def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> tuple[int, Solution]:
@@ -229,8 +180,8 @@ def _refusal(
     }
     within, ways = "", [*more_ways, "halve the batch"]
     allows_codes = noise is not None and not exact and is_least
-    freely = least_peak(built.problem, Limits(0)) if allows_codes else None
-    if freely is not None and peak(built.problem, freely) < found.peak:
+    freely = lowered(built.problem, Limits(0), found.choice) if allows_codes else found.choice
+    if peak(built.problem, freely) < found.peak:
         within = f" with noise={noise:g}"
         ways.insert(0, "allow more noise")
     return too_small(budget, least, parts, least_is.format(within=within), *ways)

@@ -279,7 +279,7 @@ def _additional_nbytes(profile: Profile, storage: Storage, moment: int, reads: l
         case [Reads.CODE]:
             return -workspace(profile, storage, moment)
         case [Reads.SAMPLES]:
-            return round(_share(storage) * storage.nbytes)
+            return round(_share(storage, moment) * storage.nbytes)
     return 0
 
 
@@ -291,7 +291,7 @@ def spared(profile: Profile, storage: Storage) -> dict[int, int]:
     found = {}
     for need in storage.needs:
         if [save.site.reads for save in storage.saves if save.asked == need] == [Reads.SAMPLES]:
-            share = _share(storage)
+            share = _share(storage, need)
             part = share * storage.nbytes
             found[need] = round((1 - share) * workspace(profile, storage, need) - part)
     return found
@@ -304,10 +304,11 @@ def workspace(profile: Profile, storage: Storage, moment: int) -> int:
     return max(taken, 0)
 
 
-def _share(storage: Storage) -> float:
-    """The part of its samples that a convolution takes at once."""
-    site = storage.saves[0].site
-    return samples_at_once(site.shape, site.dtype.itemsize) / site.shape[0]
+def _share(storage: Storage, moment: int) -> float:
+    """The part of its samples that a convolution takes at once, which asks for it then."""
+    site = next(save.site for save in storage.saves if save.asked == moment)
+    at_once = site.samples or samples_at_once(site.shape, site.dtype.itemsize)  # of an old profile
+    return at_once / site.shape[0]
 
 
 def options(

@@ -249,7 +249,7 @@ class Profile:
         saves = (save for storage in self.storages for save in storage.saves)
         return any(save.site.consumer in RECURRENT for save in saves)
 
-    @property
+    @cached_property
     def saved_nbytes(self) -> int:
         """Bytes that plain autograd saves, without parameters."""
         return sum(storage.nbytes for storage in self.storages)

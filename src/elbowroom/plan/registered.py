@@ -19,7 +19,7 @@ from math import ceil, prod
 import torch
 
 from elbowroom.codecs import Cast, Codec, Dither, Facts, Sided, codec_class, codecs
-from elbowroom.codecs.quality import lie_of, quality_of
+from elbowroom.codecs.quality import dtypes_of, lie_of, quality_of
 from elbowroom.errors import PlanError
 
 _log = logging.getLogger("elbowroom.plan")
@@ -52,6 +52,8 @@ def settings_of(id: str) -> tuple[Codec, ...]:
 def _honest(cls: type[Codec]) -> tuple[Codec, ...]:
     if cls.lossless and cls.__module__.startswith(__package__.partition(".")[0] + "."):
         return ()  # `Exact` takes it by itself, where it applies
+    if not dtypes_of(cls):
+        return ()
     try:
         settings = tuple(cls.settings())
         lie = next((lie for lie in map(lie_of, settings) if lie), "")
@@ -82,13 +84,13 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
     found: dict[Codec, None] = {}
     for one in given:
         if isinstance(one, Codec):
-            lie = lie_of(one) if torch.float32 in one.dtypes else ""
+            lie = lie_of(one)
             if lie:
                 raise PlanError(
                     f"codec '{one.id}' cannot be planned with, because of what it says is not so: "
                     f"{lie}; {possible}"
                 )
-            found |= dict.fromkeys((one,) if torch.float32 in one.dtypes else ())
+            found |= dict.fromkeys((one,) if dtypes_of(one) else ())
         else:
             found |= dict.fromkeys(_SYSTEMS.get(one) or settings_of(one))
     shown = [one if isinstance(one, str) else one.id for one in given]

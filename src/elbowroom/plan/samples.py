@@ -8,20 +8,23 @@ from math import gcd, prod
 
 from elbowroom.codecs import PART
 
-AT_ONCE = 6 << 20  # bytes of the input: less makes small products, more needs more room
-LEAST = 2 << 20  # so many at the least, of an input of which more would be over a fourth
+AT_ONCE = 6 << 20  # bytes of the larger map: less makes small products, more needs more room
+LEAST = 2 << 20  # so many at the least, of a map of which more would be over a fourth
 
 
-def samples_at_once(shape: tuple[int, ...], itemsize: int) -> int:
+def samples_at_once(shape: tuple[int, ...], itemsize: int, made: int = 0) -> int:
     """Returns the samples of such an input at once, in whole parts of a code.
 
-    Of about AT_ONCE bytes; of an input below four times that, a fourth of it, or LEAST. All of
-    them, where that would not make at least two turns.
+    made: elements of each sample of the result
+
+    Of about AT_ONCE bytes of the larger of the two; of one below four times that, a fourth of it,
+    or LEAST. All of them, where that would not make at least two turns.
     """
     samples, each = shape[0], prod(shape[1:])
     if not each:
         return samples
     step = PART // gcd(PART, each)  # so many begin where a part of a code does
-    at_once = min(AT_ONCE, max(samples * each * itemsize // 4, LEAST))
-    found = max(at_once // (each * itemsize) // step, 1) * step
+    larger = max(each, made) * itemsize
+    at_once = min(AT_ONCE, max(samples * larger // 4, LEAST))
+    found = max(at_once // larger // step, 1) * step
     return found if 2 * found <= samples else samples

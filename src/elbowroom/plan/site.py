@@ -175,6 +175,7 @@ class Site:
             that is made of has a code for it; None: not known yet
     least_levels  of attention: how many a code of it must have (`precision_floor.py`)
     rows    that a code should keep apart (`Rows`); by_size: that it must
+    samples that its backward takes at once, where it takes turns
     """
 
     module: str
@@ -194,6 +195,7 @@ class Site:
     least_levels: int = 16
     rows: Rows | None = None
     by_size: bool = False
+    samples: int = 0
 
     @property
     def name(self) -> SiteName:

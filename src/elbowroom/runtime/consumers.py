@@ -134,6 +134,7 @@ class Call:
     would_rerun  attention: a node of ours may run it again; reruns: it does
     levels       that attention needs of a code of what it saves now
     fewest       for attention's codes (`direct/attention/`)
+    samples      that a convolution's backward takes at once
     began        autograd's number that nodes of its own begin with
     first        its first argument; version: of that, as the call began
     """
@@ -143,6 +144,7 @@ class Call:
     rounds = reruns = would_rerun = False
     levels: int | None = 16
     fewest: Levels | None = None
+    samples = 0
 
     def __init__(
         self,

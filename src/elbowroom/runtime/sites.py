@@ -153,6 +153,7 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
         rows=rows_of(slot, x, reading.width),
         by_size=reading.by_size,
+        samples=0 if call is None else call.samples,
     )
 
 

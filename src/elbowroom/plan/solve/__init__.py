@@ -20,10 +20,13 @@ from time import perf_counter
 from elbowroom.errors import PlanError
 from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds, keep_all
 from elbowroom.plan.solve.auto import auto
+from elbowroom.plan.solve.bound import is_nearly_best as is_nearly_best
 from elbowroom.plan.solve.delta import capuchin, delta, dtr
 from elbowroom.plan.solve.greedy import greedy
 from elbowroom.plan.solve.least import known_least
+from elbowroom.plan.solve.least import least_bound as least_bound
 from elbowroom.plan.solve.least import least_peak as least_peak
+from elbowroom.plan.solve.least import lowered as lowered
 from elbowroom.plan.solve.limits import Limits as Limits
 from elbowroom.plan.solve.limits import fits as fits
 from elbowroom.plan.solve.limits import peak as peak

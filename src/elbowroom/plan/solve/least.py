@@ -10,6 +10,7 @@ is one that the same search finds when it is given as the budget.
 """
 
 from dataclasses import replace
+from math import inf
 
 from elbowroom.plan.problem import Choice, Problem, keep_all
 from elbowroom.plan.solve.boundaries import best_start, searched
@@ -18,6 +19,7 @@ from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import first_moments, search_relaxed, whole
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
+from elbowroom.plan.solve.program import Vector
 
 _STEPS = (5, 8, 11, 14)  # halvings of the peak: steps down from it, the next where one fails
 
@@ -40,10 +42,30 @@ def known_least(problem: Problem, limits: Limits) -> Choice | None:
     return found if found is not None and fits(problem, found, limits) else None
 
 
+def least_bound(problem: Problem, limits: Limits) -> float:
+    """Returns bytes that hardly any choice undercuts; inf: none obeys the other limits."""
+    model, _, x = _relaxed(problem, limits)
+    start = None
+    if searched(problem) is not problem:
+        start = best_start(problem, limits, least=True)
+    return min(
+        inf if x is None else model.ceiling(x), inf if start is None else peak(problem, start)
+    )
+
+
+def _relaxed(problem: Problem, limits: Limits) -> tuple[Model, set[int], Vector | None]:
+    """Returns the model, the moments that bind and the fractions of the least peak."""
+    asked = "least fractions", replace(limits, budget=0)
+    if asked not in problem.answers:
+        model, moments = Model(searched(problem), limits, least=True), first_moments(problem)
+        problem.answers[asked] = model, moments, search_relaxed(model, moments)
+    model, moments, x = problem.answers[asked]
+    return model, set(moments), x
+
+
 def _least_peak(problem: Problem, limits: Limits, *, fitting: bool) -> Choice | None:
     program = searched(problem)
-    model, moments = Model(program, limits, least=True), first_moments(problem)
-    x = search_relaxed(model, moments)
+    model, moments, x = _relaxed(problem, limits)
     if fitting and program is problem and (x is None or model.ceiling(x) > limits.budget + 1):
         return None
     choices = [keep_all(problem)]

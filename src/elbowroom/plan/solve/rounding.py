@@ -50,8 +50,13 @@ def is_near(relaxation: Relaxation, choice: Choice | None, near: float = NEAR) -
     """Returns whether no choice that fits is much better."""
     if choice is None:
         return False
-    problem, bound = relaxation.model.problem, relaxation.seconds
-    return cost(problem, choice) <= bound + max(near * bound, _WORTH * problem.seconds)
+    problem = relaxation.model.problem
+    return is_near_bound(problem, relaxation.seconds, cost(problem, choice), near)
+
+
+def is_near_bound(problem: Problem, bound_s: float, cost_s: float, near: float = NEAR) -> bool:
+    """Returns whether it is not worth a search to come from this cost closer to its bound."""
+    return cost_s <= bound_s + max(near * bound_s, _WORTH * problem.seconds)
 
 
 def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None:

@@ -58,18 +58,39 @@ def fits_convolution(call: Call, x: Tensor) -> bool:
     weight = call.arg(1, "weight")
     if not isinstance(weight, Tensor) or x.dim() != weight.dim():
         return False
-    if weight.nbytes > min(AT_ONCE, x.nbytes // 2):
+    if weight.nbytes > AT_ONCE or not _is_batch(x) or not x.shape[0]:
         return False
-    sizes = (call.arg(i, name, 1) for i, name in enumerate(("stride", "padding", "dilation"), 3))
-    if not all(map(_is_plain_size, sizes)):
+    made = _made(call, x, weight)
+    if made is None or weight.nbytes > max(x.nbytes, made * x.shape[0] * x.itemsize) // 2:
         return False
-    return _is_batch(x) and samples_at_once(tuple(x.shape), x.itemsize) < x.shape[0]
+    call.samples = samples_at_once(tuple(x.shape), x.itemsize, made)
+    return call.samples < x.shape[0]
 
 
-def _is_plain_size(size: Any) -> bool:
-    """Returns whether a size is an int or ints: torch takes words, arrays and tensors as well."""
+def _made(call: Call, x: Tensor, weight: Tensor) -> int | None:
+    """Returns the elements of each sample of the result; None where sizes are in words."""
+    maps = x.dim() - 2
+    sizes = call.arg(3, "stride", 1), call.arg(4, "padding", 0), call.arg(5, "dilation", 1)
+    if not all(_is_plain_size(size, maps) for size in sizes):
+        return None
+    each = zip(*([size] * maps if isinstance(size, int) else size for size in sizes), strict=True)
+    made: int = weight.shape[0]
+    for size, taps, (stride, padding, dilation) in zip(
+        x.shape[2:], weight.shape[2:], each, strict=True
+    ):
+        made *= (size + 2 * padding - dilation * (taps - 1) - 1) // max(stride, 1) + 1
+    return made
+
+
+def _is_plain_size(size: Any, maps: int) -> bool:
+    """Returns whether a size is an int, or one for each dimension of a map.
+
+    torch takes words, arrays and tensors as well.
+    """
     return isinstance(size, int) or (
-        isinstance(size, tuple | list) and all(isinstance(one, int) for one in size)
+        isinstance(size, tuple | list)
+        and len(size) == maps
+        and all(isinstance(one, int) for one in size)
     )
 
 
@@ -85,6 +106,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.how, ctx.bias_sizes = how, None if bias is None else [bias.shape[0]]
+        ctx.at_once = samples_at_once(tuple(x.shape), x.itemsize, out[0].numel())
         return out
 
     @staticmethod
@@ -126,8 +148,8 @@ def _in_turns(
             if other is not None:
                 sums[i] = other.float() if total is None else total.add_(other)
 
-    for first in range(0, samples.shape[0], samples.at_once):
-        turn(first, min(first + samples.at_once, samples.shape[0]))
+    for first in range(0, samples.shape[0], ctx.at_once):
+        turn(first, min(first + ctx.at_once, samples.shape[0]))
     return grad_x, *(None if total is None else total.to(weight.dtype) for total in sums)
 
 
@@ -140,9 +162,7 @@ class _Samples:
         whole: Tensor | None = held.restore() if self._parts is None else None
         self._whole = whole
         like: Geometry = held.slot.base if whole is None else Geometry.of(whole)
-        itemsize: int = held.slot.dtype.itemsize if whole is None else whole.itemsize
         self.shape, self._stride = like.shape, like.stride
-        self.at_once = samples_at_once(self.shape, itemsize)
 
     def get(self, first: int, last: int) -> Tensor:
         if self._parts is None:
