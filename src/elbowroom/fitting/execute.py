@@ -33,6 +33,7 @@ from elbowroom.fitting.commands import (
     Say,
     StartMeter,
     TakePlan,
+    TakeSmall,
     Then,
 )
 from elbowroom.fitting.observations import (
@@ -98,6 +99,8 @@ def execute(kind: "Planning", command: Command) -> Observation | None:
             kind.context.blames_classes = False
         case RunLayersAgain():
             kind.context.runs_again = True
+        case TakeSmall():
+            kind.context.takes_small = True
         case StartMeter():
             kind.meter = menu_meter(probes=1)
         case Refuse(least):
@@ -202,7 +205,8 @@ def fallbacks_of(kind: "Planning") -> Fallbacks:
     """Returns the relaxations that are still possible where no plan fits."""
     context = kind.context
     layers = not (context.runs_again or kind.options.exact)
-    return Fallbacks(bool(context.unrepeatable) and context.blames_classes, layers)
+    blamed = bool(context.unrepeatable) and context.blames_classes
+    return Fallbacks(blamed, layers, small=not context.takes_small)
 
 
 def settings_of(kind: "Planning") -> PlannerSettings:
@@ -263,13 +267,14 @@ def chosen_by_forward(
         return replace(found, standing=standing)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
-    may_run_layers_again = kind.state.is_recurrent and fallbacks_of(kind).layers
+    more = fallbacks_of(kind)
+    may_gain = kind.state.may_gain(layers=more.layers, small=more.small)
     chosen = plan_by_forward(
         steps.__getitem__,
         kind.owned.states,
         kind,
         settings_of(kind),
-        measures=not may_run_layers_again,
+        measures=not may_gain,
         gradient_nbytes=kind.owned.largest_gradient_nbytes(),
     )
     return chosen, steps

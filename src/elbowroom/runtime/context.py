@@ -38,6 +38,7 @@ class Context:
     kept          reasons for sites that are always kept
     made_again    rebuilt tensors that wait for their next readers
     runs_again    recurrent layers are recomputed in backward, in every forward (`recurrent.py`)
+    takes_small   a fit plans tensors below its min_nbytes, too
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True) -> None:
@@ -53,6 +54,7 @@ class Context:
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.runs_again = False
+        self.takes_small = False
         self.kept: dict[SiteKey, str] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
