@@ -13,6 +13,7 @@ from elbowroom.fitting.commands import (
     Raise,
     RefusePresets,
     RunLayersAgain,
+    TakeSmall,
     say,
 )
 from elbowroom.fitting.headroom import Headroom
@@ -312,7 +313,7 @@ ROWS = {
     "a forward is rehearsed": Row(
         replace(FRESH, memory=MemoryState(100, beside_nbytes=7)),
         ForwardHeard(HEARD),
-        {"profiled": ONE, "beside_nbytes": 7, "is_recurrent": True},
+        {"profiled": ONE, "beside_nbytes": 7, "is_recurrent": True, "small_nbytes": 60},
         (PlanByForward(HEARD),),
     ),
     "a plan by a rehearsal": Row(
@@ -382,6 +383,18 @@ ROWS = {
         NoPlanLeft(Fallbacks(layers=True)),
         replace(FRESH, is_recurrent=True),
         (FORGET, say(Line.RUNS_AGAIN), RunLayersAgain()),
+    ),
+    "more plans once small tensors are planned": Row(
+        replace(WRITING, small_nbytes=51),
+        NoPlanLeft(Fallbacks(small=True)),
+        replace(FRESH, small_nbytes=51),
+        (FORGET, TakeSmall()),
+    ),
+    "small tensors are too few": Row(
+        replace(WRITING, small_nbytes=50), NoPlanLeft(Fallbacks(small=True)), {}
+    ),
+    "small tensors are planned already": Row(
+        replace(WRITING, small_nbytes=500), NoPlanLeft(Fallbacks()), {}
     ),
     "no more plans": Row(WRITING, NoPlanLeft(Fallbacks(layers=True)), {}),
 }

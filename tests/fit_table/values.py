@@ -44,6 +44,7 @@ class Profile:
     static: int = 100
     peak: int = 1200
     is_recurrent: bool = False
+    small_nbytes: int = 0
     noise: Any = None
     backward_peak: int = 700
 
@@ -146,7 +147,7 @@ class Row(NamedTuple):
     asks: tuple[Any, ...] = ()
 
 
-HEARD = ForwardProfile(Profile(is_recurrent=True))
+HEARD = ForwardProfile(Profile(is_recurrent=True, small_nbytes=60))
 ESTIMATES = (KnownStep(Profile(), rehearsed=True),)
 LEFT = Attempts(taken=(MUCH,), smallest=(Smallest(OTHER, rehearsed=False),))
 DROPPED = say(Line.GIVEN, plan=GIVEN)

@@ -1,5 +1,6 @@
 """Convolutions whose backward takes a few samples at a time: torch's gradient but for rounding."""
 
+import weakref
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -356,6 +357,29 @@ def test_any_way_to_say_padding(how):
         return [leaf.grad, weight.grad]
 
     close(found(er.saving("dither", levels=256, min_nbytes=0)), found(nullcontext()), 0.02)
+
+
+def test_samples_have_gone_before_their_gradient_is_made(monkeypatch):
+    found: list[weakref.ref[Tensor]] = []
+    of_x: list[bool] = []
+    get, backward = own._Samples.get, own._backward
+
+    def noted(taken, first: int, last: int) -> Tensor:
+        part = get(taken, first, last)
+        found.append(weakref.ref(part))
+        return part
+
+    def checked(ctx, grad, x, weight, wanted):
+        if wanted[0]:
+            of_x.append(all(one() is None for one in found))
+        return backward(ctx, grad, x, weight, wanted)
+
+    monkeypatch.setattr(own._Samples, "get", noted)
+    monkeypatch.setattr(own, "_backward", checked)
+    net, x = nn.Conv2d(4, 8, 3), drawn(6, 4, 16, 16)
+    gradients(x, net, er.saving("dither", **SETTINGS))
+    assert len(found) == len(of_x) > 1
+    assert all(of_x)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 2, 3, 8, 100])

@@ -247,6 +247,46 @@ class Strided(nn.Module):
         return out
 
 
+class Pointwise(nn.Module):
+    """Pixels times matrices: no map is copied into another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 96, 1), nn.ReLU(), nn.Conv2d(96, 32, 1), nn.ReLU()),
+            *(nn.Conv2d(32, 128, 1), nn.ReLU()),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean()
+        return out
+
+
+class ChannelsLast(nn.Module):
+    """Maps that lie as the library wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Sequential(nn.Conv2d(8, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
+        self.layers = layers.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x.contiguous(memory_format=torch.channels_last)).mean()
+        return out
+
+
+class Widens(nn.Module):
+    """What a convolution makes is larger than what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 128, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean()
+        return out
+
+
 class Sees(nn.Module):
     """A first convolution that reads more than it makes: of images, which need no gradient."""
 
@@ -298,6 +338,9 @@ NETS = {
     "masked": (Masked, (8, 64, 64)),
     "strided": (Strided, (8, 3, 64, 64)),
     "images": (Sees, (16, 4, 84, 84)),
+    "pointwise": (Pointwise, (8, 3, 48, 48)),
+    "channels last": (ChannelsLast, (8, 8, 48, 48)),
+    "widens": (Widens, (8, 3, 48, 48)),
     "biased attention": (Biased, (4, 128, 64)),
 }
 

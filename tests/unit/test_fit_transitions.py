@@ -117,6 +117,7 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
         varies=True,
         only_largest=True,
         is_recurrent=True,
+        small_nbytes=9,
         before=Before(SETTLED, 2),
         headroom=Headroom(5, 6, 7),
         was_unexpected=True,
@@ -124,6 +125,7 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
         was_watched=True,
     )
     kept = {"unexpected_steps": 2, "varies": True, "only_largest": True, "is_recurrent": True}
+    kept["small_nbytes"] = 9
     known = {"before": Before(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
     assert learned.fresh() == replace(FRESH, **kept, **known)
 

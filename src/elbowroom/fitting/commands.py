@@ -126,6 +126,11 @@ class RunLayersAgain:
 
 
 @dataclass(frozen=True)
+class TakeSmall:
+    """Command: plan tensors below min_nbytes, too, from now on."""
+
+
+@dataclass(frozen=True)
 class Refuse:
     """Command: raise BudgetTooSmall, and name a sufficient budget by the least measured peak."""
 
@@ -169,6 +174,7 @@ Command = (
     | ReadMeter
     | BlameNoClasses
     | RunLayersAgain
+    | TakeSmall
     | Refuse
     | RefusePresets
     | Raise

@@ -33,6 +33,7 @@ from elbowroom.fitting.commands import (
     Say,
     StartMeter,
     TakePlan,
+    TakeSmall,
     Then,
 )
 from elbowroom.fitting.observations import (
@@ -98,6 +99,8 @@ def execute(kind: "Planning", command: Command) -> Observation | None:
             kind.context.blames_classes = False
         case RunLayersAgain():
             kind.context.runs_again = True
+        case TakeSmall():
+            kind.context.takes_small = True
         case StartMeter():
             kind.meter = menu_meter(probes=1)
         case Refuse(least):
@@ -201,10 +204,11 @@ def observed(
 def fallbacks_of(kind: "Planning") -> Fallbacks:
     """Returns the relaxations that are still possible where no plan fits."""
     context = kind.context
-    classes = bool(context.unrepeatable) and context.blames_classes
+    blamed = bool(context.unrepeatable) and context.blames_classes
     # A layer that runs again as a whole holds as much then as it would have saved.
     gains = not context.keeps_bits or context.recurrent_layers > 1
-    return Fallbacks(classes, layers=gains and not context.runs_again)
+    layers = gains and not context.runs_again
+    return Fallbacks(blamed, layers, small=not context.takes_small)
 
 
 def settings_of(kind: "Planning") -> PlannerSettings:
@@ -265,13 +269,14 @@ def chosen_by_forward(
         return replace(found, standing=standing)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
-    may_run_layers_again = kind.state.is_recurrent and fallbacks_of(kind).layers
+    more = fallbacks_of(kind)
+    may_gain = kind.state.may_gain(layers=more.layers, small=more.small)
     chosen = plan_by_forward(
         steps.__getitem__,
         kind.owned.states,
         kind,
         settings_of(kind),
-        measures=not may_run_layers_again,
+        measures=not may_gain,
         spares=kind.spares,
         gradient_nbytes=kind.owned.largest_gradient_nbytes(),
     )

@@ -89,7 +89,9 @@ class FittedSaving(Saving):
 
         super().__init__(
             policy,
-            min_nbytes=fit.options.min_nbytes,
+            min_nbytes=(
+                fit.options.least_nbytes if fit.context.takes_small else fit.options.min_nbytes
+            ),
             context=fit.context,
             recorder=recorder,
             recompute=fit.recompute,

@@ -24,10 +24,12 @@ class Fallbacks:
 
     blamed_classes  modules that cannot be recomputed exclude all others of their class
     layers          recurrent layers may be recomputed in backward
+    small           tensors below min_nbytes may be planned, too
     """
 
     blamed_classes: bool = False
     layers: bool = False
+    small: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from elbowroom.plan.menu import presets_for
 from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
 
+_SMALLER = 16  # times smaller than min_nbytes are tensors that are planned where it is necessary
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -17,6 +19,7 @@ class FitOptions:
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for
+    min_nbytes  storages smaller than that are kept as they are, unless no plan fits then
     codecs   the settings of codes that plans may take; None: all that are registered
     solver   the name of the solver that makes the plans
     """
@@ -36,6 +39,11 @@ class FitOptions:
             return EXACT_PRESETS
         lossy = LOSSY_PRESETS if self.codecs is None else presets_for(by_error(self.codecs))
         return EXACT_PRESETS + lossy
+
+    @property
+    def least_nbytes(self) -> int:
+        """Size below which storages are kept as they are even where no plan fits."""
+        return self.min_nbytes // _SMALLER
 
     def within(self, budget_nbytes: int) -> Self:
         """Returns these options with another budget."""

@@ -24,6 +24,7 @@ from elbowroom.fitting.commands import (
     Raise,
     RunLayersAgain,
     TakePlan,
+    TakeSmall,
     say,
 )
 from elbowroom.fitting.noise_probing import room_nbytes
@@ -137,7 +138,7 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
         return replace(state, phase=Phase.WRITING, plan=None, headroom=headroom), ()
     if state.corrects:
         return go_smaller(state, seen.fallbacks)
-    state = replace(state, phase=Phase.IDLE, plan=None, is_recurrent=profile.is_recurrent)
+    state = replace(state, phase=Phase.IDLE, plan=None).knowing(profile)
     more = tries_more(state, seen.fallbacks)
     if more is not None:
         return more
@@ -154,6 +155,8 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if state.is_recurrent and fallbacks.layers:
         return state.fresh(), (ForgetScripts(), say(Line.RUNS_AGAIN), RunLayersAgain())
+    if state.has_many_small and fallbacks.small:
+        return state.fresh(), (ForgetScripts(), TakeSmall())
     return None
 
 

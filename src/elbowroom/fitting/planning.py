@@ -388,7 +388,8 @@ class Planning(Followed):
         Otherwise the next step would be refused. A step that may be an exception is not refused.
         """
         state, more = self.state, fallbacks_of(self)
-        may_try_more = more.blamed_classes or (more.layers and heard.profile.is_recurrent)
+        known = state.knowing(heard.profile)
+        may_try_more = more.blamed_classes or known.may_gain(layers=more.layers, small=more.small)
         alike = state.now == signature and self.calls.at == 1
         is_first = state.tries == 0 and state.given is None
         if alike and is_first and state.may_refuse and not may_try_more:

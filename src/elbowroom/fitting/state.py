@@ -18,6 +18,7 @@ SAFEST_EXACT = 1  # index of "exact" in every ladder
 _MOST_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
 _MOST_WITHOUT = 8  # steps with fewer gradients, until one is measured all the same
 _LITTLE = 0.01  # of the budget: fewer gradients than that make no difference
+_MANY_SMALL = 0.05  # of the budget, in tensors too small to be planned: these are planned, too
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 
 
@@ -61,6 +62,7 @@ class FitState:
     once_nbytes   by which plans in which no module runs again have been too optimistic
     again_nbytes  by which those have been in which some do
     is_recurrent  of what was written down, layers could run again
+    small_nbytes  of what was written down, bytes in tensors below min_nbytes
 
     Attempts so far:
 
@@ -103,6 +105,7 @@ class FitState:
     once_nbytes: int = 0
     again_nbytes: int = 0
     is_recurrent: bool = False
+    small_nbytes: int = 0
     rounds: int = 0
     tries: int = 0
     attempts: Attempts = field(default_factory=Attempts)
@@ -129,6 +132,7 @@ class FitState:
             self.largest,
             headroom=self.headroom.forgotten(),
             is_recurrent=self.is_recurrent,
+            small_nbytes=self.small_nbytes,
             most_beside_nbytes=self.most_beside_nbytes,
             unexpected_steps=self.unexpected_steps,
             varies=self.varies,
@@ -157,6 +161,22 @@ class FitState:
             was_unexpected=self.was_unexpected,
             before=None,
         )
+
+    def knowing(self, profile: "Profile") -> Self:
+        """Returns the state with what a profile tells of relaxations that might help."""
+        return replace(self, is_recurrent=profile.is_recurrent, small_nbytes=profile.small_nbytes)
+
+    @property
+    def has_many_small(self) -> bool:
+        """True if tensors below min_nbytes hold so much that to plan them may help."""
+        return self.small_nbytes > _MANY_SMALL * self.options.budget_nbytes
+
+    def may_gain(self, *, layers: bool, small: bool) -> bool:
+        """Returns whether one of these relaxations may help, where it is still possible.
+
+        layers: recurrent layers are recomputed; small: tensors below min_nbytes are planned
+        """
+        return (layers and self.is_recurrent) or (small and self.has_many_small)
 
     @property
     def settled(self) -> bool:

@@ -251,8 +251,5 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
 def _forward_heard(state: FitState, seen: ForwardHeard) -> Step:
     """Plans the step by a forward that was rehearsed."""
     beside_nbytes = max(state.memory.beside_nbytes, state.most_beside_nbytes)
-    is_recurrent = seen.heard.profile.is_recurrent
-    state = replace(
-        state, profiled=state.now, beside_nbytes=beside_nbytes, is_recurrent=is_recurrent
-    )
-    return state, (PlanByForward(seen.heard),)
+    state = replace(state, profiled=state.now, beside_nbytes=beside_nbytes)
+    return state.knowing(seen.heard.profile), (PlanByForward(seen.heard),)

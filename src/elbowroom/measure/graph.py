@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elbowroom.measure.recorder import StepRecorder
@@ -83,6 +84,7 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
         gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),
+        copies_maps=fn.name().startswith("ConvolutionBackward") and _copies_maps(fn),
         reads=tuple(_reads(fn, found)) if is_hidden else (),
     )
 
@@ -121,8 +123,34 @@ def _layout_nbytes(fn: Any) -> int:
     """
     if not fn.name().startswith("ConvolutionBackward") or fn.next_functions[0][0] is not None:
         return 0
+    view = _saved_input(fn)
+    return 0 if view is None else 2 * prod(view.geometry.shape) * view.slot.dtype.itemsize
+
+
+def _copies_maps(fn: Any) -> bool:
+    """Returns whether a convolution's library copies its maps into layouts of its own.
+
+    On a CPU, oneDNN copies none whose channels come last in memory, and none where each pixel is
+    multiplied by a matrix alone, which is a product of matrices as the maps lie (measured: of fp32,
+    in one or two dimensions). Where it is not known, it is taken to copy them.
+    """
+    made, view = fn._input_metadata[0], _saved_input(fn)
+    if made.device.type != "cpu":
+        return True
+    if view is not None and len(view.geometry.shape) == 4:
+        channels, stride = view.geometry.shape[1], view.geometry.stride
+        if channels > 1 and stride[1] == 1 and stride[3] == channels:
+            return False
+    weight, which = fn.next_functions[1]
+    if weight is None or made.dtype is not torch.float32 or fn._saved_groups != 1:
+        return True
+    pixels = weight._input_metadata[which].shape[2:]
+    is_product = {*pixels, *fn._saved_stride} == {1} and len(pixels) < 3
+    return not is_product or prod(made.shape[2:]) == 1
+
+
+def _saved_input(fn: Any) -> View | None:
+    """Returns how a convolution's input is held; None: not by us."""
     packed = getattr(fn._raw_saved_input, "data", None)
     view = packed.held if isinstance(packed, Deferred) else packed
-    if not isinstance(view, View):
-        return 0
-    return 2 * prod(view.geometry.shape) * view.slot.dtype.itemsize
+    return view if isinstance(view, View) else None

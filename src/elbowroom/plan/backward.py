@@ -55,6 +55,7 @@ class Node:
     reads   (node, which of its tensors) of what it has saved, where somebody else's hooks hold it
     workspace  bytes that it is known to take beside gradients
     is_older   its op ran before the forward that the graph is of
+    copies_maps  a convolution's library copies what it reads and makes into layouts of its own
     """
 
     nth: int
@@ -65,6 +66,7 @@ class Node:
     reads: tuple[tuple[int, int], ...] = ()
     workspace: int = 0
     is_older: bool = False
+    copies_maps: bool = True
 
     @property
     def is_leaf(self) -> bool:
@@ -274,9 +276,12 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)
-    if name == "ConvolutionBackward":  # two maps in another layout (measured), or the weight
+    if name == "ConvolutionBackward":  # maps in another layout (measured), or the weight
         given = [nodes[to].takes[which] for to, which in node.gives[:1] if to >= 0]
-        return max(2 * max(largest, *given, 0), *sizes, node.workspace)
+        if not node.copies_maps:
+            return max(*sizes[len(given) :], node.workspace, 0)
+        copies = given[0] + max(largest, given[0]) if given else 2 * largest
+        return max(copies, *sizes, node.workspace)
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 

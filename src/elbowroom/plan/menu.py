@@ -272,21 +272,16 @@ def _direct_needs(storage: Storage, held: _Held, *, exact: bool) -> dict[int, li
 def _additional_nbytes(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) -> int:
     """Bytes that an op takes beyond those of `base` where it reads what is held.
 
-    torch's own batch norm makes one tensor beside the gradient, ours on the code does not. What
-    takes turns has a part of the tensor.
+    torch's own batch norm makes one tensor beside the gradient, ours on the code does not.
     """
-    match reads:
-        case [Reads.CODE]:
-            return -workspace(profile, storage, moment)
-        case [Reads.SAMPLES]:
-            return round(_share(storage, moment) * storage.nbytes)
-    return 0
+    return -workspace(profile, storage, moment) if reads == [Reads.CODE] else 0
 
 
 def spared(profile: Profile, storage: Storage) -> dict[int, int]:
     """Returns, by moment, the bytes that convolutions spare by taking turns (`Direct.exact`).
 
-    Of their workspace they have a share at a time, and a part of the gradient before it is copied.
+    Of their workspace they have a share at a time, and a part of the gradient before it is copied;
+    the samples that are decoded have gone by then, and take no more.
     """
     found = {}
     for need in storage.needs:

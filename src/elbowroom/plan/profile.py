@@ -22,7 +22,17 @@ from elbowroom.plan import files
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.shares import NoiseShares, SiteShares
-from elbowroom.plan.site import RECURRENT, Formula, Need, Reads, Rebuildable, Rows, Site, SiteName
+from elbowroom.plan.site import (
+    RECURRENT,
+    SMALL,
+    Formula,
+    Need,
+    Reads,
+    Rebuildable,
+    Rows,
+    Site,
+    SiteName,
+)
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
@@ -248,6 +258,11 @@ class Profile:
         """True if an LSTM, GRU or RNN has saved anything."""
         saves = (save for storage in self.storages for save in storage.saves)
         return any(save.site.consumer in RECURRENT for save in saves)
+
+    @property
+    def small_nbytes(self) -> int:
+        """Bytes in storages that are kept because each of them is small."""
+        return sum(one.nbytes for one in self.storages if one.saves[0].left == SMALL)
 
     @cached_property
     def saved_nbytes(self) -> int:

@@ -15,6 +15,7 @@ from elbowroom.codecs import Cast, Codec, Facts, Group
 from elbowroom.kernels.layout import GROUP_SIZES
 
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
+SMALL = "small"  # why a storage is kept that is not worth an action
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # as consumers
 CHECKPOINT = "checkpoint"  # as the consumer of what a checkpoint of the user's saves
 RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it

@@ -40,6 +40,7 @@ class Context:
     recurrent_layers  the most that one forward has called so far
     runs_again    recurrent layers are recomputed in backward, in every forward (`recurrent.py`)
     keeps_bits    no sum may be rounded otherwise, so they are then recomputed each as a whole
+    takes_small   a fit plans tensors below its min_nbytes, too
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True, keeps_bits: bool = False) -> None:
@@ -56,6 +57,7 @@ class Context:
         self.blames_classes = True
         self.recurrent_layers = 0
         self.runs_again = False
+        self.takes_small = False
         self.kept: dict[SiteKey, str] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()

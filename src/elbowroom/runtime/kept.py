@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from elbowroom.plan.site import SMALL
 from elbowroom.runtime.ledger import Entry, Ledger
 from elbowroom.runtime.slot import KeepHandle, View
 from elbowroom.runtime.storage import storage_nbytes
@@ -79,7 +80,7 @@ class Many:
 
     def keep(self, x: Tensor, ledger: Ledger, module: str, consumer: str) -> Lone | Beside:
         """Returns what is held of x. Each storage is counted once."""
-        handle, at = KeepHandle(x, "small"), x.untyped_storage()._cdata
+        handle, at = KeepHandle(x, SMALL), x.untyped_storage()._cdata
         known = self._storages.get(at)
         counted = None if known is None else known()
         if counted is not None:

@@ -28,7 +28,7 @@ from elbowroom.plan.precision_floor import (
     keeps_rows_apart,
     suffices,
 )
-from elbowroom.plan.site import LEAST_WIDTH, NORMS, Formula, Reads, Rows
+from elbowroom.plan.site import LEAST_WIDTH, NORMS, SMALL, Formula, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
@@ -192,7 +192,7 @@ def left_alone(request: Request, min_nbytes: int) -> str:
     """Returns why this storage is kept whatever the policy says, or ""."""
     slot, x, call, need = request.slot, request.x, request.call, request.reading.need
     if slot.entry.before_nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
-        return "small"
+        return SMALL
     if slot.is_window:
         return "a window onto a larger storage"
     if is_running_copy(x, call):

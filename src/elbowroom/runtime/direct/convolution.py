@@ -3,6 +3,9 @@
     grad_x      = those of all turns, one after the other
     grad_weight = sum over turns
 
+A turn makes the gradients of weight and bias first, and lets go of the samples before it makes
+theirs, so that they and their gradient are never there at once.
+
 oneDNN's copies of input, gradient and result in its own layouts are as large as these tensors, and
 so is the decoded input; for a few samples at a time they are small, and stay in the caches
 (docs/log.md, "a few samples at a time"). Rounding differs, by the order of the sum and by the
@@ -120,13 +123,20 @@ class _Convolution(torch.autograd.Function):
         return *_in_turns(ctx, grad, taken, packed(ctx, 1).restore()), None
 
 
-def _backward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool] | None = None
+) -> tuple[Tensor | None, ...]:
     """Computes torch's own backward: the wanted gradients of x, weight and bias."""
-    wanted = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
+    wanted = _wanted(ctx) if wanted is None else wanted
     found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
         grad, x, weight, ctx.bias_sizes, *ctx.how, wanted
     )
     return found
+
+
+def _wanted(ctx: Any) -> list[bool]:
+    """Returns whether gradients of x, weight and bias are asked for."""
+    return [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
 
 
 def _in_turns(
@@ -135,21 +145,33 @@ def _in_turns(
     """Computes the gradients of x, weight and bias a few samples at a time."""
     grad_x: Tensor | None = None
     sums: list[Tensor | None] = [None, None]  # of weight and bias
+    of_x, of_weight, of_bias = _wanted(ctx)
 
     def turn(first: int, last: int) -> None:  # so that its tensors are freed before the next call
-        nonlocal grad_x
-        part, *others = _backward(ctx, grad[first:last], samples.get(first, last), weight)
-        if part is not None:
-            if grad_x is None:
-                grad_x = part.new_empty_strided(samples.shape, part.stride())
-            grad_x[first:last] = part
+        wanted = [False, of_weight, of_bias]
+        _, *others = _backward(ctx, grad[first:last], samples.get(first, last), weight, wanted)
         for i, other in enumerate(others):
             total = sums[i]
             if other is not None:
                 sums[i] = other.float() if total is None else total.add_(other)
 
+    def turn_of_x(first: int, last: int) -> None:
+        nonlocal grad_x
+        # No value of x is read: memory of its layout, which is written to, takes its place.
+        like = samples.like(first, last) if grad_x is None else grad_x[first:last]
+        part, *_ = _backward(ctx, grad[first:last], like, weight, [True, False, False])
+        del like
+        assert part is not None
+        if grad_x is None:
+            grad_x = part.new_empty_strided(samples.shape, part.stride())
+        grad_x[first:last] = part
+
     for first in range(0, samples.shape[0], ctx.at_once):
-        turn(first, min(first + ctx.at_once, samples.shape[0]))
+        last = min(first + ctx.at_once, samples.shape[0])
+        if of_weight or of_bias:
+            turn(first, last)
+        if of_x:
+            turn_of_x(first, last)
     return grad_x, *(None if total is None else total.to(weight.dtype) for total in sums)
 
 
@@ -162,7 +184,15 @@ class _Samples:
         whole: Tensor | None = held.restore() if self._parts is None else None
         self._whole = whole
         like: Geometry = held.slot.base if whole is None else Geometry.of(whole)
+        self._dtype: torch.dtype = held.slot.dtype if whole is None else whole.dtype
         self.shape, self._stride = like.shape, like.stride
+
+    def like(self, first: int, last: int) -> Tensor:
+        """Returns memory in the layout of these samples, or the samples if they are there."""
+        if self._whole is not None:
+            return self._whole[first:last]
+        sizes = last - first, *self.shape[1:]
+        return torch.empty_strided(sizes, self._stride, dtype=self._dtype)
 
     def get(self, first: int, last: int) -> Tensor:
         if self._parts is None:
