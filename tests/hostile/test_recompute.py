@@ -4,6 +4,8 @@ Compared are loss, gradients (those of the inputs as well), buffers, and the sta
 """
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -48,6 +50,37 @@ def recomputing(*names: str, policy: str = "exact") -> Saving:
     return Saving(
         POLICIES[policy], min_nbytes=0, context=Context(learns=False), recompute=frozenset(names)
     )
+
+
+FIRST = """
+import gc, sys, weakref
+import torch
+from torch import nn
+import elbowroom as er
+from elbowroom.plan import Exact
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.context import Context
+
+net, made = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), []
+net[1].register_forward_hook(lambda module, args, out: made.append(weakref.ref(out)))
+assert "torch._dynamo" not in sys.modules
+x = torch.randn(4, 8, requires_grad=True)
+gc.disable()
+with Saving(Exact(), min_nbytes=0, context=Context(learns=False), recompute=frozenset({"0"})):
+    loss = net(x).sum()
+assert "torch._dynamo" in sys.modules
+loss.backward()
+del loss
+sys.exit(sum(ref() is not None for ref in made))
+"""
+
+
+def test_the_first_one_leaves_nothing_to_the_collector() -> None:
+    """It imports torch._dynamo, which left a cycle with the frames of forward."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @dataclass

@@ -119,6 +119,47 @@ def test_a_step_whose_tensors_grow_inside_is_noticed(share, caplog):
     er.release(model)
 
 
+@pytest.mark.parametrize("share", [1.05, 0.8])
+def test_an_evaluation_within_a_settled_step_is_said_once(share: float, caplog) -> None:
+    """It went above the budget without a word: no measured step had one."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)]
+    net, x, larger = nn.Sequential(*blocks), torch.randn(512, 64), torch.randn(4096, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def step(*evaluated: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        with torch.no_grad():
+            for data in evaluated:
+                assert net(data).shape == data.shape
+        loss.backward()
+        optimizer.step()
+
+    step()
+    held = sum(p.nbytes for p in net.parameters())
+    er.fit(
+        net,
+        budget=held + int(share * er.peak(step)),
+        optimizer=optimizer,
+        min_nbytes=MIN_NBYTES,
+    )
+    try:
+        for _ in range(8):
+            step()
+        caplog.clear()
+        step(x[:8])  # a small one is within the budget
+        assert "without gradients" not in caplog.text
+        with torch.no_grad():
+            net(larger)  # nothing waits
+        for _ in range(3):
+            step(larger)
+        said = [one for one in caplog.messages if "a forward without gradients" in one]
+        assert len(said) == 1
+    finally:
+        er.release(net)
+
+
 def test_many_storages_teach_the_same_as_few(caplog):
     """Records of dead storages are purged, but what is held for one counts: 257 were too many."""
     torch.manual_seed(0)
@@ -150,13 +191,17 @@ def test_many_storages_teach_the_same_as_few(caplog):
 
 
 class Squashed(nn.Module):
-    """tanh saves its result, which is made again by way of a product that saves nothing."""
+    """tanh saves its result, which is made again by way of a product that saves nothing.
+
+    It notes its calls, so that no plan runs it again in place of that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(64, 64)
+        self.linear, self.calls = nn.Linear(64, 64), []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape)
         h = self.linear(x)
         return h.sin() + torch.tanh(0.3 * h).flip(0)  # of which nobody else saves anything
 

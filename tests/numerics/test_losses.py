@@ -124,6 +124,49 @@ def test_what_is_divided_by_what_is_left_of_a_saturated_result(name: str) -> Non
     assert noise_of(net(), DIVIDED[name], inputs()) <= 0.05
 
 
+def pairs(temperature: float) -> Loss:
+    """InfoNCE: a row of the first half belongs to the same row of the second."""
+
+    def loss(z: Tensor) -> Tensor:
+        first, second = F.normalize(z, dim=-1).chunk(2)
+        alike = torch.exp(first @ second.t() / temperature)
+        return -torch.log(alike.diag() / alike.sum(1)).mean()
+
+    return loss
+
+
+def supervised(z: Tensor) -> Tensor:
+    """A supervised contrastive loss."""
+    rows = F.normalize(z, dim=-1)
+    logits = rows @ rows.t() / 0.07
+    logits = logits - logits.amax(1, keepdim=True).detach()
+    others = 1 - torch.eye(ROWS)
+    density = logits - (logits.exp() * others).sum(1, keepdim=True).log()
+    same = (LABELS[:, None] == LABELS) * others
+    return -((same * density).sum(1) / same.sum(1)).mean()
+
+
+TARGETS = torch.randn(ROWS, WIDTH // 2, generator=torch.Generator().manual_seed(5))
+EXPONENTIALS = {
+    "pairs, 0.1": pairs(0.1),
+    "pairs, 0.07": pairs(0.07),
+    "supervised": supervised,
+    "normal": lambda z: F.gaussian_nll_loss(z[:, ::2], TARGETS, (z[:, 1::2] * 5).exp()),
+    "normal by hand": lambda z: (
+        lambda mean, variance: ((TARGETS - mean).square() / variance + variance.log()).mean()
+    )(z[:, ::2], (z[:, 1::2] * 5).exp() + 1e-6),
+    "logsumexp by hand": lambda z: (z * 20).exp().sum(-1).log().mean(),
+    "quotient": lambda z: (z[:, ::2] / ((z[:, 1::2] * 10).exp() + 1e-3)).square().mean(),
+    "sigmoid by hand": lambda z: -torch.log(1 / (1 + torch.exp(-z * 20)) + 1e-8).mean(),
+}
+
+
+@pytest.mark.parametrize("name", EXPONENTIALS)
+def test_exponentials_that_something_divides_by(name: str) -> None:
+    """With codes of them the first had 66, the second 44,000, the normal distribution 9."""
+    assert noise_of(net(), EXPONENTIALS[name], inputs()) <= 0.03
+
+
 def saved_as(loss: Loss, **how: object) -> dict[str, set[str]]:
     with er.saving("dither", levels=16, min_nbytes=0, **how) as saved:
         made = loss(net()(inputs()))
@@ -136,11 +179,11 @@ def saved_as(loss: Loss, **how: object) -> dict[str, set[str]]:
 
 def test_a_gate_that_nothing_divides_by_has_a_code() -> None:
     def gated(z: Tensor) -> Tensor:
-        return z * torch.tanh(z) + z.softmax(-1) * torch.sigmoid(z)
+        return z * torch.tanh(z) + z.softmax(-1) * torch.sigmoid(z) * torch.exp(z)
 
-    held = saved_as(gated)
-    assert {"tanh", "softmax", "sigmoid"} <= held.keys()
-    assert all("keep" not in held[name] for name in ("tanh", "softmax", "sigmoid"))
+    held, names = saved_as(gated), {"tanh", "softmax", "sigmoid", "exp"}
+    assert names <= held.keys()
+    assert all("keep" not in held[name] for name in names)
 
 
 def test_a_fit_plans_with_what_must_be_exact() -> None:
@@ -148,11 +191,12 @@ def test_a_fit_plans_with_what_must_be_exact() -> None:
     model, x = net(), inputs()
 
     def step() -> None:
-        (-(torch.log(model(x).sigmoid() + 1e-8)).mean()).backward()
+        z = model(x)
+        (z.exp().sum(-1).log() - torch.log(z.sigmoid() + 1e-8).sum(-1)).mean().backward()
 
     profile = er.measure(step, model=model, min_nbytes=0)
     needs = {s.site.consumer: s.site.need.name for one in profile.storages for s in one.saves}
-    assert needs["sigmoid"] == "EXACT"
+    assert needs["sigmoid"] == needs["exp"] == "EXACT"
 
 
 def test_it_is_said_where_a_code_was_made_too_early(caplog: pytest.LogCaptureFixture) -> None:

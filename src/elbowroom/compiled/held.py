@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.function import BackwardCFunction
 
 from elbowroom.compiled.away import is_away
 from elbowroom.compiled.backend import Regions, Settings, compile_region
 from elbowroom.errors import RestoreError
 
 GROUP_SIZE = 64  # of the codes in graphs (`rewrite.py`)
+_MOST_VIEWS = 8  # nodes of views behind a region
 _log = logging.getLogger("elbowroom")
 Told = Callable[[int, int, Any], None]  # plain bytes, held bytes, object whose end frees them
 
@@ -128,12 +130,26 @@ def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Call
             held = count.nbytes
         else:
             out = region(*args)
-        node = next((n for x in _leaves(out) if (n := x.grad_fn) is not None), None)
+        node = next(_own_nodes(out), None)
         if node is not None:
             told(held if plain_nbytes is None else plain_nbytes, held, node)
         return out
 
     return run
+
+
+def _own_nodes(out: Any) -> Iterator[BackwardCFunction]:
+    """Yields the node of a region that has run, as often as it is found by its results.
+
+    A result that is a view of another one is made behind the region, by a node of its own, which
+    no weak reference can refer to.
+    """
+    for x in _leaves(out):
+        node = x.grad_fn
+        for _ in range(_MOST_VIEWS):
+            if isinstance(node, BackwardCFunction):
+                yield node
+            node = node.next_functions[0][0] if node is not None and node.next_functions else None
 
 
 class _Count(torch.autograd.graph.saved_tensors_hooks):

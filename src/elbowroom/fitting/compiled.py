@@ -437,10 +437,9 @@ class CompiledFitting:
         for other in optimizers[1:]:
             self._eager.owned.add(other)
 
-    def passes(self) -> None:
-        """Notes a forward without gradients, which runs as the user has compiled it."""
-        if self._eager is not None:
-            self._eager.passes()
+    def passes(self, forward: Callable[[], Any]) -> Any:
+        """Runs a forward without gradients as the user has compiled it."""
+        return forward() if self._eager is None else self._eager.passes(forward)
 
     def finish(self) -> None:
         """Ends the training."""

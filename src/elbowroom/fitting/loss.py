@@ -44,8 +44,9 @@ class _LossCalls:
             return forward()
         return max(waiting, key=lambda one: one.ran_at).run_more(model, forward, args, kwargs)
 
-    def passes(self) -> None:
-        """A call without gradients saves nothing."""
+    def passes(self, forward: Callable[[], Any]) -> Any:
+        """Runs a call without gradients, which saves nothing."""
+        return forward()
 
 
 def losses_of(loss: nn.Module | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module]:

@@ -218,6 +218,17 @@ def warn_blind(options: FitOptions) -> None:
     )
 
 
+def warn_inside(options: FitOptions, peak_nbytes: int) -> None:
+    """Warns that a forward without gradients, within a step, has taken more than the budget."""
+    _log.warning(
+        "budget %s: a forward without gradients ran between the forward and the backward of a "
+        "step, and took %s together with what the step holds; no measured step had one. Evaluate "
+        "before forward or after backward, or give at least budget=%d",
+        *map(show_nbytes, (options.budget_nbytes, peak_nbytes)),
+        peak_nbytes,
+    )
+
+
 def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None:
     """Logs that memory ran out, and the smaller budget of later steps; the first time at WARNING.
 

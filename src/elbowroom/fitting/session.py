@@ -632,7 +632,7 @@ class Fitting(MeasuredSteps):
         self._learn()
         for one in [] if self._beside.is_alone else list(_fittings):
             if one is not self:
-                one.passes()  # where its step is over, what follows is of this one
+                one.end_step()  # where it is over, what follows is of this one
         if self._shared.has_guests:
             self.planning.calls.leave(self._shared.waiting)
         self._shared.begin()

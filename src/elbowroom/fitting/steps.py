@@ -3,7 +3,9 @@
 One measurement runs at a time, from a step's first forward to the next step.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -12,18 +14,20 @@ from elbowroom.fitting.co_resident import Neighbours
 from elbowroom.fitting.foreseen import Foreseen, foresee
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import say_setting, warn_blind
+from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.state import FitState
 from elbowroom.measure.background import Background
+from elbowroom.measure.interval import Interval
 from elbowroom.plan.presets import Preset
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.ledger import Tally
 
 _AMPLE = 0.25  # of the budget
+_MOST_INSIDE = 16  # forwards without gradients within settled steps that are measured
 _MOST_TRIED = 16  # settled steps, to measure one if none was until then
 _MOST_ASIDE = 4  # steps in which the program's own hooks hold what is saved, to measure those
 HOOKS = "hooks"  # the setting of such a step
@@ -58,6 +62,7 @@ class MeasuredSteps:
         self._said_lossy = False
         self._said_blind = False
         self._gives_way = False  # the next step is measured of a model that runs inside
+        self._insides = 0  # forwards without gradients that were measured within settled steps
         self._tried = 0  # settled steps that were measured, to know at least one
         self._aside: Tally | None = None  # the graph of the last forward, if nothing of it is held
         self._were_aside = 0  # steps of such forwards
@@ -88,8 +93,28 @@ class MeasuredSteps:
         self._last = saving
         self._note_setting(saving)
 
-    def passes(self) -> None:
-        """Ends the last step as evaluation begins, unless its backward is still to come."""
+    def passes(self, forward: Callable[[], Any]) -> Any:
+        """Runs a forward that records no gradients, such as an evaluation.
+
+        One that runs while a settled step waits for its backward was in no measured step.
+        """
+        self.end_step()
+        last = self._last
+        inside = last is not None and last.waits and self._step is None
+        if not inside or self._closed or self._insides >= _MOST_INSIDE or self._has_ample_room:
+            return forward()
+        self._insides += 1
+        running = Interval.start(self.owned.nbytes + self._beside.nbytes, self.owned.device)
+        try:
+            return forward()
+        finally:
+            peak = None if running is None else running.stop()
+            if peak is not None and peak > self.options.budget_nbytes:
+                self._insides = _MOST_INSIDE  # it is said once
+                warn_inside(self.options, peak)
+
+    def end_step(self) -> None:
+        """Ends the measurement of the last step, unless its backward is still to come."""
         if self._step is None:
             return
         over = self._last is not None and self._last.is_over

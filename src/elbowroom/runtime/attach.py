@@ -34,8 +34,8 @@ class Around(Protocol):
         """
         ...
 
-    def passes(self) -> None:
-        """Called when a forward begins that records no gradients, and is left alone."""
+    def passes(self, forward: Callable[[], Any]) -> Any:
+        """Runs forward(), which records no gradients, as it is."""
         ...
 
 
@@ -138,7 +138,7 @@ def _around(
     around = _around_of(module)
     if not torch.is_grad_enabled():
         if around is not None:
-            around.passes()
+            return around.passes(lambda: call(*args, **kwargs))
         return call(*args, **kwargs)
     if is_traced():
         if around is not None:

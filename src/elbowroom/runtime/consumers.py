@@ -260,7 +260,8 @@ class Reading(NamedTuple):
     why: the reason, where it needs the exact value
     width: elements of a row, where x has rows that a code had better keep apart; 0: none
     by_size: the op divides by each row's own size: they must be kept apart (`plan/site.py`)
-    saturates: autograd's number of the sigmoid, tanh or softmax whose result it is; -1: of none
+    saturates: autograd's number of the sigmoid, tanh, softmax or exp whose result it is; -1: none
+    is_exp: it is the result of exp
     """
 
     need: Need
@@ -269,6 +270,7 @@ class Reading(NamedTuple):
     width: int = 0
     by_size: bool = False
     saturates: int = -1
+    is_exp: bool = False
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:

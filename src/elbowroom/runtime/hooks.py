@@ -66,7 +66,7 @@ from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.scribe import Scribe
-from elbowroom.runtime.saturated import SATURATING
+from elbowroom.runtime.saturated import EXPONENTIAL, SATURATING
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.sites import Request, classify, left_alone, site_of
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
@@ -505,7 +505,8 @@ class Saving:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader.formula, x, call, reader.node)
             if reader.node in SATURATING and reading.need is Need.LOSSY and self._may_round:
-                reading = reading._replace(saturates=reader.number)
+                is_exp = reader.node in EXPONENTIAL
+                reading = reading._replace(saturates=reader.number, is_exp=is_exp)
             decide = partial(self._decide_on, one, x, call, reading)
             if x.untyped_storage()._cdata in made:
                 results.append(decide)

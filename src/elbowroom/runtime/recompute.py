@@ -21,6 +21,9 @@ anything else. A plan that may be lossy may hold them as codes, from the end of 
     identity     arguments that are the same tensor remain so: attention checks whether q is k
 """
 
+import gc
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -53,6 +56,7 @@ def recomputed(
 
     arguments: the same as they are now. begin: called once inputs are saved.
     """
+    _import_dynamo()
     with torch._C.DisableTorchFunction():  # not for ops of other code
         state = State(module, arguments.sources)
     # Released after use: objects that are held until backward must not refer to outputs in a cache,
@@ -68,6 +72,18 @@ def recomputed(
     return checkpoint(
         run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), _Again(state))
     )
+
+
+def _import_dynamo() -> None:
+    """Imports what torch's checkpoint imports at its first call, and frees what that leaves.
+
+    `torch.fx.wrap`, at the top of some of these modules, holds its own frame in a variable. That
+    is a cycle, which refers to the frames of all functions that run now, and so to tensors of this
+    forward: as memory of this step and the next ones, until the collector runs.
+    """
+    if "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+        gc.collect()
 
 
 def state_nbytes(module: nn.Module) -> int:

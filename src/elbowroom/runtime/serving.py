@@ -218,7 +218,7 @@ class Serving:
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
         elif request.reading.saturates >= 0 and self._lets_wait and is_lossy(action, need):
             self._keep(slot, whole, name)
-            self.waiting.wait(Saturated(slot, action, hold))
+            self.waiting.wait(Saturated(slot, action, hold, is_exp=request.reading.is_exp))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             self._keep(slot, whole, name)
             call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))

@@ -61,8 +61,9 @@ class Profiling:
         self._hook = register_optimizer_step_post_hook(self._updated) if self._waits else None
         self._recording: Recording | None = None
 
-    def passes(self) -> None:
-        """Ignores a forward without gradients: it is part of the step that is written down."""
+    def passes(self, forward: Callable[[], Any]) -> Any:
+        """Runs a forward without gradients: it is part of the step that is written down."""
+        return forward()
 
     def run(
         self,
