@@ -48,6 +48,7 @@ from fit_table.values import (
     MAKE,
     MORE,
     MUCH,
+    NEARLY,
     ONE,
     OTHER,
     PLAN,
@@ -194,6 +195,30 @@ ROWS = {
         NoPlan(ERROR, Fallbacks()),
         {"phase": P.IDLE},
         (Raise(ERROR),),
+    ),
+    "no plan fits, and the least comes near: it is measured": Row(
+        replace(KNOWN, phase=P.VERIFYING),
+        NoPlan(NEARLY, Fallbacks()),
+        {"was_rehearsed": True},
+        (MakeSmallest(),),
+    ),
+    "no plan of the limit on noise fits, and the least comes near": Row(
+        replace(KNOWN, phase=P.VERIFYING, profile=Profile(noise=())),
+        NoPlan(NEARLY, Fallbacks()),
+        {"phase": P.IDLE},
+        (Raise(NEARLY),),
+    ),
+    "the first of the smallest, where none was measured": Row(
+        replace(KNOWN, phase=P.VERIFYING),
+        SmallestMade(Attempts(), Smallest(OTHER, rehearsed=False)),
+        {"phase": P.SMALLEST, "attempts": Attempts()},
+        (say(Line.NEAR, plan=OTHER.plan), TakePlan(OTHER)),
+    ),
+    "no smallest is found, where none was measured": Row(
+        replace(KNOWN, phase=P.VERIFYING),
+        SmallestMade(Attempts(), None),
+        {"attempts": Attempts()},
+        (CheckPlan(),),
     ),
     "no plan fits, but the preset has been seen to": Row(
         replace(KNOWN, phase=P.VERIFYING, profile=Profile(peak=1000)),

@@ -87,6 +87,7 @@ KEEPS = chosen(Plan("keeps", changes_nothing=True))
 GIVEN, WATCHED = Plan("given"), Plan("watched", exact=False, is_lossy=True, watched=4)
 LIMITED = FitOptions(1000, noise=0.1)
 ERROR = BudgetTooSmall("no plan fits", least_nbytes=1100)
+NEARLY = BudgetTooSmall("no plan fits", least_nbytes=1099)
 FORGET, BEGIN, MAKE = ForgetScripts(), BeginPlan(), MakePlan()
 MORE = Fallbacks(blamed_classes=True, layers=True)
 

@@ -21,6 +21,7 @@ class Line(Enum):
     OUTSIDE = "little of what a step takes is saved where it can be changed"
     ABOVE = "steps stay above the budget"
     SMALLEST = "the smallest plans are tried"
+    NEAR = "the smallest plan is near the budget"
     RUNS_AGAIN = "recurrent layers run again"
     UNCORRECTED = "no plan has kept to the budget"
     GIVEN = "a plan that was given is of no use"

@@ -72,6 +72,7 @@ _LINES: dict[Line, Callable[..., None]] = {
     Line.OUTSIDE: messages.warn_outside,
     Line.ABOVE: messages.warn_above,
     Line.SMALLEST: messages.warn_smallest,
+    Line.NEAR: messages.warn_near,
     Line.RUNS_AGAIN: messages.warn_runs_again,
     Line.UNCORRECTED: messages.warn_uncorrected,
     Line.GIVEN: messages.warn_given,

@@ -74,6 +74,15 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
     )
 
 
+def warn_near(options: FitOptions, plan: Plan) -> None:
+    """Warns that the smallest plan is measured, which is predicted a little above the budget."""
+    _log.warning(
+        "budget %s: the smallest plan needs %s by its estimate, so it is measured; the steps that "
+        "try the smallest plans may exceed the budget",
+        *map(show_nbytes, (options.budget_nbytes, plan.peak)),
+    )
+
+
 def warn_runs_again(options: FitOptions) -> None:
     """Says that recurrent layers are recomputed, since no plan fits their tensors.
 

@@ -6,6 +6,8 @@ No plan fits -> while a model that runs inside the step is learning, the step is
              -> a rehearsed step is profiled, which replaces all estimates
              -> the plans of the least predicted peak are measured, one after another
              -> the uniform preset is measured (the last resort)
+If no plan of a profiled step fits, and none was followed, the smallest ones are measured where they
+come near, and the budget is refused otherwise.
 """
 
 from dataclasses import replace
@@ -15,6 +17,7 @@ from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import (
     BeginPlan,
     BlameNoClasses,
+    CheckPlan,
     Command,
     ForgetCalls,
     ForgetScripts,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
 
 Step = tuple[FitState, tuple[Command, ...]]
+_NEAR = 1.1  # of the budget
 _LITTLE = 0.005  # of a step: a plan that saves less time is not worth a measurement
 
 
@@ -146,7 +150,20 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
         return replace(state, phase=Phase.SETTLED), ()  # the uniform preset has been seen to fit
     if seen.again:
         return state.fresh(), (ForgetScripts(),)
+    if _comes_near(state, seen):
+        return replace(state, phase=Phase.VERIFYING, was_rehearsed=True), (MakeSmallest(),)
     return state, (Raise(seen.error),)
+
+
+def _comes_near(state: FitState, seen: NoPlan) -> bool:
+    """Returns whether the least that is predicted is worth a step above the budget.
+
+    The prediction may be wrong by as much: then a plan fits after all, or a refusal names what was
+    measured, which holds when it is given.
+    """
+    profile = state.profile
+    is_limited = profile is None or profile.noise is not None
+    return not is_limited and seen.error.least_nbytes < _NEAR * state.options.budget_nbytes
 
 
 def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
@@ -183,11 +200,12 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
 def smallest_made(state: FitState, seen: SmallestMade) -> Step:
     """Measures a plan of the least predicted peak, or falls back to the last resort."""
     state, least = replace(state, attempts=seen.attempts), seen.attempts.least
-    assert least is not None
     if seen.found is None:
-        return _give_up(state, least)
+        return (state, (CheckPlan(),)) if least is None else _give_up(state, least)
     commands: tuple[Command, ...] = (TakePlan(seen.found.chosen),)
-    if state.phase is not Phase.SMALLEST:
+    if least is None:
+        commands = (say(Line.NEAR, plan=seen.found.chosen.plan), *commands)
+    elif state.phase is not Phase.SMALLEST:
         commands = (say(Line.SMALLEST, least_nbytes=least.peak_nbytes), *commands)
     return replace(state, phase=Phase.SMALLEST, rehearsed=seen.found.rehearsed), commands
 
