@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
@@ -138,3 +139,22 @@ def test_of_shared_memory_that_was_freed_an_error():
     layer.weight.untyped_storage().resize_(0)
     with pytest.raises(RestoreError, match="freed after forward"):
         loss.backward()
+
+
+def test_a_weight_of_the_shape_of_the_input_is_not_taken_for_the_cast_of_it():
+    """A batch of as many rows as a square layer is wide: the layer saves its weight first."""
+
+    def grads(context) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        first, second, third = (nn.Parameter(0.4 * torch.randn(8, 8)) for _ in range(3))
+        x, fixed = torch.randn(8, 8), torch.randn(8, 8)
+        with context, bf16():
+            F.linear(x, first)  # so that enough is multiplied to make one of the others again
+            h = F.layer_norm(second * 1, (8,))
+            F.linear(h, fixed)
+            y = F.linear(F.linear(h, third), third)
+            loss = torch.addmm(y, y, second * 1).square().sum()
+        return torch.autograd.grad(loss, (second, third))
+
+    wanted = grads(nullcontext())
+    assert all(map(torch.equal, grads(er.saving(min_nbytes=0)), wanted))

@@ -145,6 +145,7 @@ class Call:
     levels: int | None = 16
     fewest: Levels | None = None
     samples = 0
+    cast: Slot | None = None  # of its first argument, by autocast
 
     def __init__(
         self,
@@ -195,6 +196,8 @@ class Call:
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""
         self.saved.append(slot)
+        if self.cast is None and _is_cast(x, self.first):
+            self.cast = slot
         # group_norm's statistics are outputs of its node; those of the others have none.
         no_data = not x.requires_grad if x.grad_fn is None else x.grad_fn.name() == _GROUP_NORM
         if no_data and x.is_floating_point() and slot.value is not None:
@@ -252,6 +255,23 @@ class Consumers(Observing):
         finally:
             self.call = outer
         return out
+
+
+def _is_cast(x: Tensor, of: Any) -> bool:
+    """Returns whether x is, or is a view of, a copy of this argument in another dtype.
+
+    By its node, for a weight may have the shape of the argument, and is cast, too.
+    """
+    copy = x if x._base is None else x._base
+    if type(of) not in PLAIN or copy.dtype is of.dtype or copy.shape != of.shape:
+        return False
+    node = copy.grad_fn
+    if node is None:
+        return not of.requires_grad
+    below, number = node.next_functions[0] if node.next_functions else (None, 0)
+    if of.grad_fn is None:
+        return getattr(below, "variable", None) is of
+    return (below, number) == (of.grad_fn, of.output_nr)
 
 
 class Reading(NamedTuple):

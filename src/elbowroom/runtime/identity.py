@@ -160,14 +160,9 @@ class Identity:
         held = self._held(x) if version_of(x) == call.version else None
         if held is not None and (held in call.saved or held.is_shared_now):
             return held, seen
-        for slot in call.saved:  # a cast by autocast
-            if (
-                slot.dtype is not x.dtype
-                and slot.dtype.is_floating_point
-                and slot.base.shape == seen.shape
-                and torch.is_autocast_enabled(x.device.type)
-            ):
-                return slot, slot.base
+        cast = call.cast if torch.is_autocast_enabled(x.device.type) else None
+        if cast is not None and cast.dtype.is_floating_point and cast.base.shape == seen.shape:
+            return cast, cast.base
         origin = self.origin(x, call.version)
         if origin is not None and origin.recipe is not None:
             return self._cheapest(origin.recipe, x, call.version), seen
