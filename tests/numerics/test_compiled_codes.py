@@ -14,6 +14,7 @@ from elbowroom.compiled.partition import Decision, Partitioner, told
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import GROUP_SIZE, Coded
 from elbowroom.kernels import reference
+from uncompiled import without_codegen
 
 
 def convolutions(p: float = 0.0) -> tuple[nn.Module, Tensor]:
@@ -184,6 +185,35 @@ def test_what_backward_does_with_a_value_decides_whether_it_tolerates_an_error()
     q = torch.randn(1, 2, 8, 4)
     attention = reading(lambda q, g: F.scaled_dot_product_attention(q, q, q) * g, q)
     assert attention.use is Use.EXACT
+
+
+def test_a_value_that_is_multiplied_with_itself_has_fine_codes() -> None:
+    x = torch.randn(4, 4)
+    assert reading(lambda x, g: (x * x) * g, x).use is Use.CURVED
+    assert reading(lambda x, g: ((g * x) + 1) * x, x).use is Use.CURVED
+    assert reading(lambda x, g: (g.expand(4, 4) @ x.t()) @ x, x).use is Use.CURVED
+    assert reading(lambda x, g: x @ x.t() @ g.expand(4, 4), x).use is Use.CURVED
+    # Of what is summed between, one term in many has the error of the same element.
+    assert reading(lambda x, g: (g * x).sum(-1, keepdim=True) * x, x).use is Use.LINEAR
+    assert reading(lambda x, g: x.t() @ (g * x), x).use is Use.LINEAR
+    assert reading(lambda x, g: g * x + x, x).use is Use.LINEAR
+
+
+def test_the_gradient_of_a_cube_is_right_on_average() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+
+    def loss(x: Tensor) -> Tensor:
+        y = layer(x)
+        return (y * y * y).mean()
+
+    expected = torch.autograd.grad(loss(x), layer.weight)[0]
+    partitioner = Partitioner(None, levels=4, min_nbytes=1024)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=without_codegen(partitioner))
+    each = torch.stack([torch.autograd.grad(compiled(x), layer.weight)[0] for _ in range(40)])
+    # Along the gradient, where errors that are independent leave next to nothing.
+    assert abs((each.mean(0) * expected).sum() / expected.square().sum() - 1) < 0.02
 
 
 def test_zeros_of_relu_in_a_product_of_batches_stay_exact() -> None:

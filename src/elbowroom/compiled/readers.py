@@ -4,7 +4,9 @@ From a saved value all its readers in backward are followed, through what is com
 up to the ops that combine it with a gradient. These readers decide about the value:
 
     LINEAR      products, sums, reshapes: the gradient has the value's error times a gradient
-    CURVED      exp, erf, tanh, powers and the like: the error passes through a function;
+    CURVED      exp, erf, tanh, powers and the like: the error passes through a function; products
+                of the value with itself, as in the gradient of x * x * x: errors of one code are
+                not independent, so their square does not average out;
                 attention's output, from which its backward computes the term that it subtracts
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
                 value
@@ -53,8 +55,10 @@ def reading_of(
     """
     use, compared = Use.LINEAR, []
     pending, seen = [(value, _has_zeros(value))], {value}
+    own: dict[fx.Node, None] = {}
     while pending:
         node, has_zeros = pending.pop()
+        own[node] = None
         for reader in node.users:
             if reader not in after or reader in seen:
                 continue
@@ -74,7 +78,48 @@ def reading_of(
             if reader not in gradients:
                 keeps = is_view(reader) or packet in _copies()
                 pending.append((reader, packet in _relus() or (has_zeros and keeps)))
+    if use is Use.LINEAR and _is_squared(own, after, gradients):
+        use = Use.CURVED
     return Reading(use, tuple(compared))
+
+
+def _is_squared(
+    own: Collection[fx.Node], after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> bool:
+    """Returns whether a product has a value twice: at once, or through a product with a gradient.
+
+    own: the value, and what is computed from it without a gradient. Sums between two products are
+    not passed, nor other calls: of the many terms that they mix, few share an error.
+    """
+    for node in own:
+        for reader in node.users:
+            packet = _packet(reader)
+            if reader not in after or packet not in _products():
+                continue
+            if sum(one in own for one in reader.args) > 1:
+                return True
+            if reader in gradients and _meets(reader, packet, own, after):
+                return True
+    return False
+
+
+def _meets(
+    product: fx.Node, packet: Any, own: Collection[fx.Node], after: Collection[fx.Node]
+) -> bool:
+    """Returns whether a product is multiplied in the same way with one of `own` later."""
+    loops, pending, seen = packet is torch.ops.aten.mul, [product], {product}
+    while pending:
+        for reader in pending.pop().users:
+            if reader in seen or reader not in after:
+                continue
+            seen.add(reader)
+            other = _packet(reader)
+            alike = other in _products() and (other is torch.ops.aten.mul) is loops
+            if alike and any(one in own for one in reader.args):
+                return True
+            if is_view(reader) or other in _elementwise():
+                pending.append(reader)
+    return False
 
 
 def _packet(node: fx.Node) -> Any:
@@ -154,6 +199,17 @@ def _linear() -> frozenset[Any]:
     names += " where relu clone _to_copy cat expand maximum minimum hardtanh index gather full_like"
     convert = torch.ops.prims.convert_element_type
     return _ops(names) | {convert}
+
+
+@cache
+def _products() -> frozenset[Any]:
+    return _ops("mul mm addmm bmm baddbmm")
+
+
+@cache
+def _elementwise() -> frozenset[Any]:
+    convert = torch.ops.prims.convert_element_type
+    return _ops("mul add sub neg div where clone _to_copy cat expand") | {convert}
 
 
 @cache

@@ -324,7 +324,7 @@ class CompiledFitting:
     def _waits(self, out: Any) -> Any:
         """Notes that a forward waits for its backward; returns what it gave."""
         node = next((n for x in _tensors_in(out) if (n := x.grad_fn) is not None), None)
-        if node is not None:
+        if isinstance(node, torch._C._FunctionBase):  # that of a compiled region
             self._waiting.append(weakref.ref(node))
         return out
 
@@ -523,8 +523,6 @@ def _holds(node: Any) -> bool:
     try:
         return bool(node._raw_saved_tensors)
     except RuntimeError:  # backward has freed them
-        return False
-    except AttributeError:  # another kind of node, as of a view
         return False
 
 
