@@ -37,7 +37,7 @@ from elbowroom.runtime.slot import View
 BATCH = 16
 MIN_NBYTES = 4096
 NEAR = 0.05  # of the measured peak: as near as a prediction has to be
-OVER = 1.01  # so much of the budget a plan may take that was not measured
+OVER = 1.02  # so much of the budget a plan may take that was not measured (1.010 was seen)
 Batch = tuple[Any, Tensor]
 
 
