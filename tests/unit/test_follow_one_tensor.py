@@ -10,12 +10,12 @@ from following import Entered, Tracer, total
 
 # The most files and lines of each way so far. Goals: 12 and 600; in a settled step 4 and 200.
 CEILINGS = {
-    "`er.saving()`, the first step: rebuilt": (16, 670),
-    "`er.saving()`, later steps: rebuilt": (6, 212),
+    "`er.saving()`, the first step: rebuilt": (16, 672),
+    "`er.saving()`, later steps: rebuilt": (6, 214),
     '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (20, 627),
     '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (8, 245),
-    "`er.fit`, a step that learns: rebuilt": (18, 618),
-    "`er.fit`, a settled step: rebuilt": (5, 193),
+    "`er.fit`, a step that learns: rebuilt": (18, 620),
+    "`er.fit`, a settled step: rebuilt": (5, 195),
 }
 
 

@@ -8,7 +8,8 @@ from math import inf
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.build_problem import BuiltProblem, build_problem
+from elbowroom.plan.build_problem import BuiltProblem, as_planned, build_problem
+from elbowroom.plan.coarse import checked, solve_apart
 from elbowroom.plan.menu import KEEP, action_name, preset_named, spared
 from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
@@ -110,7 +111,11 @@ def make_plan(
                 solver=solver,
                 lowest=found.choice,
             )
-            least_nbytes, found = _least(found, search, max(int(finest), 1))
+            least_nbytes, found = _least(
+                found,
+                lambda budget: checked(profile, built, search(budget)),
+                max(int(finest), 1),
+            )
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
@@ -148,12 +153,20 @@ def _with_codes(
     """
     places = [(offload, True), (offload, False), (None, False)]
     for tier, whole in places if offload is not None else places[-1:]:
-        built = build_problem(
-            profile, exact=False, recompute=recompute, offload=tier, whole=whole, codecs=codecs
+        build = partial(
+            build_problem,
+            profile,
+            exact=False,
+            recompute=recompute,
+            offload=tier,
+            whole=whole,
+            codecs=codecs,
         )
-        travels = in_flight if whole else _most_travelling(built.problem)
-        found = solve(
-            built.problem, budget - travels, variance=variance, solver=solver, least=least
+        travels = in_flight if whole else _most_travelling(build().problem)
+        built, found = solve_apart(
+            profile,
+            build,
+            partial(solve, budget=budget - travels, variance=variance, solver=solver, least=least),
         )
         yield built, found, travels
 
@@ -262,7 +275,7 @@ def _plan(
         shared = share(profile, built, choice, max(budget - in_flight, found.peak))
     sites = dict(_sites(profile, built, choice, shared.saved_s))
     lines = (
-        *_lines(profile, built, choice, shared.saved_s),
+        *_lines(as_planned(profile, built.apart, exact=built.exact), built, choice, shared.saved_s),
         *_recomputed(profile, built, choice),
     )
     return Plan(
