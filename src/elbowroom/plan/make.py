@@ -271,7 +271,7 @@ def _plan(
 ) -> Plan:
     problem, choice = built.problem, found.choice
     shared = Shared({}, found.peak)
-    if built.exact:  # beside codes, more stood at the peak than the levels say (docs/log.md)
+    if built.exact:  # beside codes it has not been measured on public models yet (docs/log.md)
         shared = share(profile, built, choice, max(budget - in_flight, found.peak))
     sites = dict(_sites(profile, built, choice, shared.saved_s))
     lines = (
