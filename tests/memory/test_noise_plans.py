@@ -1,4 +1,7 @@
-"""Plans that know what codes add to the gradient: measured, bounded, and true."""
+"""Plans that know what codes add to the gradient: measured, bounded, and true.
+
+Their prices are drawn, so that no plan depends on how busy the machine is.
+"""
 
 import logging
 
@@ -14,6 +17,7 @@ from elbowroom.plan.make import plain_peak
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.hooks import Saving
+from prices import draw_prices, priced
 
 
 class Deep(nn.Module):
@@ -39,10 +43,19 @@ class Training:
         torch.manual_seed(0)
         self.net = Deep()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr)
+        # They stand: a batch that is drawn in a step is no part of what `er.fit` measures of it.
+        self.batches = [self._batch() for _ in range(16)]
+        self.steps = 0
+
+    @staticmethod
+    def _batch() -> tuple[Tensor, Tensor]:
+        y = torch.randint(0, 10, (512,))
+        return torch.randn(512, 64) + y[:, None] * 0.1, y
 
     def loss(self) -> Tensor:
-        y = torch.randint(0, 10, (512,))
-        return F.cross_entropy(self.net(torch.randn(512, 64) + y[:, None] * 0.1), y)
+        self.steps += 1
+        x, y = self.batches[self.steps % len(self.batches)]
+        return F.cross_entropy(self.net(x), y)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -52,7 +65,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return er.measure(Training(lr=0.0).step, noise=True)
+    return priced(er.measure(Training(lr=0.0).step, noise=True), 0)
 
 
 def within(profile: Profile, share: float) -> int:
@@ -83,8 +96,7 @@ def test_what_was_not_watched_goes_by_the_mean_of_a_byte(profile):
 
 
 def test_a_plan_keeps_to_the_noise_that_is_allowed(profile):
-    # Tight enough that the free plan is lossy, and wide enough that a twentieth of its noise still
-    # fits: what that takes depends on seconds that are measured, which vary on a busy machine.
+    # Tight enough that the free plan is lossy, and wide enough that a twentieth of its noise fits.
     budget = within(profile, 0.32)
     free = er.plan(profile, budget=budget)
     assert not free.exact
@@ -102,9 +114,11 @@ def test_a_noise_that_no_plan_keeps_to_is_refused_with_what_would_do(profile):
     assert enough.noise <= 1e-9
 
 
-def test_what_a_plan_predicts_is_what_a_meter_finds(profile):
-    # At 0.25 there is no plan any more: what is made inside a module is not rebuilt outside of it.
-    plan = er.plan(profile, budget=within(profile, 0.3))
+@pytest.mark.parametrize("seed", [0, 4, 5])
+def test_what_a_plan_predicts_is_what_a_meter_finds(profile, seed):
+    # Of a GELU's input it predicts what this adds where the residual stream is made again of it.
+    # Where the stream is kept, as in most of such plans, that is 2.1 to 2.6 times what it adds.
+    plan = er.plan(priced(profile, seed), budget=within(profile, 0.3))
     training, meter = Training(lr=0.0), NoiseMeter()
     for _ in range(8):
         with Saving(plan, observer=meter):
@@ -113,8 +127,7 @@ def test_what_a_plan_predicts_is_what_a_meter_finds(profile):
         training.optimizer.zero_grad()
     meter.harvest()
     assert meter.table.ratio is not None
-    # Which codes the plan takes depends on measured seconds: 2.0 to 2.6 in one run of four.
-    assert 1 / 3 < plan.noise / meter.table.ratio < 3
+    assert 0.9 < plan.noise / meter.table.ratio < 2.2
 
 
 def held(training):
@@ -122,7 +135,8 @@ def held(training):
 
 
 @pytest.mark.parametrize("noise", [None, 1e-4])
-def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog):
+def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog, monkeypatch):
+    draw_prices(monkeypatch, 0)
     caplog.set_level(logging.INFO, "elbowroom")
     training = Training(lr=1e-3)
     training.step()
@@ -136,8 +150,8 @@ def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog):
     assert fitting.planning.meter is None
     assert plan.watched == 8
     assert 0 < plan.noise <= (noise or 1)
-    # The first step goes by an estimate, and is written down, which takes more than the plan says.
-    assert fitting.highest_nbytes <= 1.3 * budget
+    # The first step goes by an estimate, and is written down.
+    assert fitting.highest_nbytes <= 1.02 * budget
     assert held(training) + er.peak(training.step) <= budget
     assert "codes add" in caplog.text
     er.release(training.net)

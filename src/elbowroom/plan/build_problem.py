@@ -7,7 +7,7 @@ Its seconds are those of plain autograd as they are: no clock runs while these a
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -35,12 +35,14 @@ class BuiltProblem:
 
     modules  of each region, by index
     exact    no bit of any gradient may change
+    apart    storages that are not made again, as in `build_problem`
     """
 
     problem: Problem
     storages: tuple[int, ...]
     modules: tuple[int, ...]
     exact: bool
+    apart: frozenset[int] = frozenset()
 
 
 def build_problem(
@@ -51,6 +53,7 @@ def build_problem(
     offload: str | None = None,
     whole: bool = True,
     codecs: tuple[Codec, ...] | None = None,
+    apart: frozenset[int] = frozenset(),
 ) -> BuiltProblem:
     """The problem of a profiled step.
 
@@ -59,12 +62,13 @@ def build_problem(
     offload    "file" or "host": a place for tensors outside of the device's memory
     whole      tensors may be moved there as they are, not only their codes
     codecs     the settings of codes that are allowed where it is not exact; None: all
+    apart      storages that have codes of their own where they could be made again, by index
     """
     weighed = all_settings() if codecs is None and not exact else codecs
     # More may be registered meanwhile.
-    asked = exact, recompute, offload, whole, codecs is None, weighed
+    asked = exact, recompute, offload, whole, codecs is None, weighed, apart
     if asked not in profile.problems:
-        profile.problems[asked] = _built(profile, exact, recompute, offload, whole, codecs)
+        profile.problems[asked] = _built(profile, exact, recompute, offload, whole, codecs, apart)
     built: BuiltProblem = profile.problems[asked]
     return built
 
@@ -76,19 +80,19 @@ def _built(
     offload: str | None,
     whole: bool,
     codecs: tuple[Codec, ...] | None,
+    apart: frozenset[int],
 ) -> BuiltProblem:
     menu = Menu(() if exact else codecs, _tier(profile, offload), whole=whole)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
-    again, norms = _made_from(profile), set() if exact else gated(profile)
-    profile = _with_sources(profile)
+    again, norms = _made_from(profile), set() if exact else gated(profile).keys() - apart
+    profile = as_planned(profile, apart, exact=exact)
     items = tuple(
         _item(profile, i, menu, again[i], exact=exact, is_gated=i in norms) for i in planned
     )
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
-        taken = profiled_level(profile.storages[i], len(base))
-        base -= taken
-        floor -= taken
+        base -= profiled_level(profile.storages[i], len(base))
+        floor -= profiled_level(profile.storages[i], len(base), at_start=True)
     at = {storage: item for item, storage in enumerate(planned)}
     calls = _candidates(profile, at) if recompute else []
     regions = tuple(_region(profile, call, at, base, floor, exact=exact) for call in calls)
@@ -107,6 +111,7 @@ def _built(
         tuple(planned),
         tuple(profile.modules.index(call) for call in calls),
         exact,
+        apart,
     )
 
 
@@ -126,15 +131,18 @@ def _link(profile: Profile, name: str) -> Link:
     return Link(profile.rates[f"out {name}"], profile.rates[f"in {name}"])
 
 
-def profiled_level(storage: Storage, moments: int) -> Bytes:
-    """Bytes [moments] that a storage took in the profiled step."""
+def profiled_level(storage: Storage, moments: int, *, at_start: bool = False) -> Bytes:
+    """Bytes [moments] that a storage took in the profiled step.
+
+    at_start: as each moment began, when what is restored in it was not there yet
+    """
     level = np.zeros(moments, np.int64)
     if storage.kept:
         level[storage.born : storage.freed + 1] = storage.nbytes
         return level
     level[storage.born : storage.freed + 1] = storage.held
     level[storage.born : storage.used + 1] += storage.nbytes
-    for need in storage.restored:
+    for need in () if at_start else storage.restored:
         level[need] += storage.nbytes
     return level
 
@@ -152,21 +160,28 @@ def _made_from(profile: Profile) -> Counter[int]:
     return found
 
 
-def _with_sources(profile: Profile) -> Profile:
+def _not_made(storage: Storage) -> Storage:
+    sites = (replace(save.site, rebuildable=Rebuildable.NO) for save in storage.saves)
+    pairs = zip(storage.saves, sites, strict=True)
+    return replace(storage, saves=tuple(replace(save, site=site) for save, site in pairs))
+
+
+def as_planned(profile: Profile, apart: Collection[int], *, exact: bool) -> Profile:
     """Returns the profile, in which nothing is made again from what only its signs are held of.
 
     A rehearsal notes that a leaky ReLU's output could be made again from its input; but of that,
     each preset below "keep" holds the bits that its backward reads, and the output as it is.
+
+    apart: storages that are not made again either, by index
+    exact: nor what is made of exact tensors alone, unless all are
     """
     lost: set[int] = set()
     storages = list(profile.storages)
     for i, storage in enumerate(storages):
-        if storage.made_of and all(at in lost for at in storage.made_of):
-            sites = (replace(one.site, rebuildable=Rebuildable.NO) for one in storage.saves)
-            saves = (
-                replace(one, site=site) for one, site in zip(storage.saves, sites, strict=True)
-            )
-            storages[i] = storage = replace(storage, saves=tuple(saves))
+        is_lost = storage.made_of and (i in apart or all(at in lost for at in storage.made_of))
+        sites = (save.site.rebuildable for save in storage.saves)
+        if is_lost or (not exact and Rebuildable.FROM_EXACT in sites):
+            storages[i] = storage = _not_made(storage)
         needs = {save.site.need for save in storage.saves}
         again = any(save.site.rebuildable is not Rebuildable.NO for save in storage.saves)
         if needs <= {Need.MASK, Need.SHAPE} and not again:

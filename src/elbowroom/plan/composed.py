@@ -27,14 +27,16 @@ _HALF = 1.8  # times the levels, less one: one side of a normal then has the err
 _MORE = 1.25  # of the bytes that are likely, as they depend on the values
 
 
-def gated(profile: Profile) -> set[int]:
+def gated(profile: Profile) -> dict[int, int]:
     """Returns the inputs of batch norms whose output one ReLU makes to what is saved, by index.
+
+    Each with what the ReLU makes, by index, too.
 
     As far as a profile tells; forward knows whether anything else reads that output
     (`runtime/deferred.py`), and gives the norm's input a larger code if so.
     """
-    storages, found, sources = profile.storages, set[int](), Counter[int]()
-    for storage in storages:
+    storages, found, sources = profile.storages, dict[int, int](), Counter[int]()
+    for index, storage in enumerate(storages):
         sources.update(storage.made_of)
         sites = [save.site for save in storage.saves]
         if len(storage.made_of) != 1 or not any(site.producer in RELUS for site in sites):
@@ -43,15 +45,20 @@ def gated(profile: Profile) -> set[int]:
         norm = storages[at].saves[0].site
         has_mask = any(site.need is Need.MASK or site.facts.has_zeros for site in sites)
         if has_mask and len(storages[at].saves) == 1 and norm.consumer == "batch_norm":
-            found.add(at)
-    return {at for at in found if sources[at] == 1}
+            found[at] = index
+    return {at: made for at, made in found.items() if sources[at] == 1}
+
+
+def is_lean(preset: Preset) -> bool:
+    """Returns whether a preset gives the input of a gated norm a code by the ReLU's mask."""
+    return isinstance(preset.policy, Lean)
 
 
 def is_composed(preset: Preset) -> bool:
     """Returns whether a preset has no place between milder ones and smaller ones."""
     policy = preset.policy
     is_moved = isinstance(policy, OffloadRest) and policy.codec is not None
-    return is_moved or isinstance(policy, Lean)
+    return is_moved or is_lean(preset)
 
 
 def is_no_worse(one: Option, other: Option, storage: Storage) -> bool:

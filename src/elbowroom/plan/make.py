@@ -8,7 +8,8 @@ from math import inf
 
 from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.build_problem import BuiltProblem, build_problem
+from elbowroom.plan.build_problem import BuiltProblem, as_planned, build_problem
+from elbowroom.plan.coarse import checked
 from elbowroom.plan.menu import KEEP, action_name, preset_named, spared
 from elbowroom.plan.places import with_codes
 from elbowroom.plan.plan import Line, Plan, PlanEntry
@@ -107,7 +108,11 @@ def make_plan(
                 solver=solver,
                 lowest=found.choice,
             )
-            least_nbytes, found = _least(found, search, max(int(finest), 1))
+            least_nbytes, found = _least(
+                found,
+                lambda budget: checked(profile, built, search(budget)),
+                max(int(finest), 1),
+            )
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
             ways = (f"leave out solver='{solver}', with which more is needed", *ways)
@@ -209,11 +214,11 @@ def _plan(
 ) -> Plan:
     problem, choice = built.problem, found.choice
     shared = Shared({}, found.peak)
-    if built.exact:  # beside codes, more stood at the peak than the levels say (docs/log.md)
+    if built.exact:  # beside codes it has not been measured on public models yet (docs/log.md)
         shared = share(profile, built, choice, max(budget - in_flight, found.peak))
     sites = dict(_sites(profile, built, choice, shared.saved_s))
     lines = (
-        *_lines(profile, built, choice, shared.saved_s),
+        *_lines(as_planned(profile, built.apart, exact=built.exact), built, choice, shared.saved_s),
         *_recomputed(profile, built, choice),
     )
     return Plan(

@@ -195,10 +195,7 @@ def option(
     A variance of v shares of that of mini-batches makes a step worth 1 / (1 + v) steps (their
     noise adds up), so it is priced at v times the seconds of a step.
     """
-    held = _Held()
-    for save in storage.saves:
-        if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
-            _set_held(held, preset, save.site, storage, profile, is_gated=is_gated)
+    held = _held_by(profile, storage, preset, is_gated=is_gated)
     nbytes = held.nbytes + held.bits_nbytes
     direct = _direct_needs(storage, held, exact=preset.exact)
     restores = runs_of(storage.needs) if shares and held.rebuilt else len(storage.needs)
@@ -221,8 +218,48 @@ def option(
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
         rebuild_s=held.restore_s if held.rebuilt else 0.0,
+        beside=_beside(profile, storage) if held.rebuilt else 0,
         travels=held.travels,
     )
+
+
+def _held_by(profile: Profile, storage: Storage, preset: Preset, *, is_gated: bool) -> _Held:
+    held = _Held()
+    for save in storage.saves:
+        if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
+            _set_held(held, preset, save.site, storage, profile, is_gated=is_gated)
+    return held
+
+
+Chosen = tuple[Storage, Preset, bool]  # with a preset, and whether it is gated as in `Menu.of`
+
+
+def is_made_of(profile: Profile, one: Chosen, sources: Sequence[Chosen]) -> bool:
+    """Returns whether a storage is made again as its preset says, of sources by theirs.
+
+    It is not where one of these has a code that is too coarse for a reader of it, nor, where it is
+    exact, where one has a code that is not.
+    """
+    storage, preset, is_gated = one
+    if not _held_by(profile, storage, preset, is_gated=is_gated).rebuilt:
+        return True
+    codes = [_held_by(profile, source, chosen, is_gated=gated) for source, chosen, gated in sources]
+    if preset.exact and any(code.value == "lossy" for code in codes):
+        return False
+    return all(code.is_fine_for(save.site) for code in codes for save in storage.saves)
+
+
+def _beside(profile: Profile, storage: Storage) -> int:
+    """Returns the bytes that stand beside a storage while it is made again of others.
+
+    One of these becomes the result if it is as large. What stood there in the profiled step, if
+    the storage was made again in it, is part of `base`: all that was not kept then.
+    """
+    was_made = not storage.kept and storage.held <= storage.nbytes // 8
+    sources = [profile.storages[i] for i in storage.made_of]
+    restored = [one for one in sources if not one.saves[0].left and (one.kept or not was_made)]
+    becomes = any(one.nbytes == storage.nbytes for one in restored)
+    return sum(one.nbytes for one in restored) - (storage.nbytes if becomes else 0)
 
 
 def runs_of(moments: Sequence[int]) -> int:
@@ -342,7 +379,7 @@ def action_name(preset: Preset, storage: Storage) -> str:
     """Returns the runtime's action for a storage: "rebuild", "bitmask", "dither, 4 levels"."""
     names: dict[str, None] = {}
     for save in storage.saves:
-        match preset.policy(save.site):
+        match preset.policy(_as_made(preset, save.site)):
             case Keep():
                 names["keep"] = None
             case Rebuild():
@@ -367,10 +404,7 @@ def _set_held(
     *,
     is_gated: bool = False,
 ) -> None:
-    if preset.exact and site.rebuildable is Rebuildable.LOSSY:
-        site = replace(site, rebuildable=Rebuildable.EXACT)  # its source is exact as well then
-    if not preset.exact and (site.need is Need.EXACT or site.consumer == ATTENTION):
-        site = replace(site, rebuildable=Rebuildable.NO)  # its source may not be
+    site = _as_made(preset, site)
     match preset.policy(site):
         case Keep():
             held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
@@ -417,6 +451,16 @@ def _set_held(
             held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
             held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
             held.error = 0.0 if codec.lossless else _error(codec, site, profile)
+
+
+def _as_made(preset: Preset, site: Site) -> Site:
+    """Returns the site as it would be met where its sources are held by such a preset, too."""
+    is_made = site.rebuildable is not Rebuildable.NO
+    if preset.exact:
+        return replace(site, rebuildable=Rebuildable.EXACT) if is_made else site
+    if is_made and (site.need is Need.EXACT or site.consumer == ATTENTION):
+        return replace(site, rebuildable=Rebuildable.NO)
+    return site
 
 
 def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:

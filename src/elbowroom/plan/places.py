@@ -10,10 +10,13 @@ no option that the first has not, so it is not searched where its bound says tha
 hardly anything: `solve/bound.py`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
 
 from elbowroom.codecs import Codec
 from elbowroom.plan.build_problem import BuiltProblem, build_problem
+from elbowroom.plan.coarse import solve_apart
 from elbowroom.plan.problem import Problem, Solution, cost
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.solve import BASELINES, Limits, is_nearly_best, least_bound, solve
@@ -39,6 +42,7 @@ def with_codes(
     places = [(offload, True), (offload, False), (None, False)] if offload else [(None, False)]
     may_skip = solver not in BASELINES and len(places) > 1
     tried: list[tuple[BuiltProblem, Solution, int]] = []
+    builds: list[Callable[..., BuiltProblem]] = []
     for tier, whole in places:
         fitting = [one for one in tried if one[1].feasible]
         best_s = min((cost(built.problem, one.choice) for built, one, _ in fitting), default=inf)
@@ -46,24 +50,46 @@ def with_codes(
             freely = Limits(budget, variance)  # as if nothing were on its way
             if is_nearly_best(tried[0][0].problem, freely, best_s):
                 break
-        built = build_problem(
-            profile, exact=False, recompute=recompute, offload=tier, whole=whole, codecs=codecs
+        build = partial(
+            build_problem,
+            profile,
+            exact=False,
+            recompute=recompute,
+            offload=tier,
+            whole=whole,
+            codecs=codecs,
         )
+        built = build()
         travels = in_flight if whole else _most_travelling(built.problem)
         left = budget - travels
         if fitting and may_skip and is_nearly_best(built.problem, Limits(left, variance), best_s):
             continue
-        found = solve(
-            built.problem, left, variance=variance, solver=solver, least=None if may_skip else least
+        built, found = solve_apart(
+            profile,
+            build,
+            partial(
+                solve,
+                budget=left,
+                variance=variance,
+                solver=solver,
+                least=None if may_skip else least,
+            ),
         )
         tried.append((built, found, travels))
+        builds.append(build)
     if least and may_skip and not any(found.feasible for _, found, _ in tried):
-        tried = _least(tried, budget, variance, solver)
+        search = partial(solve, variance=variance, solver=solver)
+        tried = _least(profile, tried, builds, budget, variance, search)
     return min(tried, key=_rank)
 
 
 def _least(
-    tried: list[tuple[BuiltProblem, Solution, int]], budget: int, variance: float, solver: str
+    profile: Profile,
+    tried: list[tuple[BuiltProblem, Solution, int]],
+    builds: list[Callable[..., BuiltProblem]],
+    budget: int,
+    variance: float,
+    search: Callable[..., Solution],
 ) -> list[tuple[BuiltProblem, Solution, int]]:
     """Searches for the least peak of each that may have the least of all, by their bounds."""
     bounds = [
@@ -74,9 +100,9 @@ def _least(
     for at in sorted(range(len(tried)), key=bounds.__getitem__):
         least = min((one.peak + travels for _, one, travels in found), default=inf)
         if bounds[at] < least:
-            built, _, travels = tried[at]
-            one = solve(built.problem, budget - travels, variance=variance, solver=solver)
-            found.append((built, one, travels))
+            travels = tried[at][2]
+            apart = solve_apart(profile, builds[at], partial(search, budget=budget - travels))
+            found.append((*apart, travels))
     return found
 
 

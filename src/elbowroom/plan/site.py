@@ -109,6 +109,7 @@ class Rebuildable(Enum):
     NO = "no"
     LOSSY = "lossy"  # yes, but what it is made from is held by a lossy code
     EXACT = "exact"
+    FROM_EXACT = "from exact"  # in a profile: yes, but from exact tensors alone
 
 
 class Rows(NamedTuple):

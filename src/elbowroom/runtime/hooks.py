@@ -27,6 +27,7 @@ from elbowroom.errors import PlanError
 from elbowroom.plan import (
     Need,
     Policy,
+    Rebuildable,
     Site,
     SiteName,
 )
@@ -50,6 +51,7 @@ from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
+from elbowroom.runtime.handles.rebuild import DEEPEST_READY
 from elbowroom.runtime.identity import (
     Identity,
     dense_base,
@@ -582,7 +584,15 @@ class Saving:
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
         """Returns the profile's record of a save before any action: its site and sources."""
         ready, call = request.ready(), request.call
+        if ready is not None:
+            depth = ready.most_depth
+            if depth > DEEPEST_READY:
+                ready = None
+            else:
+                request.slot.most_depth = depth
         site = site_of(request, ready)
+        if ready is not None and not ready.works_lossy and ready.may_be_coded:
+            site = replace(site, rebuildable=Rebuildable.FROM_EXACT)
         if call is not None and call.would_rerun:
             site = as_node(site, request.x, call)
         return site, () if ready is None else ready.slots

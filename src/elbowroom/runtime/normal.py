@@ -118,7 +118,8 @@ def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:
             rstd = (var + square).rsqrt_()
         else:
             rstd = (var + square * (_LEAST_STD * torch.finfo(x.dtype).eps) ** 2).rsqrt_()
-        return mean, rstd.clamp_(*_RANGE).bfloat16()
+        # A copy: the mean of `statistics_of_rows` would hold all four statistics of each row.
+        return mean.clone(), rstd.clamp_(*_RANGE).bfloat16()
 
 
 def var_mean(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:

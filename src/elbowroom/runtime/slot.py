@@ -210,6 +210,7 @@ class Slot:
     is_unseen        it was not first saved by a call from Python: no waiting tensor is rebuilt from
                      it
     shape_is_enough  so far every op needs the geometry only
+    most_depth       in a profiled step: ops that make it, if all on the way is made again; 0: none
     """
 
     # Most slots of a step have these values, so they are class attributes.
@@ -217,7 +218,7 @@ class Slot:
     bits: Tensor | None = None
     mask_of = ""
     statistics: Statistics | None = None
-    views = views_asked = lossy_views = readers = 0
+    views = views_asked = lossy_views = readers = most_depth = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
     shared: MadeAgain | None = None

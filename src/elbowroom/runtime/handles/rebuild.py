@@ -52,7 +52,7 @@ from elbowroom.runtime.storage import WeakStorage, check_version, version_of
 # product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
 # softmax.
 _DEEPEST = 9
-_DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselves
+DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselves
 # Elements that the ops of a chain compute for each element of the result. Without a limit, each
 # step of a loop would recompute a product over all time steps, to read its slice.
 _MOST_WORK = 16
@@ -227,7 +227,7 @@ class Recipe:
         if any(where is not None and not _same_memory(where, bits) for where in wheres):
             return None
         ready = Ready(self.op, source, self.seen, self.made, self.versions, bits, noise, given)
-        usable = ready.depth <= _DEEPEST_READY and (ready.exact or ready.works_lossy)
+        usable = ready.depth <= DEEPEST_READY and (ready.exact or ready.works_lossy)
         return ready if usable else None
 
 
@@ -260,6 +260,14 @@ class Ready:
         return self.noise is not None or (self.op.works_lossy and has_bits)
 
     @property
+    def may_be_coded(self) -> bool:
+        """True if a lossy policy may encode a source: one was decided on, and no op needs it exact.
+
+        Then a recipe that works on exact sources alone is not used (`serving.py`).
+        """
+        return any(slot.sites and not slot.asked_exact for slot in self.slots)
+
+    @property
     def steps(self) -> "list[Ready]":
         """The recipe, and those of its sources."""
         below = [one.steps for one in (self.source, *self.others) if isinstance(one, Ready)]
@@ -269,6 +277,11 @@ class Ready:
     def depth(self) -> int:
         """Number of ops that run, one after the other, to make the tensor again."""
         return 1 + max(map(_depth_of, (self.source, *self.others)))
+
+    @property
+    def most_depth(self) -> int:
+        """The depth if all saved tensors on the way were made again, too, as a plan may decide."""
+        return 1 + max(one.most_depth for one in (self.source, *self.others))
 
     @property
     def root(self) -> Slot:
@@ -363,6 +376,7 @@ class Ready:
 
     def _run(self) -> Tensor:
         exact, affine = self.exact, self.op.affine
+        given = self._deeper_operands() if self.others else {}
         if isinstance(self.source, Ready):
             x, private, base = self.source.make(), True, self.source.made
         elif affine is not None and not exact and self.seen == self.source.base:
@@ -371,6 +385,7 @@ class Ready:
             private, base = not exact, self.source.base
             slot = self.source
             x = slot.restore_value(private=True) if private else slot.restore_source()
+            private = private or (slot.whole is not x and isinstance(slot.value, RebuildHandle))
         if self.seen != base:
             x = x.as_strided(
                 self.seen.shape,
@@ -385,7 +400,7 @@ class Ready:
             noise = self._noise_like(x)
             return x.mul_(noise) if private else x * noise
         if self.others:
-            return self._with_others(x, private)
+            return self._with_others(x, private, given)
         if exact:
             run = self.op.in_place if private else None
             return self.op.exact(x) if run is None else run(x)
@@ -398,15 +413,30 @@ class Ready:
             _replace_outside(flat_of(x), self.bits, self.op.outside)
         return x
 
-    def _with_others(self, x: Tensor, private: bool) -> Tensor:
-        """Returns the op's result for all operands, in x's memory if that is private and fits."""
+    def _deeper_operands(self) -> dict[int, Tensor]:
+        """Returns the operands that take more ops than the source does, made before it.
+
+        A residual stream is made again of itself, one layer below, and of what the layer adds.
+        Were that made first, each layer of the stream would hold it while those below are made.
+        """
+        depths = [_depth_of(one) for one in self.others]
+        least = _depth_of(self.source)
+        deeper = (i for i, depth in enumerate(depths) if depth > least)
+        return {i: self._operand(i) for i in sorted(deeper, key=lambda i: -depths[i])}
+
+    def _operand(self, i: int) -> Tensor:
+        one, (_, seen) = self.others[i], self.op.others[i]
+        if isinstance(one, Ready):
+            return seen.within(one.made, one.make())
+        return seen.within(one.base, one.restore_source())
+
+    def _with_others(self, x: Tensor, private: bool, known: dict[int, Tensor]) -> Tensor:
+        """Returns the op's result for all operands, in x's memory if that is private and fits.
+
+        known: operands that have been made, by index
+        """
         assert self.op.combine is not None
-        given = []
-        for one, (_, seen) in zip(self.others, self.op.others, strict=True):
-            if isinstance(one, Ready):
-                given.append(seen.within(one.made, one.make()))
-            else:
-                given.append(seen.within(one.base, one.restore_source()))
+        given = [known[i] if i in known else self._operand(i) for i in range(len(self.others))]
         fits = tuple(x.shape) == self.made.shape and all(
             torch.result_type(x, y) is x.dtype for y in given
         )

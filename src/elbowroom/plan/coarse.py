@@ -1,0 +1,75 @@
+"""Tensors that a solver would have made again of codes that are too coarse for their readers.
+
+A solver chooses for each tensor by itself. A product that is made again of a factor holds nothing;
+but if the factor's code has 4 levels, and a reader of the product needs 16, the runtime gives the
+product a code of its own (`runtime/sites.py`), and the step takes more than was promised. Likewise
+for `lean`'s code of a norm's input, which needs the mask of a ReLU that keeps its output as it is.
+So what a solver has chosen is checked by the same rules; tensors that would not be held as it says
+are set apart, with codes of their own, and it solves again.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from elbowroom.plan.build_problem import BuiltProblem, as_planned
+from elbowroom.plan.composed import gated, is_lean
+from elbowroom.plan.menu import KEEP, Chosen, is_made_of, preset_named
+from elbowroom.plan.problem import Choice, Problem, Solution, held_options
+from elbowroom.plan.profile import Profile
+
+_MOST_ROUNDS = 4  # after which all that could be made again of codes is set apart
+
+
+def solve_apart(
+    profile: Profile,
+    build: Callable[..., BuiltProblem],
+    solve: Callable[[Problem], Solution],
+) -> tuple[BuiltProblem, Solution]:
+    """Returns a problem and its solution, in which nothing is made of codes that are too coarse.
+
+    build: makes the problem in which the storages `apart`, by index, are not made again
+    """
+    apart: frozenset[int] = frozenset()
+    for _ in range(_MOST_ROUNDS):
+        built = build(apart=apart)
+        found = solve(built.problem)
+        wrong = made_of_coarse(profile, built, found.choice)
+        if not wrong:
+            return built, found
+        apart |= wrong
+    made = (i for i, storage in enumerate(profile.storages) if storage.made_of)
+    built = build(apart=apart.union(made))
+    return built, solve(built.problem)
+
+
+def checked(profile: Profile, built: BuiltProblem, found: Solution) -> Solution:
+    """Returns a solution; it is not feasible if something is made of codes that are too coarse."""
+    if found.feasible and made_of_coarse(profile, built, found.choice):
+        return replace(found, feasible=False)
+    return found
+
+
+def made_of_coarse(profile: Profile, built: BuiltProblem, choice: Choice) -> frozenset[int]:
+    """Returns the storages that are made again of codes which are too coarse, by index.
+
+    And those whose code needs a mask that is not held.
+    """
+    if built.exact:
+        return frozenset()
+    profile, norms = as_planned(profile, built.apart, exact=False), gated(profile)
+    norms = {i: made for i, made in norms.items() if i not in built.apart}
+    presets = {
+        built.storages[item]: preset_named(option.name)
+        for item, option in held_options(built.problem, choice)
+        if option.name != KEEP.name
+    }
+
+    def chosen(index: int) -> Chosen:
+        return profile.storages[index], presets[index], index in norms
+
+    found = {i for i in norms if i in presets and is_lean(presets[i]) and norms[i] not in presets}
+    for index in presets:
+        sources = [i for i in profile.storages[index].made_of if i in presets]
+        if sources and not is_made_of(profile, chosen(index), [chosen(i) for i in sources]):
+            found.add(index)
+    return frozenset(found)
