@@ -28,7 +28,7 @@ _OURS = ("torch", "elbowroom")
 
 
 class ForeignHooks:
-    """The hooks that were met around one fitted model, and whether they change values."""
+    """It remembers the hooks that were met around a model, and whether they change values."""
 
     def __init__(self) -> None:
         self._known: dict[object, _Verdict] = {}
@@ -64,20 +64,29 @@ class ForeignHooks:
 
 
 class _Verdict:
-    """What is known of hooks: whether backward has asked them, and whether they change values."""
+    """It says what is known of hooks.
+
+    was_asked  backward has called them
+    differs    they have changed a value
+    was_said   the user was told what follows from that
+    """
 
     was_asked = differs = was_said = False
 
 
 class _Packed(NamedTuple):
-    """What the program's hook has made of a tensor, and what that was; None: not comparable."""
+    """It is held in place of a saved tensor.
+
+    packed  what the program's own hook has made of the tensor
+    was     facts of the tensor before that (`_facts`); None: they are not known
+    """
 
     packed: Any
     was: object
 
 
 class _Checked:
-    """The program's hooks, which are called as they were, and compared."""
+    """It calls the program's hooks, and compares what they give back with what they got."""
 
     def __init__(
         self, verdict: _Verdict, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -103,7 +112,10 @@ def _name_of(hook: object) -> str:
 
 
 def _facts(x: object) -> object:
-    """Returns what tensors of equal bits in an equal layout have in common; None: not known."""
+    """Returns facts that are equal for tensors of equal bits in an equal layout.
+
+    None: they are not known.
+    """
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         return None
     with torch.no_grad(), torch._C.DisableTorchFunction():

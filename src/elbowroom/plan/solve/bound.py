@@ -1,7 +1,8 @@
-"""What hardly any choice undercuts: the linear relaxation, and what it leaves out.
+"""Computes lower bounds of a problem, below which hardly any choice comes.
 
-Where programs leave out modules that start from codes (`boundaries.py`), a choice with such modules
-may be below their bound, so it counts beside it.
+They are those of the linear relaxation. It leaves out modules that are recomputed from codes
+(`boundaries.py`), and a choice with such modules may be below its bound, so that choice's own value
+counts, too.
 """
 
 from math import inf

@@ -43,7 +43,7 @@ def known_least(problem: Problem, limits: Limits) -> Choice | None:
 
 
 def least_bound(problem: Problem, limits: Limits) -> float:
-    """Returns bytes that hardly any choice undercuts; inf: none obeys the other limits."""
+    """Returns a peak below which hardly any choice comes; inf: none obeys the other limits."""
     model, _, x = _relaxed(problem, limits)
     start = None
     if searched(problem) is not problem:
