@@ -127,7 +127,18 @@ ROUGH = {
     "rsqrt": lambda x: x.square().rsqrt(),
     "a function of the user's": lambda x: Cube.apply(x),
     "a kernel of the user's": lambda x: Filled.apply(x),
+    "a choice of what was detached": lambda x: x * F.one_hot(x.detach().argmax(-1), WIDTH),
+    "a logarithm of data": lambda x: x * x.data.square().log(),
+    "without a gradient": lambda x: x * _logarithm(x),
+    "in place, of what was detached": lambda x: (
+        x * torch.zeros(WIDTH).copy_(x.detach()[0, 0]).exp()
+    ),
 }
+
+
+@torch.no_grad()
+def _logarithm(x: Tensor) -> Tensor:
+    return x.square().log()
 
 
 class Cube(torch.autograd.Function):
@@ -173,6 +184,37 @@ def test_pieces_that_may_not_bear_an_error_are_given_their_inputs(piece):
     found = gradients(net, saved)
     assert torch.equal(found[0], expected[0])
     assert all(row.action == "keep" for row in rows_of(saved))
+
+
+SMOOTH = {
+    "angles": lambda x: x * (1e4 ** (-torch.arange(WIDTH) / WIDTH)).cos(),
+    "a mask": lambda x: x.masked_fill(torch.ones(WIDTH).cumsum(0) > 8, 0.0),
+    "a scale": lambda x: x * SCALE.exp(),
+}
+SCALE = nn.Parameter(torch.zeros(WIDTH))
+
+
+@pytest.mark.parametrize("piece", SMOOTH)
+def test_what_a_piece_makes_of_constants_and_parameters_is_not_held_against_it(piece):
+    net, saved = Rough(SMOOTH[piece]), coded()
+    gradients(net, saved)
+    assert [row.action for row in rows_of(saved)] == ["dither"]
+
+
+@pytest.mark.parametrize("piece", {**ROUGH, **SMOOTH})
+def test_a_profile_says_the_same_of_a_module(piece):
+    net = Rough(None)
+    net.piece = Piece({**ROUGH, **SMOOTH}[piece])
+    net.forward = lambda x: net.piece(net.first(x))  # without a checkpoint
+    x = torch.randn(4, 16, WIDTH)
+    profile = er.measure(lambda: net(x).square().sum().backward(), min_nbytes=0, warm_up=0)
+    assert bool(next(c for c in profile.modules if c.name == "piece").rough) is (piece in ROUGH)
+
+
+class Piece(nn.Module):
+    def __init__(self, func) -> None:
+        super().__init__()
+        self.forward = func
 
 
 def test_what_follows_a_piece_is_not_held_against_it():

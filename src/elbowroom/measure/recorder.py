@@ -26,7 +26,7 @@ from elbowroom.plan.site import RECURRENT, Formula
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
-from elbowroom.runtime.checkpoints import is_smooth
+from elbowroom.runtime.checkpoints import is_smooth, loses_gradient, may_carry_error
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
@@ -140,6 +140,7 @@ class _Module:
     sources: tuple[int, ...] = ()
     made_nbytes: int = 0
     rough: str = ""
+    loses: bool = False  # a gradient, as in `checkpoints.loses_gradient`
 
 
 class StepRecorder:
@@ -206,6 +207,7 @@ class StepRecorder:
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """Records that an op that had read these slots has made `out`."""
+        self._note_rough(call, out)
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
         began, self._last = self._last, self._timer.read()
@@ -214,7 +216,6 @@ class StepRecorder:
             self._note_plain(plain_nbytes(call))
         if call.rounds and call.name in RECURRENT:
             self._note_why_not("a recurrent layer of it runs again by itself")
-        self._note_rough(call)
         self._note_nodes()
         self._note_alive()
         for slot in slots:
@@ -250,12 +251,17 @@ class StepRecorder:
             if not note.last:
                 note.made_nbytes += nbytes
 
-    def _note_rough(self, call: Call) -> None:
+    def _note_rough(self, call: Call, out: Any) -> None:
         """Keeps the modules that run now from starting from a code, if this op tolerates none."""
-        if not is_smooth(call):
-            for note in self._modules:
-                if not (note.last or note.rough):
+        running = [note for note in self._modules if not (note.last or note.rough)]
+        if running and not is_smooth(call):
+            carries = may_carry_error(call)
+            for note in running:
+                if carries or note.loses:
                     note.rough = call.name or "a function of no name"
+        if running and loses_gradient(call, out):
+            for note in running:
+                note.loses = True
 
     def _note_why_not(self, why: str) -> None:
         """Records that the modules that run now are not to run again as a whole."""
@@ -390,7 +396,7 @@ class StepRecorder:
             if calls[note.name] > 1:
                 note.why_not = "it is called more than once in a step"
         taken_s = self._between([(note.began, note.ended) for note in self._modules])
-        names = [f.name for f in fields(_Module) if f.name not in ("began", "ended")]
+        names = [f.name for f in fields(_Module) if f.name not in ("began", "ended", "loses")]
         return tuple(
             ModuleCall(seconds=seconds, **{name: getattr(note, name) for name in names})
             for note, seconds in zip(self._modules, taken_s, strict=True)

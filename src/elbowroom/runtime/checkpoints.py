@@ -5,7 +5,9 @@ consistent values, so their error is as smooth as the piece. But a function that
 inexact input (a logarithm, a choice of experts, a test whose outcome decides on shapes) would give
 wrong results, or fail. The functions that the piece calls are recorded in its first run; so its
 inputs are kept until it has ended, and encoded then, if it called no other functions than those
-listed here.
+listed here. Others do no harm on what no error can have reached (a table of angles or a mask that
+is made inside): a coded input wants a gradient, and so does all that is made of it, until a call
+makes something of it that wants none.
 
 Modules that a plan runs again from codes of their inputs are such pieces, too (`recompute.py`).
 
@@ -23,7 +25,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan.site import CHECKPOINT
-from elbowroom.runtime.consumers import TOLERANT, Call
+from elbowroom.runtime.consumers import LENDS, TOLERANT, Call
+from elbowroom.runtime.identity import is_parameter
+from elbowroom.runtime.nested import tensors_in
 
 # Linear, smooth, or with a kink that an error rarely crosses; no poles, no choices.
 SMOOTH = frozenset(
@@ -74,6 +78,7 @@ class Pieces:
     def __init__(self) -> None:
         self.waiting: list[Callable[[str], None]] = []
         self._names: set[str] = set()
+        self._loses = False  # something was made of what wants a gradient, and wants none
 
     def wait(self, ended: Callable[[str], None]) -> None:
         """Calls `ended` when the piece has ended.
@@ -89,9 +94,14 @@ class Pieces:
 
     def calls(self, call: Call) -> bool:
         """Notes a call of the piece; returns whether its arguments decide if it is smooth."""
-        by_name, smooth = call.name in SMOOTH, is_smooth(call)
+        by_name = call.name in SMOOTH
+        smooth = is_smooth(call) or not (self._loses or may_carry_error(call))
         self._names.add("" if smooth else call.name or "a function of no name")
         return smooth and not by_name
+
+    def made(self, call: Call, out: Any) -> None:
+        """Notes what a call of the piece has made."""
+        self._loses = self._loses or loses_gradient(call, out)
 
     def end(self) -> None:
         """Ends the piece, and calls all that wait for its end."""
@@ -104,12 +114,34 @@ class Pieces:
 
     def clear(self) -> None:
         """Drops all that waits."""
-        self.waiting, self._names = [], set()
+        self.waiting, self._names, self._loses = [], set(), False
 
 
 def is_smooth(call: Call) -> bool:
     """Returns whether the function tolerates an error of its input."""
     return call.name in SMOOTH or _is_smooth(call)
+
+
+def may_carry_error(call: Call) -> bool:
+    """Returns whether an error of the piece's inputs may be in what the function reads.
+
+    It is not, where no argument wants a gradient but parameters, if nothing in the piece has lost
+    one before. Memory that is handed out to be filled, unseen, tells nothing.
+    """
+    given = list(tensors_in((call.args, call.kwargs)))
+    is_filled = call.name in LENDS or "empty" in call.name
+    return not given or is_filled or any(map(_wants_gradient, given))
+
+
+def loses_gradient(call: Call, out: Any) -> bool:
+    """Returns whether the ended call has made a tensor that wants no gradient of one that does."""
+    return any(not x.requires_grad for x in tensors_in(out)) and any(
+        map(_wants_gradient, tensors_in((call.args, call.kwargs)))
+    )
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    return x.requires_grad and not is_parameter(x)
 
 
 def _is_smooth(call: Call) -> bool:

@@ -95,7 +95,7 @@ _ASKED = {  # the argument that requests it
     **dict.fromkeys(("hardtanh", "threshold", "dropout", "alpha_dropout", "dropout2d"), 3),
     "rrelu": 4,
 }
-_LENDS = ("numpy", "__array__", "__dlpack__")  # memory, to what no version tells of
+LENDS = ("numpy", "__array__", "__dlpack__")  # memory, to what no version tells of
 _MOST_RESHAPES = 8
 QUESTIONS = frozenset(  # reading metadata of a tensor saves nothing and creates nothing
     (
@@ -182,7 +182,7 @@ class Call:
     @property
     def may_have_changed_first(self) -> bool:
         """True if the ended call has changed its first argument, or lets others change it."""
-        x, lends = self.first, self.name in _LENDS
+        x, lends = self.first, self.name in LENDS
         return type(x) in PLAIN and (lends or version_of(x) != self.version)
 
     @property

@@ -285,6 +285,8 @@ class Saving:
         with self._looking(), torch._C.DisableTorchFunction():
             self._listener.ends()
             results = self._decide_on_deferred(call, out) if call.deferred else ()
+            if self._serving.pieces.waiting:
+                self._serving.pieces.made(call, out)
             if self._serving.saturated:
                 self._serving.keep_divided(call, self.recorder)
             if self._serving.waiting:
