@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
@@ -22,7 +23,7 @@ from elbowroom.measure import memory_curve
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
 from elbowroom.plan.make import make_plan
-from elbowroom.plan.menu import preset_named
+from elbowroom.plan.menu import _levels, preset_named
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, settings_of, weighed
@@ -391,6 +392,22 @@ def test_a_liar_is_named_once_and_takes_no_part(
     assert all(liar.id not in codes_of(plan) for plan in plans)
     with pytest.raises(PlanError, match=liar.id):
         er.plan(profile, budget="1 GiB", codecs=[liar()])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("to", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_float_counts_as_the_dither_of_the_same_error_of_what_a_relu_leaves_too(
+    to: str, *, zeros: bool
+) -> None:
+    """Of zeros and a range half as wide a dither is better than of a normal; a float is not."""
+    x, facts = torch.randn(4, 16, 32, 32, generator=torch.Generator().manual_seed(1)), Facts()
+    if zeros:
+        x, facts = x.relu(), Facts(has_zeros=True)
+    float8 = er.codec("cast", to=to)
+    here = replace(site(shape=tuple(x.shape)), facts=facts)
+    alike = Dither(levels=round(_levels(float8, here)))
+    errors = [float(F.mse_loss(one.encode(x, 1, facts).decode(), x)) for one in (float8, alike)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.2)
 
 
 # --- codecs=

@@ -214,6 +214,7 @@ class Codec(ABC):
     has_parts: ClassVar[bool] = False  # whether it decodes a part by itself
     takes_room: ClassVar[bool] = False  # whether memory can be given to what has no fixed size
     keeps_zeros: ClassVar[bool] = False  # whether its code has a bitmap of zeros that are known of
+    is_relative: ClassVar[bool] = False  # whether its error goes with each value, not with a range
 
     @classmethod
     def settings(cls) -> tuple["Codec", ...]:

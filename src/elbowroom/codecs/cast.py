@@ -39,6 +39,7 @@ class Cast(Codec):
     id: ClassVar[str] = "cast"
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    is_relative: ClassVar[bool] = True
 
     to: str = "bf16"
     group_size: int = 128

@@ -24,6 +24,7 @@ from elbowroom.codecs.names import setting_name
 MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
 _ODD = (3, 1667)  # no multiple of any group
 _AT_ONE = 1.85  # the error of a dither of two levels: with n it is that over (n - 1)^2
+_OF_ZEROS = 0.57  # the same, of what a ReLU leaves: zeros are exact, and ranges half as wide
 _TOGETHER = 0.05  # correlation of two draws' errors, from which on they are said to go together
 
 
@@ -38,6 +39,11 @@ class Quality(NamedTuple):
     def levels(self) -> float:
         """Levels of the dither that has the same error; below 2, none is as coarse."""
         return 1 + sqrt(_AT_ONE / max(self.error, 1e-30))
+
+    @property
+    def levels_of_zeros(self) -> float:
+        """The same for what a ReLU leaves, of a codec whose error goes with each value."""
+        return 1 + sqrt(_OF_ZEROS / max(self.error, 1e-30))
 
 
 def quality_of(codec: Codec, *, maps: bool) -> Quality:

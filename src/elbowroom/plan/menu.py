@@ -518,7 +518,9 @@ def _levels(codec: Codec, site: Site) -> float:
         return codec.levels
     if isinstance(codec, Sided) and codec.is_rough_elsewhere:
         return levels_of_upper(codec)  # the rough values have no gradient of their own
-    return quality_of(codec, maps=len(site.shape) >= 4).levels
+    quality = quality_of(codec, maps=len(site.shape) >= 4)
+    is_less = codec.is_relative and site.facts.has_zeros  # where a dither is better than usual
+    return quality.levels_of_zeros if is_less else quality.levels
 
 
 def _noise(profile: Profile, site: Site, levels: float) -> float:
