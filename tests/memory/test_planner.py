@@ -33,6 +33,7 @@ from elbowroom.runtime import calls, modules
 from elbowroom.runtime import direct as direct_ops
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.slot import View
+from elbowroom.units import show_nbytes, show_seconds
 
 BATCH = 16
 MIN_NBYTES = 4096
@@ -581,6 +582,25 @@ def test_a_lossy_plan_says_so() -> None:
     assert "lossy" in str(plan)
     assert "dither" in plan.explain()
     assert planned("resnet", 0.6, exact=True) is None
+
+
+def test_the_table_of_a_plan_adds_up_to_the_plan() -> None:
+    plan = planned("gpt", 0.6)
+    assert plan is not None
+    rows = [[cell.strip() for cell in row.split("│")] for row in plan.explain().splitlines()]
+    _, *last, why, _ = next(row for row in rows if row[1:2] == ["sum"])
+    assert last[3:5] == [
+        show_nbytes(sum(one.nbytes for one in plan.lines)),
+        show_nbytes(plan.held_nbytes),
+    ]
+    assert last[6] == show_seconds(plan.seconds - plan.plain_seconds)
+    assert not why
+    small = [one for one in plan.lines if one.why == "small"]
+    assert [row[2] for row in rows if "others" in "".join(row[2:3])] == [f"{len(small)} others"]
+    shared_s = plan.seconds - plan.plain_seconds - sum(one.seconds for one in plan.lines)
+    assert shared_s == pytest.approx(0.0, abs=1e-9)
+    slower = replace(plan, seconds=plan.seconds + 0.25)
+    assert "250.0 ms" in slower.explain()  # what no line has by itself is a line of its own
 
 
 def test_without_recomputing() -> None:

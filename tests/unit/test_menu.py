@@ -429,8 +429,8 @@ def test_why_it_won(profile: Profile) -> None:
     plan = least(profile)
     coded = [line for line in plan.lines if line.action.startswith(("dither", "group"))]
     assert coded
-    assert all("less than" in line.why for line in coded)
-    assert "less than" in plan.explain().replace("\n", " ")
+    assert all("keep: " in line.why or "next: " in line.why for line in coded)
+    assert "above the budget" in plan.explain().replace("\n", " ")
 
 
 @pytest.mark.parametrize(

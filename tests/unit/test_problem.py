@@ -1,6 +1,7 @@
 """The memory model, against levels worked out by hand."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -17,6 +18,7 @@ from elbowroom.plan.problem import (
     levels,
     stalls,
 )
+from elbowroom.plan.reasons import Reasons
 from elbowroom.plan.solve.limits import Limits, fits, obeys
 
 CODE = Option("code", 2, forward_s=0.5, backward_s=0.25, variance=0.1, exact=False)
@@ -132,3 +134,24 @@ def test_traffic_stalls_where_it_is_not_hidden() -> None:
     sooner = replace(STEP, regions=(replace(FROM, start=4),))
     assert stalls(sooner, Choice((2,), frozenset([0])), "host") == (0.0, 1.0)
     assert added_seconds(STEP, Choice((1,))) == 0.75
+
+
+FINE = Option("fine", 4, forward_s=1.0, variance=0.01, exact=False)
+COARSE = Option("coarse", 1, forward_s=0.5, variance=0.3, exact=False)
+TWO = replace(STEP, items=(replace(ITEM, options=(KEEP, CODE, FINE, COARSE)), ITEM))
+
+
+@pytest.mark.parametrize("budget", [20, 22, 23, 24, 25, 27])
+@pytest.mark.parametrize("variance", [0.15, 0.25, inf])
+@pytest.mark.parametrize("chosen", range(4))
+def test_a_reason_is_what_the_other_options_would_break(
+    chosen: int, budget: int, variance: float
+) -> None:
+    found = Reasons(TWO, Choice((chosen, 1)), budget, variance).of_item(0)
+    limits, options = Limits(budget, variance=variance), TWO.items[0].options
+    others = sorted({*range(4)} - {chosen}, key=lambda n: options[n].cost_s)
+    allowed = [n for n in others if fits(TWO, Choice((n, 1)), limits)]
+    assert found.startswith(f"{options[others[0]].name}: ") is (others[0] not in allowed)
+    nexts = [f"next: {options[n].name}" for n in allowed[:1]]
+    assert [one for one in nexts if one in found] == nexts
+    assert ("next" in found) is bool(allowed)

@@ -15,8 +15,6 @@ from elbowroom.plan.places import with_codes
 from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
     Choice,
-    Item,
-    Option,
     Solution,
     cost,
     keep_all,
@@ -25,6 +23,7 @@ from elbowroom.plan.problem import (
     region_variance,
 )
 from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.reasons import Reasons
 from elbowroom.plan.shared import Shared, share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, Limits, lowered, peak, solve
@@ -68,6 +67,7 @@ def make_plan(
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     most, place = in_flight, offload
+    variance = inf if noise is None else noise
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
     asks = finest < inf
     least = bool(exact) if asks else None  # how little would do with exact actions alone
@@ -87,7 +87,7 @@ def make_plan(
             recompute=recompute,
             offload=place,
             codecs=codecs,
-            variance=inf if noise is None else noise,
+            variance=variance,
             solver=solver,
             least=asks or None,
         )
@@ -103,7 +103,7 @@ def make_plan(
             search = partial(
                 solve,
                 built.problem,
-                variance=inf if noise is None else noise,
+                variance=variance,
                 exact=bool(exact),
                 solver=solver,
                 lowest=found.choice,
@@ -128,7 +128,7 @@ def make_plan(
             least_is=least_is,
             is_least=asks,
         )
-    return _plan(profile, built, found, budget - margin + in_flight, in_flight)
+    return _plan(profile, built, found, budget - margin + in_flight, in_flight, variance)
 
 
 def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> tuple[int, Solution]:
@@ -210,16 +210,28 @@ def too_small(
 
 
 def _plan(
-    profile: Profile, built: BuiltProblem, found: Solution, budget: int, in_flight: int
+    profile: Profile,
+    built: BuiltProblem,
+    found: Solution,
+    budget: int,
+    in_flight: int,
+    variance: float,
 ) -> Plan:
     problem, choice = built.problem, found.choice
     shared = Shared({}, found.peak)
     if built.exact:  # beside codes it has not been measured on public models yet (docs/log.md)
         shared = share(profile, built, choice, max(budget - in_flight, found.peak))
     sites = dict(_sites(profile, built, choice, shared.saved_s))
+    reasons = Reasons(problem, choice, max(budget - in_flight, found.peak), variance)
     lines = (
-        *_lines(as_planned(profile, built.apart, exact=built.exact), built, choice, shared.saved_s),
-        *_recomputed(profile, built, choice),
+        *_lines(
+            as_planned(profile, built.apart, exact=built.exact),
+            built,
+            choice,
+            shared.saved_s,
+            reasons,
+        ),
+        *_recomputed(profile, built, choice, reasons),
     )
     return Plan(
         budget=budget,
@@ -291,7 +303,11 @@ def _known(preset: str, storage: Storage, site: Site) -> PlanEntry:
 
 
 def _lines(
-    profile: Profile, built: BuiltProblem, choice: Choice, shared: Mapping[int, float]
+    profile: Profile,
+    built: BuiltProblem,
+    choice: Choice,
+    shared: Mapping[int, float],
+    reasons: Reasons,
 ) -> Iterator[Line]:
     """A line for each storage that is not recomputed."""
     problem = built.problem
@@ -303,8 +319,8 @@ def _lines(
             yield _line(storage, storage.nbytes, "keep", first.left)
         elif at[index] not in gone:
             option = problem.items[at[index]].options[choice.options[at[index]]]
-            item = problem.items[at[index]]
-            why = _why(storage, option) if option.name == KEEP.name else _gain(item, option)
+            is_kept = option.name == KEEP.name
+            why = _why(storage) if is_kept else reasons.of_item(at[index])
             seconds = option.forward_s + option.backward_s - shared.get(index, 0.0)
             action = action_name(preset_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
@@ -319,36 +335,15 @@ def _line(
     )
 
 
-def _why(storage: Storage, option: Option) -> str:
+def _why(storage: Storage) -> str:
     """Returns why a storage that something could be done with is kept."""
     asked = [save.site.why for save in storage.saves if save.site.why]
     return asked[0] if asked else "there is room"
 
 
-def _gain(item: Item, option: Option) -> str:
-    """Returns the gain of an option over the next that hold more and less, in words.
-
-    It is "" for exact options. Of a code that is moved it is what it spares the link.
-    """
-    if option.link and option.travels is not None:
-        travels, whole = show_nbytes(option.travels), show_nbytes(item.nbytes)
-        return f"{travels} travel in place of {whole}"
-    if option.exact or option.link:
-        return ""
-    more = [one for one in item.options if one.nbytes > option.nbytes]
-    less = [one for one in item.options if one.nbytes < option.nbytes and not one.link]
-    words = []
-    if more:
-        next_up = min(more, key=lambda one: one.nbytes)
-        words.append(f"{show_nbytes(next_up.nbytes - option.nbytes)} less than {next_up.name}")
-    if less:
-        next_down = max(less, key=lambda one: one.nbytes)
-        times = f"{next_down.variance / option.variance:.2g} times the noise"
-        words.append(f"{next_down.name}: {times}")
-    return "; ".join(words)
-
-
-def _recomputed(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterator[Line]:
+def _recomputed(
+    profile: Profile, built: BuiltProblem, choice: Choice, reasons: Reasons
+) -> Iterator[Line]:
     """A line for each module that runs again."""
     for r in sorted(choice.recomputed):
         region, call = built.problem.regions[r], profile.modules[built.modules[r]]
@@ -356,6 +351,8 @@ def _recomputed(profile: Profile, built: BuiltProblem, choice: Choice) -> Iterat
         why = f"{len(region.inside)} tensors are not held"
         error = region_variance(built.problem, region, choice.options)
         why += "; it runs again from a code" if error else ""
+        above = reasons.of_region(r)
+        why += f"; {above}" if above else ""
         yield Line(
             region.name, call.kind, (), nbytes, region.extra, RECOMPUTE, region.seconds, error, why
         )

@@ -7,11 +7,12 @@ batch is fine); for any other it has one exact answer, and counts it.
 
 import io
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from elbowroom.codecs import Codec, Sided
 from elbowroom.codecs.names import setting_name
@@ -28,6 +29,9 @@ from elbowroom.plan.site import RECOMPUTE, Site, SiteName, prefix
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
+_COLUMNS = ("module", "op", "shape", "bytes", "held", "action", "seconds", "error", "why")
+_NUMBERS = ("bytes", "held", "seconds", "error")
+_SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,9 @@ class Plan:
     def explain(self) -> str:
         """Returns a table: module, op, shape, bytes, action, seconds, error and reason per tensor.
 
-        Below it are the bytes per parameter of states, weights and gradients, if they are known.
+        Seconds and errors are those that an action adds. A reason says what the option that costs
+        least would break, and which one is next best, with its bytes, seconds and noise. Below the
+        sums are the bytes per parameter of states, weights and gradients, if they are known.
         """
         return _table(self) + ("" if self.standing is None else f"{self.standing}\n")
 
@@ -385,22 +391,17 @@ def _table(plan: Plan) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(str(plan), style="table.title"))
-    for name in ("module", "op", "shape"):
-        table.add_column(name)
-    for name in ("bytes", "held"):
-        table.add_column(name, justify="right")
-    table.add_column("action")
-    for name in ("seconds", "error"):
-        table.add_column(name, justify="right")
-    table.add_column("why")
-    for line in sorted(plan.lines, key=lambda line: -line.nbytes):
+    table = Table(title=Text(str(plan), style="table.title"), show_footer=True)
+    for name, total in zip(_COLUMNS, _sums(plan), strict=True):
+        justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+        table.add_column(name, footer=Text(total), justify=justify)
+    for line in sorted(_shown(plan), key=lambda line: -line.nbytes):
         cells = (
             line.module,
             line.op,
             "x".join(map(str, line.shape)),
-            show_nbytes(line.nbytes),
-            show_nbytes(line.held),
+            show_nbytes(line.nbytes) if line.nbytes else "",
+            show_nbytes(line.held) if line.nbytes else "",
             line.action,
             show_seconds(line.seconds) if line.seconds else "",
             f"{line.error:.1e}" if line.error else "",
@@ -410,3 +411,28 @@ def _table(plan: Plan) -> str:
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
+
+
+def _shown(plan: Plan) -> Iterator[Line]:
+    """Yields the lines of the table: small tensors in one, and last what several add together."""
+    small = [line for line in plan.lines if line.why == "small"]
+    yield from (line for line in plan.lines if line.why != "small")
+    if small:
+        nbytes, held = sum(line.nbytes for line in small), sum(line.held for line in small)
+        yield Line("", f"{len(small)} others", (), nbytes, held, "keep", 0.0, 0.0, "small")
+    together = plan.seconds - plan.plain_seconds - sum(line.seconds for line in plan.lines)
+    if together > _SHORTEST_S:
+        why = "attentions that run again for several codes, and waiting for what is moved"
+        yield Line("", "", (), 0, 0, "", together, 0.0, why)
+
+
+def _sums(plan: Plan) -> tuple[str, ...]:
+    """Returns the last row of the table."""
+    nbytes, apart = sum(line.nbytes for line in plan.lines), plan.parted_nbytes
+    added_s = plan.seconds - plan.plain_seconds
+    return (
+        *("sum", "", "", show_nbytes(nbytes), show_nbytes(plan.held_nbytes), ""),
+        show_seconds(added_s) if added_s > _SHORTEST_S else "",
+        f"{plan.noise:.1e}" if plan.noise else "",
+        f"{show_nbytes(apart)} more are held in another part of the step" if apart else "",
+    )
