@@ -15,9 +15,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import torch
 from _training import Bench, memory
 from _ways import PLAIN, Way, saving
+from one_plan import ALL, NOISE, POLICIES, profiled
+from torch import nn
 
+import elbowroom as er
 from elbowroom.codecs.registry import codecs, nearest
 
 Costs = dict[str, dict[str, float]]  # by arm
@@ -35,6 +39,7 @@ _RATES: dict[str, tuple[str, _Rates]] = {  # arm -> codec id, its two settings
 }
 _OURS = ("ours", "lean")
 _PAIRS = 5  # of a step and a plain one
+_STEPS = 24  # before a step is profiled, whose noise is that of a training
 ARMS = ("plain", *_RATES)
 
 
@@ -65,6 +70,26 @@ def ways(names: Sequence[str]) -> dict[str, Way]:
     if "plain" not in found:
         raise ValueError(f"every difference is to plain: add it, as in --arms plain,{names[0]}")
     return found
+
+
+def fitted(task: Any, share: float) -> Way:
+    """er.fit at this share of plain's peak, with the plan over all codes of a measured profile."""
+    bench = Bench.trained(task, steps=_STEPS, batch=task.batch)
+    bench.grads(PLAIN)
+    profile = profiled(bench)
+    budget = int(share * (profile.static + memory(bench, PLAIN).peak_nbytes))
+    plan = er.plan(profile, budget=budget, **POLICIES[ALL] | {"offload": None})
+
+    def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        er.fit(model, budget=budget, optimizer=optimizer, exact=False, noise=NOISE, plan=plan)
+
+    return Way(
+        f"er.fit(budget={share:g} of plain's, exact=False, noise={NOISE:g})",
+        lambda seed: er.following(plan, seed=seed),
+        exact=False,
+        ours=True,
+        fit=fit,
+    )
 
 
 def cost(bench: Bench, way: Way) -> dict[str, float]:

@@ -23,6 +23,7 @@ class Way:
 
     exact  gradients are bit-equal to plain ones
     base   the way that it is, but for what it does for memory
+    fit    what a training does with its model and optimizer first; no context goes around forward
     """
 
     name: str
@@ -30,6 +31,7 @@ class Way:
     exact: bool = True
     ours: bool = False
     base: str = "plain fp32"
+    fit: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None
 
 
 PLAIN = Way("plain fp32", lambda seed: nullcontext())

@@ -1,7 +1,7 @@
 """Accuracy: ResNet-18 trained through elbowroom is at most half a point worse than plainly.
 
     ./scripts/bench accuracy [--data DIR] [--width 16] [--steps 150] [--seeds 5] [--arms plain,ours]
-                             [--fresh] [--quick]
+                             [--fit 0.35] [--fresh] [--quick]
 
     d_i   = accuracy(ours, seed i) - accuracy(plain, seed i)
     bound = mean(d) - t(0.95, n - 1) * sd(d) / sqrt(n)
@@ -14,7 +14,8 @@ training the file is replaced, and a run that was stopped goes on where it stood
 anew.
 
 Each width has a file of its own, and so have other arms than the three of the claim, which
-`--arms` trains (benchmarks/_arms.py).
+`--arms` trains (benchmarks/_arms.py), and `--fit`: er.fit at a share of plain's peak, with the plan
+over all codes of a profile whose noise was measured, at most 0.1 of that of mini-batches.
 
 Bytes and seconds are those of one step on the weights that the first training of an arm ended
 with, as in benchmarks/_training.py; the seconds are medians of pairs of it and a plain one.
@@ -22,19 +23,20 @@ with, as in benchmarks/_training.py; the seconds are medians of pairs of it and 
 
 import argparse
 import json
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-from _arms import ARMS, Costs, cost, ways
+from _arms import ARMS, Costs, cost, fitted, ways
 from _common import arguments, facts, mib, out_path, show, target, tell, write_json
 from _resume import earlier, margin
 from _training import Bench
 from _ways import PLAIN, Way, saving
 
+import elbowroom as er
 from elbowroom.demo.data import load_images
 from elbowroom.demo.tasks import Clothing
 from elbowroom.demo.train import Run, score, train
@@ -52,6 +54,8 @@ def main() -> None:
     path, known = out_path(options, name), facts()
     arms = options.arms or {"plain": PLAIN, "elbowroom": _ours(options), "group": GROUP}
     task = Clothing(load_images(options.data), options.width, options.batch)
+    if options.fit:
+        arms = {"plain": PLAIN, "fit": fitted(task, options.fit)}
     settings = _settings(options, task, arms)
     scores, costs = ({}, {}) if options.fresh else _done(path, settings, known["versions"])
     wanted = [(seed, arm) for seed in range(options.seeds) for arm in arms]
@@ -76,14 +80,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--levels", type=int, help="of the dithered code (6)")
     parser.add_argument("--group-size", type=int, help="of the dithered code (its default)")
     parser.add_argument("--arms", help=f"other arms, with commas: {', '.join(ARMS)}")
+    parser.add_argument("--fit", type=float, help="er.fit within this share of plain's peak")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has done")
     options = parser.parse_args()
     if options.quick:
         options.width, options.steps, options.seeds = 8, 10, 2
     if options.seeds < 2:
         parser.error(f"--seeds {options.seeds} has no spread; give 2 or more")
-    if options.arms and (options.levels or options.group_size):
-        parser.error("--levels and --group-size go without --arms, whose settings are fixed")
+    if (options.arms or options.fit) and (options.levels or options.group_size):
+        parser.error("--levels and --group-size go without --arms and --fit, which fix them")
     if options.arms:
         try:
             options.arms = ways([name.strip() for name in options.arms.split(",")])
@@ -94,7 +99,7 @@ def _options() -> argparse.Namespace:
 
 def _name(options: argparse.Namespace) -> str:
     """Of the result: each width has one of its own."""
-    name = f"{NAME}-arms" if options.arms else NAME
+    name = f"{NAME}-fit" if options.fit else f"{NAME}-arms" if options.arms else NAME
     return name if options.quick or options.width == WIDTH else f"{name}-width-{options.width}"
 
 
@@ -123,9 +128,12 @@ def _trained(task: Clothing, way: Way, steps: int, seed: int) -> Run:
     def context() -> AbstractContextManager[Any]:
         return way.context(next(seeds))
 
-    run = Run(task, context, steps, seed)
+    run = Run(task, nullcontext if way.fit else context, steps, seed)
+    if way.fit:
+        way.fit(run.model, run.optimizer)
     for _ in train(run):
         pass
+    er.release(run.model)
     return run
 
 
@@ -168,7 +176,7 @@ def _result(
 
 def _is_promised(arm: str) -> bool:
     """Whether an arm must be as good as plain: rivals need not."""
-    return arm == "elbowroom" or arm.startswith(("ours-", "lean-"))
+    return arm in ("elbowroom", "fit") or arm.startswith(("ours-", "lean-"))
 
 
 def _goal(row: dict[str, Any]) -> dict[str, Any]:

@@ -201,6 +201,7 @@ def profiled(bench: Bench) -> Profile:
     profile = er.measure(step, noise=True)
     bench.optimizer.zero_grad(set_to_none=True)
     gradients = sum(p.nbytes for p in bench.model.parameters() if p.requires_grad)
+    profile = profile.shifted(-bench.input_nbytes)  # the bench's own batch: no part of that step
     return replace(profile, static=profile.static - gradients)
 
 
