@@ -129,6 +129,7 @@ ROUGH = {
     "a kernel of the user's": lambda x: Filled.apply(x),
     "a choice of what was detached": lambda x: x * F.one_hot(x.detach().argmax(-1), WIDTH),
     "a logarithm of data": lambda x: x * x.data.square().log(),
+    "a logarithm of each sample": lambda x: torch.vmap(torch.log)(x.square() + 1),
     "without a gradient": lambda x: x * _logarithm(x),
     "in place, of what was detached": lambda x: (
         x * torch.zeros(WIDTH).copy_(x.detach()[0, 0]).exp()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan.site import CHECKPOINT
-from elbowroom.runtime.consumers import LENDS, TOLERANT, Call
+from elbowroom.runtime.consumers import LENDS, TOLERANT, Call, is_functorch_wrapped
 from elbowroom.runtime.identity import is_parameter
 from elbowroom.runtime.nested import tensors_in
 
@@ -141,6 +141,8 @@ def loses_gradient(call: Call, out: Any) -> bool:
 
 
 def _wants_gradient(x: Tensor) -> bool:
+    if is_functorch_wrapped(x):  # inside vmap it does not tell
+        return True
     return x.requires_grad and not is_parameter(x)
 
 
