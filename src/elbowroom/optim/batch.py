@@ -173,7 +173,7 @@ class Batches:
 
 
 def _chosen(factors: Tensor, rows: list[int], p: Tensor) -> Tensor:
-    """These rows of `factors`; on a stand-in's device, where p has no values."""
+    """Returns these rows of `factors`; where p has no values, an empty table on its device."""
     if not has_values(p):
         return p.new_empty(len(rows), _FACTORS, dtype=torch.float32)
     return factors[torch.tensor(rows)]
