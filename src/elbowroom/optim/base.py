@@ -38,7 +38,7 @@ from elbowroom.optim.checked import VERSION, check_dict, check_states, checked_g
 from elbowroom.optim.device_steps import DeviceSteps, Step, is_capturing
 from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
 from elbowroom.optim.layout import StateLayout
-from elbowroom.optim.parameters import DTYPES, check_held, facts_of, update_of
+from elbowroom.optim.parameters import DTYPES, Update, check_held, facts_of, update_of
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.settings import check_torchs, foreign
 from elbowroom.optim.sharded import agreed, aligned, is_sharded, local
@@ -332,8 +332,7 @@ class EncodedOptimizer(Optimizer):
         """
         facts, sharded = facts_of(p), is_sharded(p)
         update = update_of(facts, group["state"], group["weights"], self.moments)
-        state: dict[str, Tensor] = self.state.get(p) or {}
-        check_held(p, state, update, group["state"])
+        check_held(p, self.state.get(p) or {}, update, group["state"])
         if sharded:
             grad = aligned(grad, p)
         layout = grad.layout
@@ -350,7 +349,7 @@ class EncodedOptimizer(Optimizer):
                 f"ones; that of a parameter of shape {tuple(p.shape)} is "
                 f"{str(grad.layout).removeprefix('torch.')}. Use sparse=False in the layer"
             )
-        return new_due(Due, (index, group, p, grad, update, state))
+        return new_due(Due, (index, group, p, grad, update))
 
     def _updated(self, due: list[Due], flag: Tensor | None) -> bool:
         """Updates what is due, unless the flag is up; returns whether it did.
@@ -373,28 +372,28 @@ class EncodedOptimizer(Optimizer):
         """Runs one step of all; returns their counters. skip: see `ops.optimizer_step`."""
         if not due:
             return []
-        due = [one if _is_in_place(one) else self._with_state(one) for one in due]
-        counters = [one.state["step"] for one in due]
+        states = [self._state_of(one) for one in due]
+        counters = [state["step"] for state in states]
         dry = not has_values(due[0].p)
         steps = [1] * len(due) if dry else [int(x) for x in ops.advance(counters, 1).tolist()]
         if self._counts is None:
             self._counts = DeviceSteps()
         is_whole = not dry and self.released is None
         batches = Batches(self.rule, self.factors, self._counts if is_whole else None)
-        batches.add(due, steps)
+        batches.add(due, states, steps)
         batches.run(skip)
         # The kernels write unseen by autograd, whose checks go by these counters.
         increment_version([*counters, *batches.written])
         return counters
 
-    def _with_state(self, due: Due) -> Due:
-        """Makes the states of a parameter if there are none, and lets them lie as it lies now."""
+    def _state_of(self, due: Due) -> dict[str, Tensor]:
+        """Returns the states of a parameter, made if there are none, and lying as it lies now."""
         state: dict[str, Tensor] = self.state[due.p]
-        if state:
-            follow(self.layout, due.p, state, due.group)
-        else:
+        if not state:
             state.update(self.layout.fresh(due.p, due.group))
-        return due._replace(state=state)
+        elif not _in_place(due.p, state, due.update):
+            follow(self.layout, due.p, state, due.group)
+        return state
 
     def _check_torchs(self, group: Group) -> None:
         """Checks, at each step, for settings set in a group later that would change nothing."""
@@ -410,15 +409,16 @@ class EncodedOptimizer(Optimizer):
             update_of(facts_of(p), group["state"], group["weights"], self.moments)
 
 
-def _is_in_place(due: Due) -> bool:
-    """Returns whether there are states that certainly lie as the parameter does."""
-    _, _, p, _, update, state = due
-    if not state or ("residual" in state) is not update.residual:
+def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
+    """Returns whether states certainly lie as the parameter does; if not, one looks closer."""
+    residual = state.get("residual")
+    if (residual is not None) is not update.residual:
         return False
-    if update.residual and state["residual"].stride() != p.stride():
+    stride = p.stride()
+    if residual is not None and residual.stride() != stride:
         return False
     if update.m_kind == "fp32":
-        return state[update.first.codes].stride() == p.stride()
+        return state[update.first.codes].stride() == stride
     return not update.order and "order" not in state
 
 
@@ -430,7 +430,7 @@ def _beyond(due: list[Due]) -> Tensor | None:
     if not due or not has_values(due[0].grad):
         return None
     by: defaultdict[tuple[torch.device, float], list[Tensor]] = defaultdict(list)
-    for _, _, _, grad, update, _ in due:
+    for _, _, _, grad, update in due:
         values = grad.values().contiguous() if grad.is_sparse else grad
         by[values.device, update.limit].append(values)
     return joined([ops.beyond(some, limit) for (_, limit), some in by.items()])

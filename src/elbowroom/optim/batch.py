@@ -20,7 +20,7 @@ from elbowroom.optim.parameters import Update
 from elbowroom.optim.sharded import is_sharded, local, shard_of
 
 _FACTORS = 8  # the most numbers that a rule takes
-States = dict[str, Tensor]  # `optimizer.state[p]`
+States = dict[str, Tensor]
 
 
 class Due(NamedTuple):
@@ -34,7 +34,6 @@ class Due(NamedTuple):
     p: Tensor
     grad: Tensor
     update: Update
-    state: States  # empty before the first step
 
 
 # A named tuple's own way to make one is a function of Python's.
@@ -49,7 +48,7 @@ class Batch:
     kinds: tuple[str, str]
     tensors: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in range(7)])
     rows: list[int] = field(default_factory=list)
-    factors: list[int] = field(default_factory=list)  # rows of the list of all
+    factors: list[int] = field(default_factory=list)  # places in the list of all
     seeds: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # of its parameters, among all
     steps: list[int] = field(default_factory=list)
@@ -74,26 +73,26 @@ class Batches:
         self._rule, self._factors_of, self._counts = rule, factors, counts
         self._batches: dict[tuple[object, ...], Batch] = {}
         self._factors: list[list[float]] = []
-        self._rows: dict[tuple[int, int], int] = {}  # (group, step) -> which of them
+        self._places: dict[tuple[int, int], int] = {}  # (group, step) -> place among them
 
-    def add(self, due: list[Due], steps: list[int]) -> None:
-        """Adds parameters that have states, and the steps that they are at."""
-        alike: dict[tuple[object, ...], list[tuple[Due, int]]] = {}
-        for one, step in zip(due, steps, strict=True):
-            place, group, p, grad, update, _ = one
+    def add(self, due: list[Due], states: list[States], steps: list[int]) -> None:
+        """Adds parameters, their states, and the steps that they are at."""
+        alike: dict[tuple[object, ...], list[tuple[Due, States, int]]] = {}
+        for one, state, step in zip(due, states, steps, strict=True):
+            place, group, p, grad, update = one
             alone = place if grad.is_sparse else -1
             key = (id(update), id(group), p.device, grad.dtype, type(p), alone)
             some = alike.get(key)
             if some is None:
                 some = alike[key] = []
-            some.append((one, step))
+            some.append((one, state, step))
         for some in alike.values():
-            self._add([one for one, _ in some], [step for _, step in some])
+            self._add(*map(list, zip(*some, strict=True)))
 
-    def _add(self, due: list[Due], steps: list[int]) -> None:
+    def _add(self, due: list[Due], states: list[States], steps: list[int]) -> None:
         """Adds some of one param group whose states have the same names and formats."""
-        (place, group, p, grad, update, _), *_ = due
-        states, first, second = [one.state for one in due], update.first, update.second
+        (place, group, p, grad, update), *_ = due
+        first, second = update.first, update.second
         tensors: list[list[Tensor]] = [
             [one.p for one in due],
             [state["residual"] for state in states] if update.residual else [],
@@ -120,8 +119,7 @@ class Batches:
         batch.rows += [update.row] * len(due)
         seed = group["seed"]
         if self._counts is None or not counts_for_itself(p):
-            row_of = {step: self._row(group, step) for step in set(steps)}
-            batch.factors += [row_of[step] for step in steps]
+            batch.factors += [self._place(group, step) for step in steps]
         else:
             batch.places += [one.place for one in due]
             batch.steps += steps
@@ -161,19 +159,18 @@ class Batches:
         ]
         return torch.cat(tables)
 
-    def _row(self, group: Group, step: int) -> int:
-        """Return the row of the list of all factors that has those of a group at a step."""
+    def _place(self, group: Group, step: int) -> int:
         key = id(group), step
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = len(self._factors)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self._factors)
             made = self._factors_of(group, step)
             self._factors.append(made + [0.0] * (_FACTORS - len(made)))
-        return row
+        return place
 
 
-def _chosen(factors: Tensor, rows: list[int], p: Tensor) -> Tensor:
-    """Returns these rows of `factors`; where p has no values, an empty table on its device."""
+def _chosen(factors: Tensor, places: list[int], p: Tensor) -> Tensor:
+    """Returns `factors` at these places; where p has no values, an empty table on its device."""
     if not has_values(p):
-        return p.new_empty(len(rows), _FACTORS, dtype=torch.float32)
-    return factors[torch.tensor(rows)]
+        return p.new_empty(len(places), _FACTORS, dtype=torch.float32)
+    return factors[torch.tensor(places)]

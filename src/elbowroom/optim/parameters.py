@@ -17,7 +17,7 @@ from elbowroom.errors import UnsupportedParameter
 from elbowroom.kernels.states import MOST, code_shape
 from elbowroom.optim.formats import StateNames, format_of, names, row_of
 from elbowroom.optim.order import Order, order_of
-from elbowroom.optim.sharded import PLAIN, in_whole_rows, is_sharded, local
+from elbowroom.optim.sharded import in_whole_rows, is_sharded, local
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,8 +64,6 @@ _new: Callable[[type[Facts], Any], Facts] = tuple.__new__
 def facts_of(p: Tensor) -> Facts:
     """Returns what `update_of` wants to know."""
     shape, layout = p.shape, p.layout
-    if type(p) in PLAIN and layout is torch.strided:
-        return _new(Facts, (shape, p.dtype, layout, shape, p.stride(), True))
     if layout is not torch.strided:
         return Facts(shape, p.dtype, layout, shape, (), whole_rows=True)
     if is_sharded(p):

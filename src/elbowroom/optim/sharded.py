@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-PLAIN = Tensor, nn.Parameter  # to ask them for an attribute that they lack takes longer
+_PLAIN = Tensor, nn.Parameter  # to ask them for an attribute that they lack takes longer
 
 
 def is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
     """Returns whether x is a DTensor; without importing what makes one."""
-    return type(x) not in PLAIN and hasattr(x, "to_local")
+    return type(x) not in _PLAIN and hasattr(x, "to_local")
 
 
 def local(x: Tensor) -> Tensor:
     """Returns this rank's part, which shares memory with x; or x itself, where that is all."""
-    return x if type(x) in PLAIN else x.to_local() if is_sharded(x) else x
+    return x if type(x) in _PLAIN else x.to_local() if is_sharded(x) else x
 
 
 def in_whole_rows(p: Tensor) -> bool:
