@@ -21,10 +21,17 @@ CEILINGS = {
 
 @pytest.fixture(scope="module")
 def ways():
-    """As in a process that compiles nothing: beside Dynamo calls of modules are looked at, too."""
+    """As in a process that compiles nothing: beside Dynamo calls of modules are looked at, too.
+
+    PyTorch's functions that Dynamo leaves alone import it when they are called for the first time.
+    A second Dynamo would fail later tests, so those functions are called before it is hidden.
+    """
+    following.by_hand()
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "torch._dynamo", raising=False)
-        return following.ways()
+        found = following.ways()
+        assert "torch._dynamo" not in sys.modules
+    return found
 
 
 @pytest.fixture(scope="module")

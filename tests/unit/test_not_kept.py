@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elbowroom.cli.run import _Run, _say_not_kept, _say_not_measured
+from elbowroom.cli.outcome import say_not_kept, say_not_measured
+from elbowroom.cli.run import _Run
 from elbowroom.fitting import Summary
 from elbowroom.runtime import compiler
 
@@ -34,19 +35,19 @@ def told(last_nbytes: int | None) -> Summary:
 def test_a_model_of_which_no_step_was_measured_is_named_and_is_no_success(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert _say_not_measured([told(8 * MIB), told(None)]) == 4
+    assert say_not_measured([told(8 * MIB), told(None)]) == 4
     said = " ".join(capsys.readouterr().err.split())
     assert said == (
         "elbowroom: no step of Net was measured, so whether the budget was kept is not known"
     )
-    assert not _say_not_measured([told(8 * MIB), replace(told(None), setting="compiled")])
+    assert not say_not_measured([told(8 * MIB), replace(told(None), setting="compiled")])
     assert not capsys.readouterr().err
 
 
 def test_a_last_step_above_the_budget_is_said_and_is_an_exit_code_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert _say_not_kept(0, told(8 * MIB + 1)) == 4
+    assert say_not_kept(0, told(8 * MIB + 1)) == 4
     said = " ".join(capsys.readouterr().err.split())
     assert "the budget 8.00 MiB was not kept" in said
     assert "Give --budget 8.001MiB, or halve the batch" in said
@@ -56,7 +57,7 @@ def test_a_last_step_above_the_budget_is_said_and_is_an_exit_code_of_its_own(
 def test_a_budget_that_was_kept_and_a_script_that_failed_keep_the_scripts_code(
     code: int, last_nbytes: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _say_not_kept(code, told(last_nbytes)) == code
+    assert say_not_kept(code, told(last_nbytes)) == code
     assert capsys.readouterr() == ("", "")
 
 

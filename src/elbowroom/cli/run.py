@@ -1,6 +1,5 @@
 """`elbowroom run`: trains a script that does not know of elbowroom inside a budget."""
 
-import json
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,8 +10,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
@@ -20,12 +17,11 @@ from torch.optim import Optimizer
 import elbowroom as er
 from elbowroom.cli.mistakes import (
     check_writable,
-    errors_console,
     mistake,
     on_the_command_line,
     says_mistakes,
-    typed_budget,
 )
+from elbowroom.cli.outcome import NOT_FOUND, REFUSALS, TOO_SMALL, UNSEEN, tell_outcome
 from elbowroom.cli.places import Offload
 from elbowroom.cli.script import (
     Arguments,
@@ -39,7 +35,6 @@ from elbowroom.cli.script import (
 from elbowroom.cli.spawned import Ended, Processes, Tell, before_exit, following
 from elbowroom.cli.warm import start_warm
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
-from elbowroom.files import write_text
 from elbowroom.fitting import FitOptions, Fitting, Summary, summary
 from elbowroom.fitting.compiled import CompiledFitting
 from elbowroom.fitting.loss import cover, may_be_loss
@@ -51,33 +46,12 @@ from elbowroom.runtime.compiler import is_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.undo import gradient_of
 from elbowroom.tools import Discovery, Unseen, say_exhaustion, set_aside
-from elbowroom.units import Share, parse_budget, show_nbytes
+from elbowroom.units import Share, parse_budget
 
-UNSEEN, TOO_SMALL, NOT_KEPT = 2, 3, 4  # exit codes
-REFUSALS = (UNSEEN, TOO_SMALL)
 _MOST_MODELS = 8
-_NOT_FOUND = (
-    "the script made an optimizer, but no module that holds its parameters was called in training "
-    "mode with gradients on, on the main thread, so the budget is not kept; call the model "
-    "itself, model(x), rather than functions of its weights"
-)
 _FITS_ITSELF = (
     "the script itself calls er.fit, or another function of elbowroom's, so --budget has no "
     "effect; run it by python, or take that call out of the script"
-)
-_IN_A_POOL = (
-    "the script trained nothing in its own process, and nothing is seen of the processes of a "
-    "pool; if they train, start them by multiprocessing.Process, torch.multiprocessing.spawn or "
-    "torchrun, or call er.fit in them"
-)
-_STILL_RUNNING = (
-    "processes that the script started still run after its last line, so elbowroom does not "
-    "know how they end; let the script wait for them, by process.join()"
-)
-
-_SILENT = (
-    "processes that the script started ended before they could tell what they had trained, by an "
-    "error or because they were killed, so elbowroom does not know whether they kept to the budget"
 )
 
 Budget = Annotated[
@@ -172,43 +146,11 @@ def run(
         def leave(code: int) -> int:
             running.finish()
             processes.end()
-            return _tell(running, processes, code, report)
+            return running.outcome(processes, code, report)
 
         with before_exit(leave):
             code = running.of(script, arguments or [], is_module=module)
-    raise typer.Exit(_tell(running, processes, code, report))
-
-
-def _tell(running: "_Run", processes: Processes, code: int, report: Path | None) -> int:
-    """Shows what became of the budget once the script has ended; returns the exit code.
-
-    code: the script's own
-    """
-    own, spawned = running.told(), processes.told
-    told = own + spawned
-    if processes.refusal:
-        code = processes.refusal
-    elif not told:
-        made_optimizers = running.discovery.made_optimizers
-        code = _say_not_found(code, made_optimizers, processes)
-    else:
-        for one in own:
-            if one.trained:
-                errors_console().print(_table(one))
-        spawned = [one for one in spawned if one.trained]
-        if spawned:
-            worst = max(spawned, key=lambda one: one.last_nbytes or 0)
-            of = f" (in one of {len(processes.ended)} processes)"
-            errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
-        worst = max(told, key=lambda one: (one.trained, one.last_nbytes or 0))
-        code = code or _say_refused(running.refusal())
-        code = _say_not_kept(code, worst) or _say_not_measured(told)
-        if report is not None:
-            figures = worst.as_dict() | {"exit_code": code}
-            if len(told) > 1:
-                figures |= {"models": [one.as_dict() for one in told]}
-            write_text(json.dumps(figures, indent=2) + "\n", report)
-    return code
+    raise typer.Exit(running.outcome(processes, code, report))
 
 
 class _Refused(Unseen):
@@ -313,6 +255,12 @@ class _Run:
         self.finish(models)
         tell(Ended([], code))
         return code
+
+    def outcome(self, processes: Processes, code: int, report: Path | None) -> int:
+        """Shows what became of the budget; returns the exit code. code: the script's own."""
+        own, refusal = self.told(), self.refusal()
+        made_optimizers = self.discovery.made_optimizers
+        return tell_outcome(own, processes, code, refusal, made_optimizers, report)
 
     def told(self) -> list[Summary]:
         """Returns the figures of each model; empty if no model was found."""
@@ -450,7 +398,7 @@ class _Run:
         if not self.told():
             fits = any(self.discovery.optimizers_of(model) for model, _ in attached())
             own = _FITS_ITSELF if fits else self.discovery.differentiated
-            raise _Refused(own or _NOT_FOUND)
+            raise _Refused(own or NOT_FOUND)
 
 
 def _in_a_process(
@@ -463,92 +411,3 @@ def _in_a_process(
 ) -> int:
     """Runs a function of the script in a process that the script has started."""
     return _Run(budget, exact, offload, plan).in_a_process(function, tell)
-
-
-def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> int:
-    """Reports that no model was fitted; returns the exit code.
-
-    If the script trained nothing, this is no error.
-    """
-    if code:
-        return code
-    if not made_optimizers and (processes.running or processes.unseen):
-        mistake(_STILL_RUNNING if processes.running else _IN_A_POOL)
-        return UNSEEN
-    if not made_optimizers and processes.silent:
-        errors_console().print(f"[dim]elbowroom: {_SILENT}[/]")
-        return code
-    if not made_optimizers:
-        errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")
-        return code
-    mistake(_NOT_FOUND)
-    return UNSEEN
-
-
-def _say_refused(refusal: BudgetTooSmall | None) -> int:
-    """Repeats a refusal that the script itself has handled; returns the exit code."""
-    if refusal is None:
-        return 0
-    mistake(on_the_command_line(refusal))
-    return TOO_SMALL
-
-
-def _say_not_kept(code: int, told: Summary) -> int:
-    """Reports a last measured step above the budget; returns the exit code.
-
-    This is for a script that ended without an error.
-    """
-    if code or not told.trained or (told.last_nbytes or 0) <= told.budget_nbytes:
-        return code
-    took = told.last_nbytes or 0
-    mistake(
-        f"the budget {show_nbytes(told.budget_nbytes)} was not kept: the last measured step took "
-        f"{show_nbytes(took)}. Give --budget {typed_budget(took)}, or halve the batch"
-    )
-    return NOT_KEPT
-
-
-def _say_not_measured(told: list[Summary]) -> int:
-    """Reports models of which several steps ran and none was measured, unless they are compiled.
-
-    Also those of which forwards alone were seen: if that was meant, it is no error. Returns the
-    exit code: nobody knows whether the others have kept to the budget.
-    """
-    for one in told:
-        if not one.trained:
-            ran = f"{one.steps} forward{'s' * (one.steps != 1)} of {one.model}"
-            errors_console().print(
-                Text(
-                    f"elbowroom: no training step was seen: no backward and no update followed the "
-                    f"{ran}, so there was no budget to keep",
-                    style="dim",
-                )
-            )
-    names = dict.fromkeys(
-        one.model
-        for one in told
-        if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled" and one.trained
-    )
-    if not names:
-        return 0
-    errors_console().print(
-        Text(
-            f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
-            "kept is not known"
-        )
-    )
-    return NOT_KEPT
-
-
-def _table(told: Summary, where: str = "") -> Table:
-    """Returns a table of the figures, each measured or estimated."""
-    table = Table(
-        title=Text(f"{told.model} inside {show_nbytes(told.budget_nbytes)}{where}", style="bold"),
-        title_justify="left",
-    )
-    for name in ("one step", "measured", "estimated"):
-        table.add_column(name, justify="left" if name == "one step" else "right")
-    table.add_column("", overflow="fold")
-    for row in told.rows():
-        table.add_row(*(Text(cell) for cell in row))
-    return table

@@ -103,7 +103,7 @@ class Processes:
 
     @property
     def ended(self) -> list[Ended]:
-        """How those ended that have told it, the first first: its refusal may stop others."""
+        """Reports of processes, as they ended: the first refusal may stop others."""
         return [one for _, one in sorted(self._ended, key=lambda pair: pair[0])]
 
     @property

@@ -74,7 +74,7 @@ class Facts:
     mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise CodecError for what no tensor can fulfil; a bound is looked at by who keeps it."""
+        """Raise CodecError for what no tensor can fulfil; a bound is checked where it is kept."""
         smallest, largest = self.smallest, self.largest
         if not isinstance(smallest, int | None) or not isinstance(largest, int | None):
             raise CodecError(

@@ -136,7 +136,7 @@ def scaled(comparison: Comparison) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Whatever can change a figure on this page."""
+    """Versions of everything that can change a figure on this page."""
     return {
         "torch": str(torch.__version__),
         "Python": platform.python_version(),

@@ -247,7 +247,7 @@ def _is_enabled() -> bool:
 
 
 def _config() -> ProfilerConfig:
-    """Memory, and nothing else: no shapes, stacks, operations or modules."""
+    """Configuration of a profiler that records memory alone, without shapes and stacks."""
     nothing = _ExperimentalConfig()
     return ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, nothing, "")
 
@@ -326,7 +326,7 @@ def _give_way_to_others() -> None:
 
 
 def _wrap(name: str, *, begins: bool) -> None:
-    """Have one of the functions by which `torch.autograd.profiler` works tell us."""
+    """Makes a function that `torch.autograd.profiler` works by report that it is called."""
     original = getattr(public, name, None)
     if original is None:  # another version of torch: as before, the program's profiler must wait
         return

@@ -72,7 +72,7 @@ class GradientVariance:
 
     @property
     def size_now(self) -> float:
-        """|g|^2 of the backward that has been heard and is not ended yet; 0: of none."""
+        """Squared norm of the gradients seen in the backward that runs; 0: none runs."""
         return float(_squares(self._now, self._now.keys())) if self._now else 0.0
 
     def end_step(self, *, last: bool, added: float | None = 0.0) -> None:

@@ -218,7 +218,7 @@ def can_probe(call: Call) -> bool:
 
 
 def arguments(call: Call) -> dict[int | str, Any]:
-    """All arguments, by position or keyword."""
+    """Returns all arguments, by their positions or keywords."""
     return dict(enumerate(call.args)) | call.kwargs
 
 

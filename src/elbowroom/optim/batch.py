@@ -170,7 +170,7 @@ class Batches:
 
 
 def _chosen(factors: Tensor, places: list[int], p: Tensor) -> Tensor:
-    """The rows of `factors` at these places; on a stand-in's device, where p has no values."""
+    """Returns `factors` at these places; where p has no values, an empty table on its device."""
     if not has_values(p):
         return p.new_empty(len(places), _FACTORS, dtype=torch.float32)
     return factors[torch.tensor(places)]

@@ -106,7 +106,7 @@ class Profiling:
             recording.close()
 
     def close(self) -> None:
-        """Count no more steps of optimizers."""
+        """Stops counting the steps of optimizers."""
         if self._hook is not None:
             self._hook.remove()
 

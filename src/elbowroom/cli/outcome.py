@@ -1,0 +1,164 @@
+"""What became of the budget, at the end of `elbowroom run`: tables, reports, and the exit code."""
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from elbowroom.cli.mistakes import errors_console, mistake, on_the_command_line, typed_budget
+from elbowroom.cli.spawned import Processes
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.files import write_text
+from elbowroom.fitting import Summary
+from elbowroom.units import show_nbytes
+
+UNSEEN, TOO_SMALL, NOT_KEPT = 2, 3, 4  # exit codes
+REFUSALS = (UNSEEN, TOO_SMALL)
+NOT_FOUND = (
+    "the script made an optimizer, but no module that holds its parameters was called in training "
+    "mode with gradients on, on the main thread, so the budget is not kept; call the model "
+    "itself, model(x), rather than functions of its weights"
+)
+_IN_A_POOL = (
+    "the script trained nothing in its own process, and nothing is seen of the processes of a "
+    "pool; if they train, start them by multiprocessing.Process, torch.multiprocessing.spawn or "
+    "torchrun, or call er.fit in them"
+)
+_STILL_RUNNING = (
+    "processes that the script started still run after its last line, so elbowroom does not "
+    "know how they end; let the script wait for them, by process.join()"
+)
+_SILENT = (
+    "processes that the script started ended before they could tell what they had trained, by an "
+    "error or because they were killed, so elbowroom does not know whether they kept to the budget"
+)
+
+
+def tell_outcome(
+    own: list[Summary],
+    processes: Processes,
+    code: int,
+    refusal: BudgetTooSmall | None,
+    made_optimizers: bool,
+    report: Path | None,
+) -> int:
+    """Shows what became of the budget once the script has ended; returns the exit code.
+
+    own              models that the script's own process has trained
+    code             the script's own exit code
+    refusal          of a budget, which the script itself has handled
+    made_optimizers  whether it made an optimizer
+    report           the file for the figures, if any
+    """
+    told = own + processes.told
+    if processes.refusal:
+        return processes.refusal
+    if not told:
+        return _say_not_found(code, made_optimizers, processes)
+    for one in own:
+        if one.trained:
+            errors_console().print(_table(one))
+    spawned = [one for one in processes.told if one.trained]
+    if spawned:
+        worst = max(spawned, key=lambda one: one.last_nbytes or 0)
+        of = f" (in one of {len(processes.ended)} processes)"
+        errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
+    worst = max(told, key=lambda one: (one.trained, one.last_nbytes or 0))
+    code = code or _say_refused(refusal)
+    code = say_not_kept(code, worst) or say_not_measured(told)
+    if report is not None:
+        figures = worst.as_dict() | {"exit_code": code}
+        if len(told) > 1:
+            figures |= {"models": [one.as_dict() for one in told]}
+        write_text(json.dumps(figures, indent=2) + "\n", report)
+    return code
+
+
+def _say_not_found(code: int, made_optimizers: bool, processes: Processes) -> int:
+    """Reports that no model was fitted; returns the exit code.
+
+    If the script trained nothing, this is no error.
+    """
+    if code:
+        return code
+    if not made_optimizers and (processes.running or processes.unseen):
+        mistake(_STILL_RUNNING if processes.running else _IN_A_POOL)
+        return UNSEEN
+    if not made_optimizers and processes.silent:
+        errors_console().print(f"[dim]elbowroom: {_SILENT}[/]")
+        return code
+    if not made_optimizers:
+        errors_console().print("[dim]elbowroom: the script trained nothing, so nothing was done[/]")
+        return code
+    mistake(NOT_FOUND)
+    return UNSEEN
+
+
+def _say_refused(refusal: BudgetTooSmall | None) -> int:
+    """Repeats a refusal that the script itself has handled; returns the exit code."""
+    if refusal is None:
+        return 0
+    mistake(on_the_command_line(refusal))
+    return TOO_SMALL
+
+
+def say_not_kept(code: int, told: Summary) -> int:
+    """Reports a last measured step above the budget; returns the exit code.
+
+    This is for a script that ended without an error.
+    """
+    if code or not told.trained or (told.last_nbytes or 0) <= told.budget_nbytes:
+        return code
+    took = told.last_nbytes or 0
+    mistake(
+        f"the budget {show_nbytes(told.budget_nbytes)} was not kept: the last measured step took "
+        f"{show_nbytes(took)}. Give --budget {typed_budget(took)}, or halve the batch"
+    )
+    return NOT_KEPT
+
+
+def say_not_measured(told: list[Summary]) -> int:
+    """Reports models of which several steps ran and none was measured, unless they are compiled.
+
+    Also those of which forwards alone were seen: if that was meant, it is no error. Returns the
+    exit code: nobody knows whether the others have kept to the budget.
+    """
+    for one in told:
+        if not one.trained:
+            ran = f"{one.steps} forward{'s' * (one.steps != 1)} of {one.model}"
+            errors_console().print(
+                Text(
+                    f"elbowroom: no training step was seen: no backward and no update followed the "
+                    f"{ran}, so there was no budget to keep",
+                    style="dim",
+                )
+            )
+    names = dict.fromkeys(
+        one.model
+        for one in told
+        if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled" and one.trained
+    )
+    if not names:
+        return 0
+    errors_console().print(
+        Text(
+            f"elbowroom: no step of {', '.join(names)} was measured, so whether the budget was "
+            "kept is not known"
+        )
+    )
+    return NOT_KEPT
+
+
+def _table(told: Summary, where: str = "") -> Table:
+    """Returns a table of the figures, each measured or estimated."""
+    table = Table(
+        title=Text(f"{told.model} inside {show_nbytes(told.budget_nbytes)}{where}", style="bold"),
+        title_justify="left",
+    )
+    for name in ("one step", "measured", "estimated"):
+        table.add_column(name, justify="left" if name == "one step" else "right")
+    table.add_column("", overflow="fold")
+    for row in told.rows():
+        table.add_row(*(Text(cell) for cell in row))
+    return table
