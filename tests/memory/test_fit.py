@@ -1051,6 +1051,37 @@ def test_budgets_around_the_plain_peak_stay_exact(exact, room):
     assert fitting.was_exact
 
 
+def test_gradients_that_never_come_take_nothing_of_a_budget():
+    """A part that always runs under no_grad, as in CLIPSeg, though its weights ask for gradients.
+
+    Budgets between plain's need and the weights' gradients were refused, and each named a larger
+    one.
+    """
+    torch.manual_seed(0)
+    encoder = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24)))
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = encoder, nn.Sequential(nn.Linear(256, 256), nn.SiLU())
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.encoder(x)
+            return self.head(x)
+
+    model, x = Frozen(), torch.randn(128, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = int(weights + 1.02 * peak(lambda: descend(model, optimizer, x)))
+    assert budget < 2 * weights
+    er.fit(model, budget=budget, optimizer=optimizer, exact=True)
+    for _ in range(4):
+        descend(model, optimizer, x)
+    assert opener_of(model).highest_nbytes <= budget
+    er.release(model)
+
+
 def test_a_refusal_by_an_estimate_says_what_may_do_and_what_does():
     model, optimizer, x = perceptron()
     er.fit(model, budget="2 MiB", optimizer=optimizer, exact=True)

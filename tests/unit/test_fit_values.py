@@ -44,6 +44,8 @@ def test_what_is_known_of_transients(after, transient, guess, seen):
         (Headroom(50), STOCK, 650, 650),
         (Headroom(50, None, 980), STOCK, 680, 680),  # a step that held as much has fit
         (Headroom(50, None, 800), STOCK, 650, 650),
+        # A parameter that gets no gradient is counted, too, so nothing is certain of gradients.
+        (Headroom(50), MemoryState(300, unallocated_gradient_nbytes=701), 650, 650),
         (
             Headroom(50),
             MemoryState(300, unallocated_state_nbytes=701),

@@ -74,7 +74,7 @@ class Headroom:
         More than this cannot be held, or the optimizer's states would not fit.
         """
         free = options.budget_nbytes - memory.static_nbytes
-        if memory.unallocated_nbytes > free:
+        if memory.unallocated_state_nbytes > free:
             return -1
         allowed = free - (self.transient_nbytes or 0) + _passing_nbytes(plan)
         return max(allowed, self.seen_nbytes - memory.static_nbytes)

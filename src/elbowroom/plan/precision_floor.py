@@ -7,6 +7,7 @@
     ... of results of a ReLU          256 levels    (attention without a softmax divides by it)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
     ... of what a norm makes          32 levels of the norm's input, which all of them share
+    tail                              128 levels    (softplus: in its tails exp of it)
     log-probability                   256 levels    (log-softmax: exp of it; of what is above -24)
     probability                       8-bit floats  (softmax: small values matter as much)
     attention's q and k               16 to 256 levels, by their logits
@@ -50,6 +51,13 @@ follows the range of what shares it: with logits of a standard deviation of 60, 
 600, 5,800. What is below -24 is therefore encoded as -24 (`Encode.least`): a step of 0.094 at most,
 whatever the logits are. Who reads anything but exp of it has it exactly.
 
+A softplus has a sigmoid as its derivative. Where something divides by a small scale softplus(x), or
+subtracts 1 (a cross entropy by hand), the tails of that sigmoid are all that is left, and they are
+exponentials of x: gErr2 with 16, 64 and 128 levels (docs/log.md, "softplus")
+
+    normal distribution, scale softplus(x), x of std 3, 10      0.11, 0.003, 0.001; 1.5, 0.02, 0.005
+    softplus(x) - x y of logits that fit, std 5, 20             0.08, 0.004, 0.001; 1.2, 0.08, 0.02
+
 So the inputs of a checkpoint, and of a module that a plan runs again, get at least 32. The gates of
 a recurrent layer are as smooth as SiLU.
 """
@@ -67,7 +75,7 @@ CURVED = ("gelu", "silu")
 MOST_LEVELS = 256
 LEAST_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
 UNSEEN_LEVELS = 32  # of v, where its values are not looked at
-_FINE, _SHARED = 16, 32
+_FINE, _SHARED, _TAIL = 16, 32, 128
 LEAST_AGAIN = 32  # of the inputs of what runs again
 FEW = 256  # summed elements, of which errors do not average out
 _FLOORS = {
@@ -75,6 +83,7 @@ _FLOORS = {
     Formula.PRODUCT: _FINE,
     Formula.CURVED: _FINE,
     Formula.LOG_PROBABILITY: MOST_LEVELS,
+    Formula.TAIL: _TAIL,
 }
 _PROBABILITIES = Cast("fp8_e4m3")
 _LEVELS = 16, 32, 64, 128, MOST_LEVELS

@@ -20,7 +20,7 @@ SUMMED, MATRIX, PRODUCT, CURVED = Formula.SUMMED, Formula.MATRIX, Formula.PRODUC
 PROBABILITY, LOG_PROBABILITY = Formula.PROBABILITY, Formula.LOG_PROBABILITY
 COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STATISTIC
 DIFFERENCE, INDEX, SHAPE = Formula.DIFFERENCE, Formula.INDEX, Formula.SHAPE
-PERIODIC = Formula.PERIODIC
+PERIODIC, TAIL = Formula.PERIODIC, Formula.TAIL
 
 FORMULAS: dict[str, dict[str, Formula]] = {
     # Contractions: each element of a gradient is a sum over many of the saved ones.
@@ -173,7 +173,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "MishBackward0": {"self": CURVED},  # grad of self tanh(softplus(self))
     "SigmoidBackward0": {"result": CURVED},  # grad result (1 - result)
     "SiluBackward0": {"self": CURVED},  # grad sigmoid (1 + self (1 - sigmoid))
-    "SoftplusBackward0": {"self": CURVED},  # grad sigmoid(self)
     # 2 grad (self result - 1 / sqrt(pi))
     "SpecialErfcxBackward0": {"self": CURVED, "result": PRODUCT},
     "TanhBackward0": {"result": CURVED},  # grad (1 - result^2)
@@ -183,6 +182,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "MaskedSoftmaxBackward0": {"result": PROBABILITY, "mask": INDEX},  # as softmax
     "SparseSoftmaxBackward0": {"result": PROBABILITY},  # as softmax
     "LogSoftmaxBackward0": {"result": LOG_PROBABILITY},  # grad - exp(result) sum(grad)
+    "SoftplusBackward0": {"self": TAIL},  # grad sigmoid(self)
     # Differences and tails: as a model fits its data, what is left is far less than the value, and
     # an error of the value is not.
     # of its inputs, grad (sigmoid(self) - target):

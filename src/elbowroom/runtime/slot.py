@@ -22,6 +22,7 @@ from torch import Tensor
 from elbowroom.codecs import Affine, BitMask, Encoded, Facts
 from elbowroom.errors import ElbowroomError, NothingHeld, RestoreError
 from elbowroom.plan import Need, Site
+from elbowroom.plan.site import Formula
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.encode import EncodeHandle, MovedCodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
@@ -256,6 +257,11 @@ class Slot:
         """Returns the slot whose bytes it all comes from: itself, or that of its recipe."""
         below = getattr(self.value, "source", None)
         return self if below is None else below.root()
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a code of it has no values below a limit, which only exp of them may read."""
+        return bool(self.sites) and self.sites[0].formula is Formula.LOG_PROBABILITY
 
     def serves(self, need: Need) -> bool:
         """Returns whether what is held suffices for this need."""

@@ -252,7 +252,9 @@ class Ready:
     @property
     def works_lossy(self) -> bool:
         """True if every op of the chain can also run on a decoded source."""
-        return all(step._works_lossy for step in self.steps)
+        return all(step._works_lossy for step in self.steps) and not any(
+            slot.is_cut for slot in self.slots
+        )
 
     @property
     def _works_lossy(self) -> bool:
