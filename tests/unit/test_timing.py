@@ -3,6 +3,7 @@
 import pytest
 
 from elbowroom.measure import Paired, paired
+from elbowroom.measure.clocks import Undisturbed
 
 
 class Clock:
@@ -50,3 +51,14 @@ def test_progress_is_told():
 def test_senseless_counts_are_refused(wrong):
     with pytest.raises(ValueError, match="pairs >= 1 and warmup >= 0"):
         paired(lambda: None, lambda: None, **wrong)
+
+
+def test_what_other_processes_take_does_not_count():
+    """The processor's clock, a system call, is asked only where another process may have run."""
+    wall = iter((5.0, 5.00004, 5.00008, 6.00008, 6.00012, 6.2, 7.2))
+    process = iter((1.0, 1.30008, 1.5, 2.7))
+    clock = Undisturbed(lambda: next(wall), lambda: next(process))
+    read_s = [clock.now_s() for _ in range(6)]
+    # Two short stretches; 0.3 of a second out of 1; a short one; what a second thread did, too.
+    assert read_s == pytest.approx([4e-5, 8e-5, 0.30008, 0.30012, 0.5, 1.5])
+    assert next(process, None) is None

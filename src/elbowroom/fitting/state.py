@@ -305,5 +305,15 @@ class FitState:
                 return makes_states
             case Phase.WRITING | Phase.IDLE:
                 return True
-        better = self.rehearsed or self._outruns_profile
+        better = (self.rehearsed and not self._is_first_estimate) or self._outruns_profile
         return makes_states or (better and not self.recompute)
+
+    @property
+    def _is_first_estimate(self) -> bool:
+        """True if no step under an exact plan of a rehearsed forward was measured yet.
+
+        Most such plans hold, and leave little of the budget unused: they are followed from then on.
+        In place of lossy codes, a profiled step may show that exact actions suffice.
+        """
+        is_first = self.rehearsed and self.phase is Phase.VERIFYING and self.rounds == 0
+        return is_first and self.plan is not None and self.plan.exact
