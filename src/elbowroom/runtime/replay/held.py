@@ -68,13 +68,15 @@ class Rebuilt(tuple[Any, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
 
     def restore(self) -> Tensor:
         """Returns the tensor. Raises RestoreError if a source or a parameter was changed."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.restore()
         x: Tensor
         device = self[1][0][0].device.type
-        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(device)):
-            x = self[0](self)
-            return x
-        # Autocast would run other kernels than forward did.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        if torch.is_autocast_enabled(device):  # which would run other kernels than forward did
+            with torch.autocast(device, enabled=False):
+                x = self[0](self)
+        else:
             x = self[0](self)
         return x
 
