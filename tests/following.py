@@ -67,6 +67,7 @@ PURPOSE = {
     "runtime/handles/rebuild.py": "holds a recipe, and rebuilds the tensor with it",
     "runtime/replay/compiled.py": "compares the op with the script, and stores what it saves",
     "runtime/replay/replay.py": "runs the op at its place in the script",
+    "runtime/replay/held.py": "holds the tensor as a tuple, and rebuilds it",
     "runtime/replay/following.py": "counts the stored bytes in a step that follows a script",
     "runtime/replay/scribe.py": "records the op and its saved tensor in the script",
     "runtime/replay/script.py": "describes what is done with this tensor",

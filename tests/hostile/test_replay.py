@@ -328,6 +328,32 @@ def test_a_budget_that_needs_nothing_done_opens_nothing():
     er.release(net)
 
 
+class Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(64, 64), 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def test_a_loop_that_runs_longer_is_looked_at_in_the_next_forward(monkeypatch):
+    """Where nothing is to do, no op is compared with a script; its nodes are counted."""
+    net, looked = Loops(), []
+    fitting = settled(net, "1 GiB")
+    look = fitting._forward
+    monkeypatch.setattr(
+        fitting, "_forward", lambda *given: (looked.append(net.times), look(*given))[1]
+    )
+    for times in (4, 4, 3, 5, 16, 16, 16, 5, 16):
+        net.times = times
+        net(torch.randn(512, 64)).square().mean().backward()
+    assert looked == [16]
+    er.release(net)
+
+
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_a_fitted_model_follows_its_script_and_keeps_its_bits(share):
     plain, net = stack_of(), stack_of()

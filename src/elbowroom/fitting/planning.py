@@ -97,6 +97,7 @@ from elbowroom.runtime.undo import Undo
 
 _MOST_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
 _MOST_GENERAL = 16  # times that two scripts become one
+_GROWN = 1.25  # times the nodes of an earlier forward: a loop runs longer now
 _LOOKS_AGAIN = 256  # forwards that are known, until one is looked at all the same
 _MOST_UNWRITTEN = 4  # forwards without a script, or that strayed from it, until none is written
 
@@ -155,6 +156,7 @@ class Planning(Followed):
         self._general = _MOST_GENERAL
         self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
         self._replayed = 0  # forwards
+        self._nodes: dict[Any, int] = {}  # of forwards that are not compared, by `_running`
 
     def try_modules(self) -> None:
         """Tests in the next forwards whether a second run of a module gives the same result."""
@@ -244,6 +246,16 @@ class Planning(Followed):
                 self._unwritten = _MOST_UNWRITTEN
                 return None
         return script
+
+    def has_run(self, nodes: int) -> None:
+        """Notes that a forward was not compared with its script, and how many nodes it has made.
+
+        If these are many more than before, the next forward is looked at.
+        """
+        before = self._nodes.setdefault(self._running, nodes)
+        if nodes > _GROWN * before:
+            self._nodes[self._running] = nodes
+            self._replayed = -1
 
     def forget_script(self) -> None:
         """Forgets a script after a forward was another one than it says."""

@@ -6,12 +6,16 @@ relu6       its input: where that lies between 0 and 6. A NaN does on a GPU; on 
             place, so that a tensor with one is kept, as codecs keep it
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from elbowroom.codecs import BitMask, Encoded, Facts
 from elbowroom.codecs.base import memory_order
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
+from elbowroom.runtime.arena import ARENA
 
 MASKED_OUTPUT = ("relu", "relu_")
 MASKED_INPUT = ("leaky_relu",)
@@ -40,6 +44,28 @@ def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tens
     else:
         x = base if only_output else ~(base <= 0)
     return ops.pack_bits(memory_order(x.detach())[0])
+
+
+def unpacked(
+    bits: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """1 where a bit is set, 0 elsewhere: all that the op of a mask reads."""
+    encoded = Encoded(BitMask(), (bits,), shape, stride, dtype, facts=Facts(value=1.0))
+    return encoded.decode(ARENA.take(encoded.numel, dtype, bits.device))
+
+
+class Bits(tuple[Tensor, tuple[int, ...], tuple[int, ...], torch.dtype, Any]):
+    """The mask of a tensor that nothing else is held of in a settled step.
+
+    bits, and shape, strides and dtype of the tensor; what lives as long as anything that is held.
+    """
+
+    __slots__ = ()
+
+    def restore(self) -> Tensor:
+        """Returns 1 where a bit is set, 0 elsewhere."""
+        with torch.no_grad():
+            return unpacked(*self[:4])
 
 
 def differ(one: str, other: str) -> bool:

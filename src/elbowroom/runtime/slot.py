@@ -19,15 +19,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from elbowroom.codecs import Affine, BitMask, Encoded, Facts
+from elbowroom.codecs import Affine
 from elbowroom.errors import ElbowroomError, NothingHeld, RestoreError
 from elbowroom.plan import Need, Site
 from elbowroom.plan.site import Formula
-from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.encode import EncodeHandle, MovedCodeHandle
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.ledger import Entry, NoEntry
-from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT
+from elbowroom.runtime.masks import CAPPED, MASKED_OUTPUT, unpacked
 from elbowroom.runtime.normal import Statistics, flat_of
 from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 
@@ -419,10 +418,8 @@ class Slot:
         return None if mask is None else self.unpacked(mask)
 
     def unpacked(self, bits: Tensor) -> Tensor:
-        """1 where a bit is set, 0 elsewhere: all that the op of a mask reads."""
-        shape, stride = self.base.shape, self.base.stride
-        encoded = Encoded(BitMask(), (bits,), shape, stride, self.dtype, facts=Facts(value=1.0))
-        return encoded.decode(ARENA.take(encoded.numel, self.dtype, bits.device))
+        """1 where a bit is set, 0 elsewhere."""
+        return unpacked(bits, self.base.shape, self.base.stride, self.dtype)
 
 
 class CountedSlot(Slot):

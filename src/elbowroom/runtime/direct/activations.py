@@ -11,23 +11,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from elbowroom.runtime.direct.held import private_of
+from elbowroom.runtime.direct.node import Node
 
 _aten: Any = torch.ops.aten
 
 
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """Computes torch.nn.functional.gelu."""
-    made: Tensor = _GELU.apply(input, approximate)  # type: ignore[no-untyped-call]
+    made: Tensor = _GELU.apply(input, approximate)
     return made
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
     """Computes torch.nn.functional.silu, but for `inplace`, which must be false."""
-    made: Tensor = _SiLU.apply(input)  # type: ignore[no-untyped-call]
+    made: Tensor = _SiLU.apply(input)
     return made
 
 
-class _GELU(torch.autograd.Function):
+class _GELU(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
@@ -47,7 +48,7 @@ class _GELU(torch.autograd.Function):
         return _aten.gelu_backward(grad, x, **how), None
 
 
-class _SiLU(torch.autograd.Function):
+class _SiLU(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

@@ -17,6 +17,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
+from elbowroom.runtime.direct.node import Node
 
 _Grads = tuple[Tensor | None, ...]
 
@@ -33,9 +34,7 @@ def batch_norm(
 ) -> Tensor:
     """Computes torch.nn.functional.batch_norm, in training."""
     # The running statistics in a tuple: no inputs of the node.
-    made: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
-        input, weight, bias, (running_mean, running_var), momentum, eps
-    )
+    made: Tensor = _BatchNorm.apply(input, weight, bias, (running_mean, running_var), momentum, eps)
     return made
 
 
@@ -56,7 +55,7 @@ def fits_batch_norm(call: Call, x: Tensor) -> bool:
     return x.numel() > channels and all(p is None or p.numel() == channels for p in per_channel)
 
 
-class _BatchNorm(torch.autograd.Function):
+class _BatchNorm(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
         weight, bias, (running_mean, running_var), momentum, eps = settings

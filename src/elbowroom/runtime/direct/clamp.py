@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.node import Node
 
 Limit = float | int | None
 _Compare = Callable[[Tensor, float], Tensor]
@@ -26,7 +27,7 @@ _KNOWN: dict[tuple[float, ...], tuple[_Compare, _Compare]] = {
 
 def clamp(input: Tensor, min: Limit = None, max: Limit = None) -> Tensor:
     """Computes torch.clamp, with numbers for limits."""
-    made: Tensor = _Clamp.apply(input, min, max)  # type: ignore[no-untyped-call]
+    made: Tensor = _Clamp.apply(input, min, max)
     return made
 
 
@@ -61,7 +62,7 @@ def _comparisons() -> tuple[_Compare, _Compare] | None:
     return _KNOWN.get(tuple(grad.tolist()))
 
 
-class _Clamp(torch.autograd.Function):
+class _Clamp(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: Limit, high: Limit) -> Tensor:
         compared = _comparisons()

@@ -23,6 +23,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.plan.samples import AT_ONCE, samples_at_once
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
 from elbowroom.runtime.handles.encode import Parts
 from elbowroom.runtime.identity import untouchable
@@ -44,9 +45,7 @@ def convolution(
     """Computes torch.nn.functional.conv1d, conv2d or conv3d of a batch."""
     maps = input.dim() - 2
     geometry = [[x] * maps if isinstance(x, int) else list(x) for x in (stride, padding, dilation)]
-    made: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
-        input, weight, bias, (*geometry, False, [0] * maps, groups)
-    )
+    made: Tensor = _Convolution.apply(input, weight, bias, (*geometry, False, [0] * maps, groups))
     return made
 
 
@@ -102,7 +101,7 @@ def _is_batch(x: Tensor) -> bool:
     return x.numel() == x.shape[0] * x.stride(0)
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
         out = torch.convolution(x, weight, bias, *how)

@@ -25,6 +25,7 @@ from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage
@@ -52,10 +53,8 @@ def cross_entropy(
     least: log-probabilities below are saved as this, for which a code needs no copy of them
     """
     labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index, least)
-    logp: Tensor = _LogProbabilities.apply(input, labels)  # type: ignore[no-untyped-call]
-    loss: Tensor = _NegativeLogLikelihood.apply(  # type: ignore[no-untyped-call]
-        logp, target, weight, labels
-    )
+    logp: Tensor = _LogProbabilities.apply(input, labels)
+    loss: Tensor = _NegativeLogLikelihood.apply(logp, target, weight, labels)
     labels.target = labels.weight = None  # as the graph holds them
     return loss
 
@@ -114,7 +113,7 @@ class _Labels:
         return made
 
 
-class _NegativeLogLikelihood(torch.autograd.Function):
+class _NegativeLogLikelihood(Node):
     @staticmethod
     def forward(
         ctx: Any, logp: Tensor, target: Tensor, weight: Tensor | None, labels: _Labels
@@ -138,7 +137,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
         return nothing, None, None, None
 
 
-class _LogProbabilities(torch.autograd.Function):
+class _LogProbabilities(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
         logp = torch.log_softmax(x, 1)

@@ -12,12 +12,13 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import by_element, view_of
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Computes torch.nn.functional.dropout, in training and not in place."""
-    made: Tensor = _Dropout.apply(input, p)  # type: ignore[no-untyped-call]
+    made: Tensor = _Dropout.apply(input, p)
     return made
 
 
@@ -29,7 +30,7 @@ def fits_dropout(call: Call, x: Tensor) -> bool:
     return drops and on_cpu and not call.arg(3, "inplace", False)
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)  # torch's own steps

@@ -43,11 +43,22 @@ def flat_like(grad: Tensor, view: View) -> Tensor | None:
 
 def lies_like(grad: Tensor, view: View) -> bool:
     """Return whether grad has the dtype and order of the view, and is a plain tensor."""
-    geometry, slot = view.geometry, view.slot
-    if slot.is_window or type(grad) is not Tensor or untouchable(grad):  # batched, for one
+    (shape, stride, _), slot = view.geometry, view.slot
+    return not slot.is_window and is_alike(grad, shape, stride, slot.dtype, slot.device)
+
+
+def is_alike(
+    grad: Tensor,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Return whether grad is a plain tensor of this kind."""
+    if type(grad) is not Tensor or untouchable(grad):  # batched, for one
         return False
-    alike = grad.dtype is slot.dtype and grad.stride() == geometry.stride
-    return alike and grad.shape == geometry.shape and grad.device == slot.device
+    alike = grad.dtype is dtype and grad.stride() == stride
+    return alike and grad.shape == shape and grad.device == device
 
 
 def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) -> Tensor | None:

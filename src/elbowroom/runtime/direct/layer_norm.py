@@ -16,6 +16,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
+from elbowroom.runtime.direct.node import Node
 
 _Grads = tuple[Tensor | None, ...]
 
@@ -28,9 +29,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Computes torch.nn.functional.layer_norm."""
-    made: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
-        input, weight, bias, normalized_shape, eps
-    )
+    made: Tensor = _LayerNorm.apply(input, weight, bias, normalized_shape, eps)
     return made
 
 
@@ -43,7 +42,7 @@ def fits_layer_norm(call: Call, x: Tensor) -> bool:
     return on_cpu and isinstance(call.arg(1, "normalized_shape"), Sequence)
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
         weight, bias, shape, eps = settings

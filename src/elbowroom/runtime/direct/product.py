@@ -16,6 +16,7 @@ from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed, restored_alone
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.slot import View
 
@@ -24,7 +25,7 @@ _LEAST_NBYTES = 1 << 18  # of the result: fewer are not worth a node of ours
 
 def product(input: Tensor, other: Tensor) -> Tensor:
     """Computes torch.mul of arguments that pass `fits_product`."""
-    made: Tensor = _Product.apply(input, other)  # type: ignore[no-untyped-call]
+    made: Tensor = _Product.apply(input, other)
     return made
 
 
@@ -51,7 +52,7 @@ def _spreads(x: Tensor, over: Tensor) -> bool:
     return x.dim() <= over.dim() and all(own in (1, length) for own, length in pairs)
 
 
-class _Product(torch.autograd.Function):
+class _Product(Node):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.identity import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once
@@ -96,9 +97,7 @@ def recurrent(op: Any, most: int) -> Any:
             drop = dropout if i and training else 0.0
             how = _Layer(op, len(states), has_biases, drop, training, is_bidirectional, stretches)
             own = [state[i * directions : (i + 1) * directions] for state in states]
-            made = _RunAgain.apply(  # type: ignore[no-untyped-call]
-                how, x, sizes, *own, *weights[i * each : (i + 1) * each]
-            )
+            made = _RunAgain.apply(how, x, sizes, *own, *weights[i * each : (i + 1) * each])
             x = made[0]
             last.append(made[1:])
         ends = [torch.cat(parts) if layers > 1 else parts[0] for parts in zip(*last, strict=True)]
@@ -153,7 +152,7 @@ def _arguments(
     return x, sizes, [hx] if isinstance(hx, Tensor) else hx, weights, rest
 
 
-class _RunAgain(torch.autograd.Function):
+class _RunAgain(Node):
     @staticmethod
     def forward(
         ctx: Any, how: _Layer, x: Tensor, sizes: Tensor | None, *tensors: Tensor

@@ -11,13 +11,16 @@ from torch import Tensor
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.held import by_element, lies_like, view_of
+from elbowroom.runtime.direct.held import is_alike, packed, view_of
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.masks import Bits
+from elbowroom.runtime.slot import View
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """Computes torch.nn.functional.relu."""
-    made: Tensor = _ReLU.apply(input, inplace)  # type: ignore[no-untyped-call]
+    made: Tensor = _ReLU.apply(input, inplace)
     return made
 
 
@@ -35,7 +38,7 @@ def fits_relu(call: Call, x: Tensor) -> bool:
     return not in_place or not (x.is_leaf or x._is_view())
 
 
-class _ReLU(torch.autograd.Function):
+class _ReLU(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
         out = torch.relu_(x) if inplace else torch.relu(x)
@@ -59,14 +62,28 @@ class _ReLU(torch.autograd.Function):
 
 def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
     """The gradient by the bits alone; None where there are none, or in another order."""
-    view = view_of(ctx, 0)
-    if view is None or view.need is not Need.MASK or view.slot.bits is None:
+    held = packed(ctx, 0)
+    mask = held if type(held) is Bits else _mask_of(view_of(ctx, 0))
+    if mask is None:
         return None
-    if isinstance(view.slot.value, KeepHandle):
-        return None  # which checks whether it was changed meanwhile
-    bits = view.slot.bits
-    if lies_like(grad, view) and (kernels := ops.by_address(grad)) is not None:
-        made = torch.empty_like(grad)
+    bits, shape, stride, dtype, _ = mask
+    if not is_alike(grad, shape, stride, dtype, bits.device):
+        return None
+    made = torch.empty_like(grad)
+    kernels = ops.by_address(grad)
+    if kernels is not None:
         kernels.masked(grad.data_ptr(), grad.numel(), bits.data_ptr(), made.data_ptr())
-        return made
-    return by_element(grad, view, lambda flat, made: ops.masked(flat, bits, made))
+    else:
+        flat, into = (x.as_strided((x.numel(),), (1,), x.storage_offset()) for x in (grad, made))
+        ops.masked(flat, bits, into)
+    return made
+
+
+def _mask_of(view: View | None) -> Bits | None:
+    """The bits that a view has in place of the tensor."""
+    if view is None or view.need is not Need.MASK or view.slot.is_window:
+        return None
+    slot, (shape, stride, _) = view.slot, view.geometry
+    if slot.bits is None or isinstance(slot.value, KeepHandle):
+        return None  # a kept tensor checks whether it was changed meanwhile
+    return Bits((slot.bits, shape, stride, slot.dtype, None))

@@ -57,6 +57,7 @@ DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselve
 # step of a loop would recompute a product over all time steps, to read its slice.
 _MOST_WORK = 16
 Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
+OTHER_SHAPE = "dropout's factor has another shape than its input; use er.saving(..., rebuild=False)"
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
 
@@ -106,7 +107,8 @@ class Op:
     products            multiplications that it takes, where these are many (a linear layer)
     given, bound        tensors of this forward alone that its functions read, statistics, and what
                         makes the same op of those of another forward; None: nothing does
-    is_of_given         `exact` reads them, too, and not only the forms for codes
+    of_given            `exact` of any forward's tensors: (x, *given) -> the result; None: it reads
+                        none of them, only the forms for codes do
     beside              ops of earlier calls that have made the same of the same
     is_extra            run again only where not enough is saved without
     is_unsure           what it made may have been changed unseen: compare before it is dropped
@@ -127,7 +129,7 @@ class Op:
     products: int = 0
     given: tuple[Tensor, ...] = ()
     bound: "Callable[..., Op] | None" = None
-    is_of_given: bool = False
+    of_given: Callable[..., Tensor] | None = None
     beside: "tuple[Op, ...]" = ()
     is_unsure: bool = False
     is_extra: bool = False
@@ -331,30 +333,21 @@ class Ready:
 
         Backward may run inside autocast, which would run other kernels than forward did.
         """
-        self._check_parameters()
+        check_parameters(self.op.fixed, self.versions)
         device = self.root.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 out = self._run()
         else:
             out = self._run()
-        if out.shape != self.made.shape:
-            raise RestoreError(
-                f"rebuilding gave shape {tuple(out.shape)} where {self.made.shape} was saved. "
-                "Please report it; er.saving(..., rebuild=False) avoids it."
-            )
-        if not same_order(self.made.shape, out.stride(), self.made.stride):
-            out = torch.empty_strided(
-                self.made.shape, self.made.stride, dtype=out.dtype, device=out.device
-            ).copy_(out)
-        return out
+        return laid_out(out, self.made)
 
     def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
         """Returns a slot, an affine and its bits if the tensor is that affine of that slot.
 
         An affine of an exact slot gives other bits than the op itself: not for exact mode.
         """
-        self._check_parameters()
+        check_parameters(self.op.fixed, self.versions)
         source, affine = self.source, self.op.affine
         if affine is None or not isinstance(source, Slot):
             return None
@@ -365,16 +358,6 @@ class Ready:
         )
         plain = same and self.made.shape == self.seen.shape
         return (source, affine(), self.bits) if plain else None
-
-    def _check_parameters(self) -> None:
-        for tensor, version in zip(self.op.fixed, self.versions, strict=True):
-            if tensor.is_inference() or tensor._version != version:
-                check_version(tensor, version)
-            if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-                raise RestoreError(
-                    f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
-                    "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
-                )
 
     def _run(self) -> Tensor:
         exact, affine = self.exact, self.op.affine
@@ -448,11 +431,46 @@ class Ready:
         assert self.noise is not None
         noise = self.noise.restore_source()
         if noise.shape != x.shape:
-            raise RestoreError(
-                "dropout's factor has another shape than its input; "
-                "use er.saving(..., rebuild=False)"
-            )
+            raise RestoreError(OTHER_SHAPE)
         return noise
+
+
+def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Raise RestoreError if a parameter was changed since, or its memory freed."""
+    for tensor, version in zip(fixed, versions, strict=True):
+        if tensor.is_inference() or tensor._version != version:
+            check_version(tensor, version)
+        if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+            raise RestoreError(
+                f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
+                "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
+            )
+
+
+def laid_out(out: Tensor, made: Geometry) -> Tensor:
+    """Return the result of a recipe in the order of memory that it was made in."""
+    if out.shape != made.shape:
+        raise RestoreError(
+            f"rebuilding gave shape {tuple(out.shape)} where {made.shape} was saved. "
+            "Please report it; er.saving(..., rebuild=False) avoids it."
+        )
+    stride = out.stride()
+    if stride == made.stride or same_order(made.shape, stride, made.stride):
+        return out
+    room = torch.empty_strided(made.shape, made.stride, dtype=out.dtype, device=out.device)
+    return room.copy_(out)
+
+
+def as_base(x: Tensor, base: Geometry, dtype: torch.dtype) -> Tensor:
+    """Return the dense view of a recipe's result that was saved."""
+    if x.dtype is not dtype:
+        raise RestoreError(
+            f"rebuilding gave {_name(x.dtype)} where {_name(dtype)} was saved. "
+            "Please report it; er.saving(..., rebuild=False) avoids it."
+        )
+    if x.stride() == base.stride and x.shape == base.shape and not base.offset:
+        return x
+    return x.as_strided(base.shape, base.stride, base.offset + x.storage_offset())
 
 
 def _replace_outside(x: Tensor, bits: Tensor, outside: Callable[[Tensor], Tensor]) -> None:
@@ -585,13 +603,7 @@ class RebuildHandle:
                 x = self.ready.make()
         else:
             x = self.ready.make()
-        if x.dtype is not self._dtype:
-            raise RestoreError(
-                f"rebuilding gave {_name(x.dtype)} where {_name(self._dtype)} was saved. "
-                "Please report it; er.saving(..., rebuild=False) avoids it."
-            )
-        base = self._base
-        return x.as_strided(base.shape, base.stride, base.offset + x.storage_offset())
+        return as_base(x, self._base, self._dtype)
 
 
 def _repeats(affine: Affine, base: Geometry) -> bool:

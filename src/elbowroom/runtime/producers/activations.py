@@ -42,9 +42,10 @@ def _relu_of_norm(norm: Op) -> Op:
     def exact(x: Tensor) -> Tensor:
         return norm.exact(x).relu_()
 
-    bound = norm.bound
+    bound, of_given = norm.bound, norm.of_given
     again = None if bound is None else lambda *given: _relu_of_norm(bound(*given))
-    return norm.changed(exact=exact, needs_bits=True, bound=again)
+    both = None if of_given is None else lambda *given: of_given(*given).relu_()
+    return norm.changed(exact=exact, needs_bits=True, bound=again, of_given=both)
 
 
 def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:

@@ -25,6 +25,7 @@ from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.replay.held import Flat, HoldFlat, kept
 from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step, deeds_of
 from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.serving import is_normalized, normalized, perform
@@ -54,14 +55,16 @@ class Act:
         *("module", "most", "numel", "opens", "place", "run", "saves"),
     )
 
-    def __init__(self, step: Step, most: int = 0, *, is_exact: bool = True) -> None:
-        """is_exact: nothing in its script is lossy."""
+    def __init__(self, step: Step, flat: Flat, most: int = 0, *, is_exact: bool = True) -> None:
+        """flat: what is held without slots. is_exact: nothing in its script is lossy."""
         self.func: Callable[..., Any] = step.func
         self.is_plain: bool = step.is_plain
         self.guard: Guard | None = None if step.args is None else _guard(step)
         self.saves: tuple[Save | None, ...] | None = step.saves
         self.holds: tuple[Hold | None, ...] | None = (
-            None if step.saves is None else tuple(s and _hold(s, is_exact) for s in step.saves)
+            None
+            if step.saves is None
+            else tuple(s and _hold(s, is_exact, flat.holder(s)) for s in step.saves)
         )
         self.run: Callable[..., Any] = step.run or step.func
         self.before, self.after = (
@@ -78,9 +81,12 @@ class Compiled:
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Deed], mosts: Sequence[int]) -> None:
         exact = not any(deed.is_lossy for deed in deeds_of(steps, last))
-        acts = [Act(step, most, is_exact=exact) for step, most in zip(steps, mosts, strict=True)]
+        self.flat = flat = Flat(steps, last)
+        acts = [
+            Act(step, flat, most, is_exact=exact) for step, most in zip(steps, mosts, strict=True)
+        ]
         # The last one is no call: nothing is equal to its function.
-        self.acts = (*acts, Act(Step(_nothing)))
+        self.acts = (*acts, Act(Step(_nothing), flat))
         self.last = tuple(_late(deed, exact) for deed in last)
 
 
@@ -227,9 +233,21 @@ def _fits_parameter(like: Like) -> Check:
 # --- What is held of a tensor
 
 
-def _hold(save: Save, is_exact: bool) -> Hold:
-    if isinstance(save.geometry, Varying) or isinstance(save.whole, Varying):
-        return _hold_varying(save, is_exact)
+def _hold(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
+    """flat: holds it without a slot."""
+    varies = isinstance(save.geometry, Varying) or isinstance(save.whole, Varying)
+    hold = _hold_varying(save, is_exact) if varies else _hold_fixed(save, is_exact, flat)
+    if save.slot != 0 or not save.fresh:
+        return hold
+
+    def hold_first(replay: Replay, x: Tensor) -> Any:
+        replay.look_around()
+        return hold(replay, x)
+
+    return hold_first
+
+
+def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
     (shape, stride, offset), dtype, same = save.geometry, save.dtype, save.same
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     whole = save.geometry if save.whole is None else save.whole
@@ -251,8 +269,8 @@ def _hold(save: Save, is_exact: bool) -> Hold:
             replay.places.note(place, x)
         if noted != NOWHERE:
             replay.noted[noted] = x.detach()
-        if number == NOWHERE:
-            return replay.kept(x)
+        if flat is not None:
+            return flat(replay, x)
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
             if is_shared:
@@ -301,7 +319,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
         if noted != NOWHERE:
             replay.noted[noted] = x.detach()
         if number == NOWHERE:
-            return replay.kept(x)
+            return kept(replay, x)
         if fresh:
             replay.slots[number] = replay.new_slot(number, x, whole)
             if is_shared:
@@ -433,7 +451,7 @@ def _rebuild(deed: Deed, is_exact: bool) -> Do:
 
 def _is_bound(op: Op, is_exact: bool) -> bool:
     """Returns whether an op is made anew of the statistics of each forward."""
-    return op.bound is not None and (op.is_of_given or not is_exact)
+    return op.bound is not None and (op.of_given is not None or not is_exact)
 
 
 def _works_lossy(step: Remade, is_exact: bool) -> bool:

@@ -6,16 +6,13 @@ which gets its held bytes, and is summed on request.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from elbowroom.runtime import modules
-from elbowroom.runtime.compiler import is_compiled
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import (
@@ -27,7 +24,8 @@ from elbowroom.runtime.ledger import (
     Row,
     summed,
 )
-from elbowroom.runtime.replay.replay import Replay, Token
+from elbowroom.runtime.replay.held import Token
+from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import NOWHERE, Script
 from elbowroom.runtime.slot import Geometry, Slot
@@ -69,13 +67,17 @@ class RepeatedLedger(Account):
     somebody asks.
     """
 
-    def __init__(self, known: Counts, token: object, *, varies: bool = False) -> None:
-        """token: lives as long as anything that is only kept.
+    def __init__(
+        self, known: Counts, token: object, flat: Iterable[int], *, varies: bool = False
+    ) -> None:
+        """token: lives as long as anything that is held without a slot.
 
-        varies: tensors may be of other sizes than the known ones
+        flat: numbers of the slots that are not made. varies: tensors may be of other sizes than the
+        known ones
         """
         self._varies = varies
         self._known, self._token = known, weakref.ref(token)
+        self._flat = flat
         self._entries: dict[int, tuple[Repeated, weakref.ref[Slot]]] = {}
         self._by_slot = known.by_slot
 
@@ -127,7 +129,10 @@ class RepeatedLedger(Account):
     @property
     def held_nbytes(self) -> int:  # type: ignore[override]
         """Bytes that are held now."""
-        kept = 0 if self._token() is None else self._known.kept_nbytes
+        kept = 0
+        if self._token() is not None:
+            flat = sum(one.after_nbytes for n in self._flat if (one := self._by_slot.get(n)))
+            kept = self._known.kept_nbytes + flat
         alive = (entry for entry, slot in self._entries.values() if slot() is not None)
         return kept + sum(entry.after_nbytes for entry in alive)
 
@@ -150,7 +155,7 @@ class Following(Replay):
     ) -> None:
         super().__init__(known[0], context, known[1:])
         self.scripts, self._make = scripts, make
-        self._token = Token()
+        self.token = Token()
         self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
 
     @property
@@ -167,7 +172,7 @@ class Following(Replay):
         if self._open is None:
             return
         super().__exit__(kind, error, trace)
-        self._token = None
+        self.token = None
         if kind is not None:
             return
         saving = self.saving
@@ -181,7 +186,9 @@ class Following(Replay):
     def follow(self, script: Script) -> None:
         """Continues with another script."""
         super().follow(script)
-        self._repeated = RepeatedLedger(script.counts, self._token, varies=script.sizes > 0)
+        self._repeated = RepeatedLedger(
+            script.counts, self.token, script.compiled.flat.numbers, varies=script.sizes > 0
+        )
 
     def look(self) -> Saving:
         """Returns the context that examines the rest; its ledger has the bytes held so far."""
@@ -190,15 +197,14 @@ class Following(Replay):
             entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))
             entry.action, entry.why = "as before", "a step that began like an earlier one"
             entry.hold(int(share * self.script.held_nbytes))
-            weakref.finalize(self._token, entry.close).atexit = False
+            weakref.finalize(self.token, entry.close).atexit = False
             return saving
         return self._make(Scribe(selects=True) if self.scripts.wanted else None)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number, which the ledger counts if it is acted on."""
-        slot = self._repeated.new_slot(number, base, geometry)
-        looks = number == 0 and "torch._dynamo" in sys.modules
-        if looks and any(map(is_compiled, modules.on_stack())):
-            # The user compiled the model before, and calls it only now.
-            self.scripts.has_seen_calls(compiled=True)
-        return slot
+        return self._repeated.new_slot(number, base, geometry)
+
+    def calls_compiled(self) -> None:
+        """Notes that calls have to be intercepted from now on."""
+        self.scripts.has_seen_calls(compiled=True)

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.codecs.base import Seed
+from elbowroom.errors import ElbowroomError, RestoreError
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Need
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
-from elbowroom.runtime.compiler import eagerly
+from elbowroom.runtime.compiler import eagerly, is_compiled
 from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
@@ -37,38 +38,15 @@ from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import Observing, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
+from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.slot import unpack as unpack_view
-from elbowroom.runtime.storage import check_version
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
 _sequence_number = torch._C._autograd._get_sequence_nr
-
-
-class Token:
-    """Token whose end shows that nothing is held any more."""
-
-    __slots__ = ("__weakref__",)
-
-
-class Kept(tuple[Tensor, int, Token | None]):
-    """A tensor that is only kept, with the version check that hooks switch off.
-
-    The tensor without its node; its version; what lives as long as anything that is only kept. A
-    tuple, for a class of ours would take a call of Python's to make.
-    """
-
-    __slots__ = ()
-
-    def restore(self) -> Tensor:
-        """Returns the tensor. Raises RestoreError if it was changed in place."""
-        x, version, _ = self
-        check_version(x, version)
-        return x
 
 
 class Places:
@@ -113,8 +91,15 @@ def unpack(held: Any) -> Tensor:
                 return x
         except RuntimeError:  # an inference tensor has no version
             pass
-        return held.restore()
-    return unpack_view(held)
+    try:
+        restored: Tensor = held.restore()
+        return restored
+    except ElbowroomError:
+        raise
+    except Exception as error:
+        raise RestoreError(
+            f"a saved tensor could not be given back to backward: {error}"
+        ) from error
 
 
 class _Again(Observing):
@@ -138,6 +123,8 @@ class Replay(Observing):
     """A context around one forward that replays `script`; a subclass examines other forwards.
 
     slots     those of this forward
+    sources   kept tensors from which others are rebuilt, by the numbers of their slots
+    token     lives as long as anything that is held without a slot
     sizes     numbers of rows that its script leaves open, as its tensors have told them so far
     places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
@@ -155,6 +142,7 @@ class Replay(Observing):
         super().__init__()
         self.script, self.context = script, context
         self.slots: list[Slot] = []
+        self.sources: list[Kept] = []
         self.sizes: list[int] = []
         self.noted: list[Tensor] = []
         self.strayed = False
@@ -173,7 +161,7 @@ class Replay(Observing):
         self._on_host: list[int] = []
         self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}
         self._given = 0  # how many inputs the checkpoints of this step have saved
-        self._token: Token | None = None
+        self.token: Token | None = None
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
         self._outside = 0  # modules that were called around the model
@@ -204,7 +192,8 @@ class Replay(Observing):
         self._first_seed = self.context.first_seed() + self._seeds
         self._on_host, self._on_device = [], {}
         self.script, self._acts = script, script.compiled.acts
-        self.slots, self.sizes = [nowhere] * script.slots, [UNSET] * script.sizes
+        self.slots, self.sources = [nowhere] * script.slots, [nowhere] * script.slots
+        self.sizes = [UNSET] * script.sizes
         self.noted = [nowhere] * script.noted
         self.places = Places(script.places)
 
@@ -224,7 +213,7 @@ class Replay(Observing):
             self.strayed = self._act() is not self._acts[-1]
             for late in self.script.compiled.last if not self.strayed else ():
                 late(self)
-        self.slots, self.noted, self.places = [], [], Places(0)
+        self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
 
     def __torch_function__(
         self,
@@ -241,8 +230,17 @@ class Replay(Observing):
             # Equal, not the same: what gets an attribute is another object each time.
             if act.func is func or act.func == func:
                 at, self._at = self._at, self._at + 1
-                if act.is_plain:
-                    return self._run_plain(act, args, kwargs)
+                if act.is_plain:  # all that it saves is kept
+                    outer, numel, self._is_inside = self._is_inside, self._numel, True
+                    try:
+                        out = func(*args, **kwargs)
+                    finally:
+                        self._is_inside = outer
+                        if act.numel is None:
+                            self._numel = numel
+                    if self._numel - act.most > self.spare:
+                        self._stray()
+                    return out
                 if act.guard is None or act.guard(self, args, kwargs):
                     return self._run(act, args, kwargs)
                 self._at = at
@@ -292,19 +290,6 @@ class Replay(Observing):
     def has_begun(self) -> bool:
         """True if any function was called yet, or has saved a tensor with an action."""
         return self._at > 0 or self._given > 0
-
-    def _run_plain(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an op whose saved tensors are all kept."""
-        outer, numel, self._is_inside = self._is_inside, self._numel, True
-        try:
-            out = act.func(*args, **kwargs)
-        finally:
-            self._is_inside = outer
-            if act.numel is None:
-                self._numel = numel
-        if self._numel - act.most > self.spare:
-            self._stray()
-        return out
 
     def _run(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for late in act.before:
@@ -403,8 +388,8 @@ class Replay(Observing):
         try:
             version = x._version
         except RuntimeError:
-            return self.kept(x)
-        return Kept((x if x.is_leaf else x.detach(), version, self._token))
+            return kept(self, x)
+        return Kept((x if x.is_leaf else x.detach(), version, self.token))
 
     def _pack_outside(self, x: Tensor) -> Any:
         """The same of what is saved between two calls, or in a forward that has strayed."""
@@ -422,7 +407,7 @@ class Replay(Observing):
             self._numel += x.numel()
             if saving is not None:
                 return saving.take(x)
-            return self._input(x) if self.script.acts_between else self.kept(x)
+            return self._input(x) if self.script.acts_between else kept(self, x)
 
     def _stray_at(self, x: Tensor) -> Any:
         """Examines the rest of the forward, which differs from the script, as x shows."""
@@ -439,7 +424,7 @@ class Replay(Observing):
             save, hold = act.saves[i], act.holds[i]
             self._given = i + 1
             if save is None or hold is None:
-                return self.kept(x)
+                return kept(self, x)
             alike = type(x) is not nn.Parameter
             if save.need is Need.LOSSY:  # which only a checkpoint's input may be
                 alike = alike and x.requires_grad and checkpoint_call(x) is not None
@@ -448,14 +433,17 @@ class Replay(Observing):
                 return held
         return self._stray_at(x)
 
-    def kept(self, x: Tensor) -> Kept:
-        """Return what is held of a tensor that is only kept."""
-        alone = x if x.is_leaf else x.detach()  # reading `grad_fn` creates an object
-        return Kept((alone, 0 if x.is_inference() else x._version, self._token))
-
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number. geometry: of what covers it, as `base` may not."""
         return Slot(base, NOT_COUNTED, geometry=geometry)
+
+    def look_around(self) -> None:
+        """Looks, once in a forward, whether a compiled module is called."""
+        if "torch._dynamo" in sys.modules and any(map(is_compiled, modules.on_stack())):
+            self.calls_compiled()
+
+    def calls_compiled(self) -> None:
+        """The user compiled the model before, and calls it only now."""
 
     def draw(self, nth: int) -> int:
         """Return one of the seeds of this forward, from 1 on."""

@@ -36,6 +36,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
+from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.identity import PLAIN
 
 _MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"
@@ -78,7 +79,7 @@ def attention(
     tensors = _as_autocast(tensors)
     backend = _backend(tensors, dropout_p, is_causal, scale, enable_gqa)
     how = _How(dropout_p, is_causal, scale, enable_gqa, backend)
-    made: Tensor = _Attention.apply(*tensors, how)  # type: ignore[no-untyped-call]
+    made: Tensor = _Attention.apply(*tensors, how)
     return made
 
 
@@ -185,7 +186,7 @@ def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, draw
     return nbytes - learned_nbytes  # the mask's own gradient is one of them
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Node):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How

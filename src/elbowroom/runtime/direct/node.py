@@ -1,0 +1,21 @@
+"""What all nodes of ours are: functions of torch's, entered without what they do not need."""
+
+from typing import Any
+
+import torch
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+class Node(torch.autograd.Function):
+    """Autograd function whose `forward` has the context, and that runs outside of torch.func.
+
+    `Function.apply` makes sure of both for each call, in six functions of Python's.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Returns what `forward` makes of these; its node is in the graph."""
+        if _are_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -1,0 +1,341 @@
+"""What autograd holds of a tensor in a settled step: one tuple, wherever that is enough.
+
+    Kept      the tensor, and its version
+    Rebuilt   the kept tensors that it is recomputed from, exactly
+    Bits      where it is positive, for the backward of a ReLU (`masks.py`)
+
+A slot lets several readers share a value, and lets it change after it was saved. A script says
+beforehand of most storages that neither happens: `Flat` finds these. Nothing is looked up, counted
+or decided on for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from elbowroom.errors import RestoreError
+from elbowroom.plan import Need
+from elbowroom.plan.action import Rebuild
+from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
+from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
+from elbowroom.runtime.replay.script import NOWHERE, Deed, Ref, Remade, Save, Step, deeds_of
+from elbowroom.runtime.replay.sizes import Varying
+from elbowroom.runtime.slot import Geometry
+from elbowroom.runtime.storage import check_version, version_of
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.replay.replay import Replay
+
+HoldFlat: TypeAlias = "Callable[[Replay, Tensor], Kept | Rebuilt | Bits]"
+_Run = Callable[[list[Tensor], tuple[Tensor, ...]], Tensor]
+
+
+class Token:
+    """Token whose end shows that nothing is held any more."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Kept(tuple[Tensor, int, Token | None]):
+    """A tensor that is only kept, with the version check that hooks switch off.
+
+    The tensor without its node; its version; what lives as long as anything that is held so. A
+    tuple, for a class of ours would take a call of Python's to make.
+    """
+
+    __slots__ = ()
+
+    def restore(self) -> Tensor:
+        """Returns the tensor. Raises RestoreError if it was changed in place."""
+        x, version, _ = self
+        check_version(x, version)
+        return x
+
+
+class Rebuilt(tuple[Any, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], Token | None]):
+    """A tensor that is recomputed from others, which are kept.
+
+    What recomputes it; its sources; statistics of this forward; versions of the parameters that are
+    read; and what lives as long as anything that is held so.
+    """
+
+    __slots__ = ()
+
+    def restore(self) -> Tensor:
+        """Returns the tensor. Raises RestoreError if a source or a parameter was changed."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.restore()
+        x: Tensor
+        device = self[1][0][0].device.type
+        if torch.is_autocast_enabled(device):  # which would run other kernels than forward did
+            with torch.autocast(device, enabled=False):
+                x = self[0](self)
+        else:
+            x = self[0](self)
+        return x
+
+
+def kept(replay: Replay, x: Tensor) -> Kept:
+    """Returns what is held of a tensor that is only kept."""
+    alone = x if x.is_leaf else x.detach()  # reading `grad_fn` creates an object
+    try:
+        return Kept((alone, x._version, replay.token))
+    except RuntimeError:  # an inference tensor has no version
+        return Kept((alone, 0, replay.token))
+
+
+class Flat:
+    """The storages of a script of which no slot is made, by the numbers of their slots.
+
+    kept    nothing is done with them
+    acting  their saved tensors are rebuilt from kept ones, once, or are bits, or both
+    """
+
+    def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
+        self._saves: dict[int, list[tuple[Step, Save]]] = defaultdict(list)
+        for step in steps:
+            for save in step.saves or ():
+                if save is not None and save.slot != NOWHERE:
+                    self._saves[save.slot].append((step, save))
+        later = {deed.slot for step in steps for deed in (*step.before, *step.after)}
+        later |= {deed.slot for deed in last}
+        later |= {slot for step in steps for _, slot in step.copies}
+        known = {n for n in self._saves if n not in later and self._is_fixed(n)}
+        self.kept = {n for n in known if not any(save.deed for _, save in self._saves[n])}
+        self.acting = {n for n in known - self.kept if self._acts_once(n)}
+        self._settle(list(deeds_of(steps, last)))
+
+    @property
+    def numbers(self) -> set[int]:
+        """All of them."""
+        return self.kept | self.acting
+
+    def _settle(self, deeds: list[Deed]) -> None:
+        """Drops what reads, or is read by, what needs a slot."""
+        count = -1
+        while count != len(self.kept) + len(self.acting):
+            count = len(self.kept) + len(self.acting)
+            for deed in deeds:
+                if deed.slot in self.acting:
+                    read = {n for one in deed.remade or () for n in one.sources}
+                    if not read <= self.kept:
+                        self.acting.discard(deed.slot)
+                    self.acting -= read
+                else:
+                    read = {deed.mask}.union(*(one.slots for one in deed.remade or ()))
+                    self.kept -= read
+                    self.acting -= read
+
+    def _is_fixed(self, number: int) -> bool:
+        """Returns whether the script knows the sizes of all that is saved of it."""
+        return self._saves[number][0][1].fresh and not any(
+            isinstance(one, Varying) or save.waits
+            for _, save in self._saves[number]
+            for one in (save.geometry, save.whole)
+        )
+
+    def _acts_once(self, number: int) -> bool:
+        bits = [save for _, save in self._saves[number] if _takes_bits(save)]
+        values = [(step, s) for step, s in self._saves[number] if not _takes_bits(s)]
+        return len(bits) <= 1 and len(values) <= 1 and all(_rebuilds(*one) for one in values)
+
+    def holder(self, save: Save) -> HoldFlat | None:
+        """Returns the function that holds what is saved; None: a slot does."""
+        if save.slot == NOWHERE:
+            return kept
+        if save.slot in self.kept:
+            return _keep_source(save) if save.fresh else kept
+        if save.slot not in self.acting:
+            return None
+        assert save.deed is not None
+        if save.deed.bits:
+            return _hold_bits(save.deed, save.geometry, save.dtype)
+        assert save.deed.remade is not None
+        return _rebuild(save.deed.remade, self._whole, save)
+
+    def _whole(self, number: int) -> Geometry:
+        """The geometry of all of a storage."""
+        (_, save), *_ = self._saves[number]
+        return save.geometry if save.whole is None else save.whole
+
+
+def _takes_bits(save: Save) -> bool:
+    """Returns whether the bits of a ReLU are all that is held for this reader."""
+    deed = save.deed
+    covers = save.whole is None or save.whole == save.geometry
+    return deed is not None and deed.bits in MASKED_OUTPUT and save.need is Need.MASK and covers
+
+
+def _rebuilds(step: Step, save: Save) -> bool:
+    """Returns whether torch's own op saves it, of which our nodes and checkpoints know no form."""
+    deed = save.deed
+    is_torchs = step.run is None and step.module is None and not (step.inputs or step.opens)
+    if deed is None or deed.remade is None or not isinstance(deed.action, Rebuild):
+        return False
+    each = [one for remade in deed.remade for one in _geometries(remade)]
+    return (
+        is_torchs and save.need is not Need.MASK and not any(isinstance(g, Varying) for g in each)
+    )
+
+
+def _geometries(remade: Remade) -> Iterator[Geometry]:
+    yield from (remade.seen, remade.made, *(ref.geometry for ref in remade.given))
+    yield from (seen for _, seen in remade.op.others)
+
+
+def _keep_source(save: Save) -> HoldFlat:
+    """Keeps a tensor from which others may be rebuilt."""
+    number, whole = save.slot, save.whole
+
+    def keep(replay: Replay, x: Tensor) -> Kept:
+        held = kept(replay, x)
+        # An input's data may be exchanged until backward: a recipe reads what forward has read.
+        base = x if whole is None else whole.on(x)
+        replay.sources[number] = kept(replay, base.detach()) if base is not x or x.is_leaf else held
+        return held
+
+    return keep
+
+
+def _hold_bits(deed: Deed, geometry: Geometry, dtype: torch.dtype) -> HoldFlat:
+    (shape, stride, _), op, covers = geometry, deed.bits, deed.covers
+
+    def hold(replay: Replay, x: Tensor) -> Bits:
+        bits = mask_bits(x, op, only_output=covers)
+        assert bits is not None  # of a ReLU
+        return Bits((bits, shape, stride, dtype, replay.token))
+
+    return hold
+
+
+def _rebuild(remade: Remade, whole: Callable[[int], Geometry], save: Save) -> HoldFlat:
+    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
+    steps = tuple(remade)
+    numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))
+    fixed = tuple(tensor for one in steps for tensor in one.op.fixed)
+    refs = tuple(ref for one in steps for ref in _read(one))
+    run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(remade)
+    view, dtype = save.geometry, save.dtype
+    base = view if save.whole is None else save.whole
+
+    is_all_of_it = view == base
+
+    def make(held: Rebuilt) -> Tensor:
+        _, sources, given, versions, _ = held
+        if fixed:
+            check_parameters(fixed, versions)
+        tensors = []
+        for x, version, _ in sources:
+            if x.is_inference() or x._version != version:
+                check_version(x, version)
+            tensors.append(x)
+        whole_of_it = as_base(run(tensors, given), base, dtype)
+        return whole_of_it if is_all_of_it else view.within(base, whole_of_it)
+
+    def rebuild(replay: Replay, x: Tensor) -> Rebuilt:
+        sources = tuple(map(replay.sources.__getitem__, numbers))
+        given = tuple([ref.tensor(replay) for ref in refs]) if refs else ()
+        versions = tuple(map(version_of, fixed))
+        return Rebuilt((make, sources, given, versions, replay.token))
+
+    return rebuild
+
+
+def _read(remade: Remade) -> tuple[Ref, ...]:
+    """The statistics that a recipe reads although its sources are exact."""
+    return () if remade.op.of_given is None else remade.given
+
+
+class _Recipe:
+    """The ops of a recipe as functions of its sources, as `Ready` runs them on exact ones.
+
+    Each takes the tensors that are kept, and the statistics of this forward.
+    """
+
+    def __init__(
+        self, steps: tuple[Remade, ...], at: dict[int, int], whole: Callable[[int], Geometry]
+    ) -> None:
+        """at: the place of each slot's tensor among the kept ones."""
+        self._at, self._whole = at, whole
+        self._given: dict[int, slice] = {}
+        start = 0
+        for one in steps:
+            end = start + len(_read(one))
+            self._given[id(one)], start = slice(start, end), end
+
+    def run(self, remade: Remade) -> _Run:
+        """Returns the function that makes a tensor with the geometry that it was made in."""
+        source, op, made = self._operand(remade.source, remade.seen), remade.op, remade.made
+        if remade.others:
+            return self._with_others(remade, source)
+        is_private, of_given, mine = self._is_private(remade), op.of_given, self._given[id(remade)]
+        if remade.noise != NOWHERE:
+            at = self._at[remade.noise]
+
+            def masked(tensors: list[Tensor], given: tuple[Tensor, ...]) -> Tensor:
+                x, noise = source(tensors, given), tensors[at]
+                if noise.shape != x.shape:
+                    raise RestoreError(OTHER_SHAPE)
+                return laid_out(x.mul_(noise) if is_private else x * noise, made)
+
+            return masked
+        if of_given is not None:
+            return lambda tensors, given: laid_out(
+                of_given(source(tensors, given), *given[mine]), made
+            )
+        exact = op.in_place if is_private and op.in_place is not None else op.exact
+        return lambda tensors, given: laid_out(exact(source(tensors, given)), made)
+
+    def _operand(self, one: int | Remade, seen: Geometry) -> _Run:
+        """Returns the function that gives a view of a kept tensor, or of one that is rebuilt."""
+        if isinstance(one, Remade):
+            below, base = self.run(one), one.made
+            if seen == base:
+                return below
+            return lambda tensors, given: seen.within(base, below(tensors, given))
+        at, whole = self._at[one], self._whole(one)
+        if seen == whole:
+            return lambda tensors, given: tensors[at]
+        return lambda tensors, given: seen.within(whole, tensors[at])
+
+    def _is_private(self, remade: Remade) -> bool:
+        """Returns whether the op may overwrite its input."""
+        source, (shape, stride, _) = remade.source, remade.seen
+        if not isinstance(source, Remade):
+            return False
+        like = torch.empty_strided(shape, stride, device="meta")
+        return remade.seen == source.made or bool(torch.ops.aten.is_non_overlapping_and_dense(like))
+
+    def _with_others(self, remade: Remade, source: _Run) -> _Run:
+        """Returns the function of an op of several operands, of which deeper ones come first."""
+        combine, made, is_private = remade.op.combine, remade.made, self._is_private(remade)
+        assert combine is not None
+        seens = [seen for _, seen in remade.op.others]
+        others = [self._operand(*one) for one in zip(remade.others, seens, strict=True)]
+        depths = [_depth(one) for one in remade.others]
+        least = _depth(remade.source)
+        first = [i for i, depth in enumerate(depths) if depth > least]
+        first.sort(key=lambda i: -depths[i])
+
+        def run(tensors: list[Tensor], given: tuple[Tensor, ...]) -> Tensor:
+            known = {i: others[i](tensors, given) for i in first}
+            x = source(tensors, given)
+            for i, other in enumerate(others):
+                if i not in known:
+                    known[i] = other(tensors, given)
+            operands = [known[i] for i in range(len(others))]
+            fits = is_private and tuple(x.shape) == made.shape
+            fits = fits and all(torch.result_type(x, y) is x.dtype for y in operands)
+            return laid_out(combine(x, *operands, out=x if fits else None), made)
+
+        return run
+
+
+def _depth(one: int | Remade) -> int:
+    return 1 + max(map(_depth, (one.source, *one.others))) if isinstance(one, Remade) else 0

@@ -1,0 +1,259 @@
+"""Settled steps whose tensors are held as tuples (`replay/held.py`), against plain autograd.
+
+Each test also checks that the tensors it is about are held so, and that as many of them are rebuilt
+as it says.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.errors import RestoreError
+from elbowroom.plan import Action, Keep, Rebuild, Rebuildable, Site
+from elbowroom.runtime.context import PROCESS
+from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.masks import Bits
+from elbowroom.runtime.replay.held import Kept, Rebuilt
+from elbowroom.runtime.replay.replay import Replay
+from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.script import Script
+from programs import looking, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Watched(Replay):
+    """A replay that counts what its tensors are held as."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script, PROCESS)
+        self.held: Counter[type] = Counter()
+
+    def look(self) -> Saving:
+        return looking(min_nbytes=0)
+
+    def _pack(self, x: Tensor) -> Any:
+        held = super()._pack(x)
+        self.held[type(held)] += 1
+        return held
+
+
+def written(forward: Callable[[], Any], **how: Any) -> Script:
+    saving = looking(**({"min_nbytes": 0} | how))
+    saving.scribe = Scribe()
+    with saving:
+        out = forward()  # whose graph lives until the end
+    del out
+    assert saving.scribe.script is not None, saving.scribe.why
+    return saving.scribe.script
+
+
+def grads(
+    forward: Callable[[], Tensor], wanted: list[Tensor], context: Any = None, **how: Any
+) -> list[Tensor | None]:
+    torch.manual_seed(3)
+    with context or contextlib.nullcontext():
+        loss = forward()
+    return list(torch.autograd.grad(loss, wanted, allow_unused=True, **how))
+
+
+def check(
+    forward: Callable[[], Tensor], wanted: list[Tensor], rebuilt: int, bits: int = 0, **how: Any
+) -> Watched:
+    replay = Watched(written(forward, **how))
+    got = grads(forward, wanted, replay)
+    assert same(got, grads(forward, wanted))
+    assert not replay.strayed
+    assert (replay.held[Rebuilt], replay.held[Bits]) == (rebuilt, bits), replay.held
+    assert replay.held[Kept]
+    return replay
+
+
+def weighed(y: Tensor) -> Tensor:
+    """A loss that saves nothing which a recipe could make."""
+    return (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
+
+
+class Rebuilds:
+    """Policy that rebuilds what can be rebuilt exactly, and keeps the rest: masks, too."""
+
+    exact = True
+
+    def __call__(self, site: Site) -> Action:
+        return Rebuild() if site.rebuildable is Rebuildable.EXACT else Keep("")
+
+
+def test_one_op_of_a_kept_tensor():
+    torch.manual_seed(0)
+    up, down = nn.Linear(16, 32), nn.Linear(32, 4)
+    x = torch.randn(8, 16)
+    check(lambda: weighed(down(F.gelu(up(x)))), [*up.parameters()], rebuilt=1)
+
+
+def test_a_part_of_what_a_recipe_makes():
+    """The last linear layer saves rows of the GELU's output, as they lie in it and turned."""
+    torch.manual_seed(0)
+    up, down = nn.Linear(16, 32), nn.Linear(8, 4)
+    x = torch.randn(8, 16)
+    for view in (lambda h: h[2:5], lambda h: h.t()):
+        check(lambda v=view: down(v(F.gelu(up(x)))[..., :8]).sum(), [up.weight], rebuilt=1)
+
+
+def test_a_norm_and_a_relu_by_the_statistics_of_each_forward():
+    torch.manual_seed(0)
+    first, norm, last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+    data = [torch.randn(2, 3, 9, 9)]
+
+    def forward() -> Tensor:
+        return last(F.relu(norm(first(data[0])))).square().sum()
+
+    wanted = [*first.parameters(), *norm.parameters(), *last.parameters()]
+    replay = check(forward, wanted, rebuilt=1, bits=1)
+    data[0] = data[0] * 30 + 7
+    again = Watched(replay.script)
+    assert same(grads(forward, wanted, again), grads(forward, wanted))
+    assert again.held == replay.held
+
+
+def test_dropout_is_the_noise_times_its_input():
+    torch.manual_seed(0)
+    up, down = nn.Linear(16, 32), nn.Linear(32, 4)
+    x = torch.randn(8, 16)
+
+    def forward() -> Tensor:
+        return weighed(down(F.dropout(F.gelu(up(x)), 0.4)))
+
+    check(forward, [*up.parameters(), *down.parameters()], rebuilt=1, policy=Rebuilds())
+
+
+def test_recipes_of_several_operands_and_of_each_other():
+    torch.manual_seed(0)
+    up, beside, down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 4)
+    x = torch.randn(8, 16)
+
+    def forward() -> Tensor:
+        return weighed(down(F.silu(up(x)) + torch.sin(beside(x))))
+
+    check(forward, [*up.parameters(), *beside.parameters(), *down.parameters()], rebuilt=1)
+
+
+def test_an_input_whose_data_is_exchanged_before_backward():
+    """Plain autograd has the GELU's output; a recipe has what it was computed from."""
+    torch.manual_seed(0)
+    data, norm, down = torch.randn(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward() -> Tensor:
+        return weighed(down(norm(data)))
+
+    script = written(forward)
+
+    def weight_gradient(context: Any) -> Tensor:
+        before = data.detach().clone()
+        with context:
+            loss = forward()
+        data.data = torch.randn(8, 16)
+        (grad,) = torch.autograd.grad(loss, [down.weight])
+        data.data = before
+        return grad
+
+    plain, replay = weight_gradient(contextlib.nullcontext()), Watched(script)
+    assert torch.equal(weight_gradient(replay), plain)
+    assert replay.held[Rebuilt] == 1
+
+
+def test_a_source_or_a_parameter_that_was_changed_is_an_error():
+    torch.manual_seed(0)
+    up, norm, down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+    x, made = torch.randn(8, 16), []
+
+    def forward() -> Tensor:
+        hidden = up(x)
+        made[:] = [hidden]
+        return weighed(down(norm(hidden)))
+
+    script = written(forward)
+    for change in (lambda: made[0].add_(1), lambda: norm.weight.mul_(1)):
+        replay = Watched(script)
+        with replay:
+            loss = forward()
+        assert replay.held[Rebuilt] == 1
+        with torch.no_grad():
+            change()
+        with pytest.raises(RestoreError, match="modified by an inplace"):
+            torch.autograd.grad(loss, [down.weight])
+
+
+def test_backward_of_backward_and_inside_of_autocast():
+    torch.manual_seed(0)
+    up, down = nn.Linear(16, 32), nn.Linear(32, 4)
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def forward() -> Tensor:
+        return down(F.relu(up(x)).tanh()).square().sum()
+
+    def second(context: Any) -> Tensor:
+        (grad,) = grads(forward, [x], context, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [up.weight])[0]
+
+    script = written(forward)
+    assert torch.equal(second(Watched(script)), second(contextlib.nullcontext()))
+    with Watched(script):
+        loss = forward()
+    plain = forward()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, known = (torch.autograd.grad(one, [up.weight])[0] for one in (loss, plain))
+    assert torch.equal(got, known)
+
+
+def test_a_second_reader_makes_a_slot_of_it():
+    torch.manual_seed(0)
+    up, down, beside = nn.Linear(16, 32), nn.Linear(32, 4), nn.Linear(32, 4)
+    x = torch.randn(8, 16)
+
+    def forward() -> Tensor:
+        hidden = F.gelu(up(x))
+        return (down(hidden) * beside(hidden)).sum()
+
+    replay = Watched(written(forward))
+    assert same(grads(forward, [up.weight], replay), grads(forward, [up.weight]))
+    assert replay.held[Rebuilt] == 0
+    assert not replay.strayed
+
+
+def test_codes_beside_them_stay_codes():
+    """What a code's recipe reads has a slot; what is rebuilt from kept tensors has none."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64))
+    net.append(nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+    how = {"policy": "dither", "levels": 16}
+    replay = Watched(written(lambda: net(x).sum(), **how))
+    wanted = list(net.parameters())
+    got, plain = grads(lambda: net(x).sum(), wanted, replay), grads(lambda: net(x).sum(), wanted)
+    error = sum((a - b).square().sum() for a, b in zip(got, plain, strict=True))
+    assert error < 0.01 * sum(b.square().sum() for b in plain)
+    assert replay.held[Rebuilt] == 0
+    assert not replay.strayed
+
+
+def test_the_bytes_of_a_followed_step_by_hand_end_with_its_backward():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
+    net.append(nn.Linear(32, 4))
+    x, counts = torch.randn(64, 16), []
+    for _ in range(4):
+        with er.saving(min_nbytes=0) as saved:
+            loss = net(x).square().sum()
+        ledger = saved.ledger
+        counts.append((ledger.before_nbytes, ledger.after_nbytes, ledger.held_nbytes))
+        loss.backward()
+        del loss
+        assert ledger.held_nbytes == 0
+    assert counts[0] == counts[-1]
