@@ -244,13 +244,13 @@ def _corrected(
 ) -> Callable[..., Any]:
     """Compiles a region; where the code that was written takes more than the room, plans again.
 
-    The next plan has less room by what was too much. Where no plan has so little, or the last one
-    still takes too much, the one that came nearest stays if that is near enough. Else the region is
-    refused.
+    The next plan has less room by what was too much, or is the lowest that there is. Where that, or
+    the last one, still takes too much, the one that came nearest stays if that is near enough. Else
+    the region is refused.
     """
     tries: list[tuple[int, int]] = []  # bytes that a plan takes too many, and its room
     parts: Mapping[str, int] = {}
-    tight, raises = room, True
+    tight, raises, lowest = room, True, 0
     while True:
         check = Check(room, regions.settings.counts_inputs, raises=raises)
         try:
@@ -259,13 +259,17 @@ def _corrected(
         except BudgetTooSmall as error:
             if not tries or room is None:
                 raise
-            parts = error.parts
+            parts, is_new = error.parts, not lowest
+            lowest = error.least_nbytes
+            if is_new and lowest < tries[-1][1]:
+                tight = lowest
+                continue
         except Exception:
             if not check.over_nbytes or tight is None or room is None:
                 raise
             tries.append((check.over_nbytes, tight))
             tight -= check.over_nbytes
-            if len(tries) < _ATTEMPTS:
+            if len(tries) < _ATTEMPTS and tight >= lowest:
                 continue
         over, tight = min(tries)
         if over > _NEAR * room:
