@@ -5,9 +5,13 @@
     forward     y = GELU(x + bias); y is held as codes, and read by forward, too
     backward    grad * (y~ of the codes), as the gradient of a product by y has it
     masks       x > 0 as bits; and where(bits, grad, 0)
+    indices     int64 as int16, by which backward adds rows up
 
     kernel      a Triton kernel, or a call into a library
     bytes       that it reads and writes, by Inductor's own count, for each element of x
+
+A graph with a value in a host's memory, as a seed of the host's would be, is none that Inductor
+captures in a CUDA graph (mode="reduce-overhead"); it is asked whether it would.
 
 The gradient alone moves 8 bytes an element, GELU too: what is above that is what codes cost.
 
@@ -28,11 +32,16 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from elbowroom.compiled import aten, ops
-from elbowroom.compiled.rewrite import GROUP_SIZE
+from elbowroom.codecs import BitMask, Cast, Codec, Dither, Division, Facts, Group, Narrow
+from elbowroom.codecs.names import setting_name
+from elbowroom.compiled import ops
+from elbowroom.compiled.expand import expand
 
 NAME = "fused_codes"
 CUDA = torch.device("cuda", 0)
+CODECS = (Dither(levels=4), Dither(levels=16), Dither(levels=256), Group(), Group(bits=4))
+CODECS += (Cast("fp8_e4m3"), Cast("bf16"), Division())
+QUICK = (Dither(levels=16), Group(bits=4), Cast("fp8_e4m3"), Division())
 
 
 def main() -> None:
@@ -42,54 +51,82 @@ def main() -> None:
     options = parser.parse_args()
     n = 2**16 if options.quick else options.elements
     known, rows = facts(), []
-    for levels in (16,) if options.quick else (4, 16, 256):
-        for name, (work, given) in _graphs(n, levels).items():
-            is_mask = name.startswith("mask")
-            if is_mask and levels != 16:
-                continue
-            title = name if is_mask else f"{name}, {levels} levels"
-            kernels, source = generated(work, given)
-            if options.source:
-                print(source)
-            rows += [_row(title, kernel, nbytes, n) for kernel, nbytes in kernels]
-    finish(_result(rows, known, n), out_path(options, NAME))
+    refused: list[str] = []
+    codecs = QUICK if options.quick else CODECS
+    graphs = {k: v for codec in codecs for k, v in _coding(n, codec).items()} | _exact(n)
+    for title, (work, given) in graphs.items():
+        kernels, source, reasons = generated(work, given)
+        refused += [f"{title}: {reason}" for reason in reasons]
+        if options.source:
+            print(source)
+        rows += [_row(title, kernel, nbytes, n) for kernel, nbytes in kernels]
+    finish(_result(rows, known, n, refused), out_path(options, NAME))
 
 
-def _graphs(n: int, levels: int) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
-    size, order = [n // 2048, 2048], [0, 1]
-    grid = (0, levels, GROUP_SIZE)
+_Graph = tuple[Callable[..., Any], list[Any]]
 
-    def forward(x: Tensor, bias: Tensor, seed: Tensor) -> Any:
-        y = F.gelu(x + bias)
-        return y, *ops.ENCODE(y, order, seed, *grid)
 
-    def backward(codes: Tensor, ranges: Tensor, bounds: Tensor, seed: Tensor, grad: Tensor) -> Any:
-        y = ops.DECODE(codes, ranges, bounds, seed, *grid, size, order, torch.float32)
-        return grad * y
+def _coding(n: int, codec: Codec) -> dict[str, _Graph]:
+    """What stores a value in codes, and what reads these."""
+    size, order, how = [n // 2048, 2048], [0, 1], (ops.coding_name(codec), 0)
 
-    def mask_forward(x: Tensor) -> Any:
-        return ops.PACK_MASK(x > 0, order)
+    def forward(x: Tensor, bias: Tensor) -> Any:
+        seed, y = ops.DRAW(CUDA), F.gelu(x + bias)
+        return y, *ops.ENCODE(y, order, how[0], seed, how[1])
 
-    def mask_backward(bits: Tensor, grad: Tensor) -> Any:
-        return torch.where(ops.UNPACK_MASK(bits, size, order), grad, 0.0)
+    def backward(seed: Tensor, grad: Tensor, *buffers: Tensor) -> Any:
+        return grad * ops.DECODE(buffers, how[0], seed, how[1], size, order, torch.float32)
 
-    x, seed = (size, torch.float32), None
-    codes = ([n * (levels - 1).bit_length() // 8], torch.uint8)
-    ranges = ([n // GROUP_SIZE, 2], torch.uint8)
-    bounds = ([n // 2048, 2], torch.bfloat16)
+    x, seed = (size, torch.float32), ([1], torch.int64)
+    layout = ops.layout_of(torch.empty(size, device="meta"), order, how[0])
+    buffers = [(list(one.shape), one.dtype) for one in layout]
+    name = setting_name(codec)
     return {
-        "forward": (forward, [x, ([2048], torch.float32), seed]),
-        "backward": (backward, [codes, ranges, bounds, seed, x]),
-        "mask, forward": (mask_forward, [x]),
-        "mask, backward": (mask_backward, [([n // 8], torch.uint8), x]),
+        f"forward, {name}": (forward, [x, ([2048], torch.float32)]),
+        f"backward, {name}": (backward, [seed, x, *buffers]),
     }
 
 
-def generated(work: Callable[..., Any], given: list[Any]) -> tuple[list[tuple[str, int]], str]:
+def _exact(n: int) -> dict[str, _Graph]:
+    """Masks, and indices of rows."""
+    size, order = [n // 2048, 2048], [0, 1]
+    bits = ops.coding_name(BitMask(), Facts(value=1.0)), None, 0
+    small = ops.coding_name(Narrow(), Facts(smallest=0, largest=30_000)), None, 0
+
+    def mask_forward(x: Tensor) -> Any:
+        return ops.ENCODE(x > 0, order, *bits)
+
+    def mask_backward(held: Tensor, grad: Tensor) -> Any:
+        return torch.where(ops.DECODE([held], *bits, size, order, torch.bool), grad, 0.0)
+
+    def index_forward(x: Tensor, index: Tensor) -> Any:
+        return x.gather(0, index), *ops.ENCODE(index, order, *small)
+
+    def index_backward(held: Tensor, grad: Tensor) -> Any:
+        index = ops.DECODE([held], *small, size, order, torch.int64)
+        return grad.gather(0, index)
+
+    x = size, torch.float32
+    return {
+        "mask, forward": (mask_forward, [x]),
+        "mask, backward": (mask_backward, [([n // 8], torch.uint8), x]),
+        "index, forward": (index_forward, [x, (size, torch.int64)]),
+        "index, backward": (index_backward, [([n], torch.int16), x]),
+    }
+
+
+def generated(
+    work: Callable[..., Any], given: list[Any]
+) -> tuple[list[tuple[str, int]], str, list[str]]:
     """The kernels of a function with the bytes that each moves, and the source of its wrapper.
 
-    given: size and dtype of each argument on the GPU; None: a seed in host memory.
+    And why Inductor would not capture it in a CUDA graph, if that is so.
+
+    given: size and dtype of each argument on the GPU.
     """
+    from torch._inductor.cudagraph_utils import (
+        check_multiple_devices_or_any_cpu_nodes as check_devices,
+    )
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
@@ -97,16 +134,11 @@ def generated(work: Callable[..., Any], given: list[Any]) -> tuple[list[tuple[st
 
     mode = FakeTensorMode()
     with mode:
-        inputs = [
-            torch.empty((), dtype=torch.int64)
-            if one is None
-            else torch.empty(one[0], dtype=one[1], device=CUDA)
-            for one in given
-        ]
+        inputs = [torch.empty(size, dtype=dtype, device=CUDA) for size, dtype in given]
         gm = fx.experimental.proxy_tensor.make_fx(work, decomposition_table=select_decomp_table())(
             *inputs
         )
-    aten.expand(gm)
+    expand(gm)
     with as_if_there_were_a_gpu(), mode:
         lowering = GraphLowering(gm, example_inputs=inputs)
         with (
@@ -118,7 +150,8 @@ def generated(work: Callable[..., Any], given: list[Any]) -> tuple[list[tuple[st
             code = lowering.codegen()[0]
             counted = lowering.count_bytes()[1]
     kernels = [(_name(node), 4 * count) for node, count in counted]
-    return kernels, str(getattr(code, "value", code))
+    found = lowering.disable_cudagraphs_reason, check_devices(lowering.device_node_mapping)
+    return kernels, str(getattr(code, "value", code)), [str(one) for one in found if one]
 
 
 @contextmanager
@@ -165,7 +198,9 @@ def _row(title: str, kernel: str, nbytes: int, n: int) -> dict[str, Any]:
     return {"graph": title, "kernel": kernel, "nbytes": nbytes, "nbytes_per_element": nbytes / n}
 
 
-def _result(rows: list[dict[str, Any]], known: dict[str, Any], n: int) -> dict[str, Any]:
+def _result(
+    rows: list[dict[str, Any]], known: dict[str, Any], n: int, refused: list[str]
+) -> dict[str, Any]:
     graphs = list(dict.fromkeys(row["graph"] for row in rows))
     kernels = {g: [row for row in rows if row["graph"] == g] for g in graphs}
     decoding = [g for g in graphs if "backward" in g]
@@ -186,7 +221,12 @@ def _result(rows: list[dict[str, Any]], known: dict[str, Any], n: int) -> dict[s
                 "a decode is in the kernel of its reader",
                 f"at most {worst} kernel that moves more than 0.1 bytes an element",
                 worst == 1,
-            )
+            ),
+            target(
+                "Inductor captures codes in CUDA graphs",
+                "; ".join(refused) or "no graph is refused",
+                not refused,
+            ),
         ],
     }
 

@@ -27,7 +27,8 @@ from elbowroom._checks import (
 from elbowroom.adaptive import Adaptive
 from elbowroom.adaptive.policies import meter_of, policy_of, within_noise
 from elbowroom.codecs import Codec, Dither
-from elbowroom.compiled import GROUP_SIZE, GraphPolicy, place_of
+from elbowroom.codecs.names import setting_name
+from elbowroom.compiled import GraphPolicy, acts_in_graphs, place_of
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
@@ -150,13 +151,16 @@ def saving(
 def _in_graphs(policy: Policy, min_nbytes: int, seed: int | None) -> GraphPolicy | None:
     """Returns the policy in the form for compiled modules; None: they run eagerly under it."""
     if type(policy) is Exact:
-        return GraphPolicy(0, min_nbytes, seed)
+        return GraphPolicy("", min_nbytes, seed)
     if type(policy) is KeepAll:
         return GraphPolicy(None)
     codec = policy.codec if type(policy) is Lossy else None
-    if type(codec) is Dither and codec.group_size == GROUP_SIZE:
-        return GraphPolicy(codec.levels, min_nbytes, seed)
-    return None
+    if type(policy) is Lean:
+        # No code serves two readers there: the plain ones, and masks as bits.
+        codec = Dither(levels=policy.plain, group_size=policy.group_size)
+    if codec is None or not acts_in_graphs(codec):
+        return None
+    return GraphPolicy("" if codec.lossless else setting_name(codec), min_nbytes, seed)
 
 
 def _has_hash(policy: Policy) -> bool:
@@ -476,8 +480,9 @@ def fit(
                 CPU, its other parameters are not counted
     compile     True: forwards run through torch.compile, and the plan is made inside the compiled
                 graph (`elbowroom.fitting.compiled`). A model that was compiled with Inductor is
-                treated in the same way without this argument, unless worst, plan, codecs, solver
-                or, on a GPU, offload="file" are given, because these work only in eager mode
+                treated in the same way without this argument, unless worst, plan, solver, codecs
+                without a form for graphs or, on a GPU, offload="file" are given, because these work
+                only in eager mode
     codecs      the lossy codecs that may be used, as in `er.plan`
     solver      the solver, as in `er.plan`: codecs=["division"], solver="delta" with exact=False is
                 DIVISION's code with DELTA's rule
@@ -517,7 +522,8 @@ def fit(
     losses = losses_of(loss, model)
     release(model)
     how = compile_settings(model) or (CompileSettings() if compile else None)
-    is_plain = all(one is None for one in (worst, plan, codecs))
+    is_plain = worst is None and plan is None
+    is_plain &= options.codecs is None or any(map(acts_in_graphs, options.codecs))
     is_plain &= offload is None or offload == place_of(_home(model))
     if how is not None and is_plain and solver == "auto":
         if losses:
@@ -529,8 +535,8 @@ def fit(
         return model
     if compile:
         raise PlanError(
-            "compile=True plans inside torch.compile; leave worst, plan, codecs, solver and, for a "
-            "model on a GPU, offload='file' out"
+            "compile=True plans inside torch.compile; leave worst, plan, solver, codecs without a "
+            "form for graphs (see docs/compiled.md) and, for a model on a GPU, offload='file' out"
         )
     given = None if plan is None else replace(plan, strangers=Counter())  # counted for this fit
     fitting = Fitting(model, options, optimizer, given)

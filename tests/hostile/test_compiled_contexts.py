@@ -1,11 +1,17 @@
 """er.saving around compiled modules: their graphs hold what the policy asks for."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.compiled import GROUP_SIZE, rewrite
+from elbowroom.codecs import Codec, registry
+from elbowroom.codecs.base import Expected
+from elbowroom.codecs.graph_form import converted
+from elbowroom.errors import PlanError
 from elbowroom.runtime import compiler
 from uncompiled import uncompiled as uncompiled
 
@@ -128,6 +134,102 @@ def test_modules_that_are_compiled_one_by_one_have_the_policy_each(uncompiled) -
     assert not compiler.ran_eagerly()
 
 
+CODES = {
+    "group": {"bits": 4},
+    "cast": {"to": "fp8_e4m3"},
+    "division": {"bits": 4},
+    "dither": {"levels": 6, "group_size": 128},
+    "lean": {},
+}
+
+
+def rows(depth: int = 2) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = [one for _ in range(depth) for one in (nn.Linear(64, 64), nn.GELU(), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(64, 64)), torch.randn(256, 64)
+
+
+@pytest.mark.parametrize("policy", CODES)
+def test_each_codec_that_has_a_form_for_graphs_acts_in_them(uncompiled, policy) -> None:
+    model, x = rows()
+    called = torch.compile(model)
+    plain = step(model, called, x)
+    saved = er.saving(policy, **CODES[policy], seed=3)
+    got = step(model, called, x, saved)
+    assert 0 < error(got, plain) < (0.3 if policy == "lean" else 0.05)
+    assert saved.ledger.after_nbytes < saved.ledger.before_nbytes / 1.5
+    assert len(uncompiled) == 2
+    again = er.saving(policy, **CODES[policy], seed=3)
+    assert torch.equal(step(model, called, x, again), got)
+    assert len(uncompiled) == 2
+    assert not compiler.ran_eagerly()
+
+
+def test_a_fitted_compiled_model_passes_on_the_codecs_that_it_may_use(uncompiled) -> None:
+    for codecs in (["group"], ["comet", "division"]):
+        model, x = rows()
+        plain = step(model, torch.compile(model), x)
+        fitted = er.fit(torch.compile(model), budget="1 GiB", codecs=codecs)
+        assert torch.equal(step(model, fitted, x), plain)  # nothing is needed
+        partitioner = uncompiled[-1]["custom_partitioner_fn"]
+        assert {name.split(",")[0] for name in partitioner.menu} == set(codecs)
+    with pytest.raises(PlanError, match="codecs without a form for graphs"):
+        er.fit(rows()[0], budget="1 GiB", codecs=["comet"], compile=True)
+
+
+class Chosen(nn.Module):
+    """Picks the largest of each row: backward needs to know where these were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, places = x.sort(dim=-1)
+        return values * x.gather(-1, places.flip(-1))
+
+
+@pytest.mark.parametrize("policy", ["exact", "narrow"])
+def test_indices_are_held_in_as_few_bytes_as_their_dimension_needs(uncompiled, policy) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(200, 200), torch.randn(64, 200)
+    model = nn.Sequential(layer, Chosen())
+    called = torch.compile(model)
+    plain = step(model, called, x)
+    saved = er.saving(policy)
+    assert torch.equal(step(model, called, x, saved), plain)
+    indices = 8 * x.numel()  # int64, one byte each of 200 places
+    assert saved.ledger.before_nbytes - saved.ledger.after_nbytes >= 7 / 8 * indices
+
+
+@dataclass(frozen=True)
+class Halves16(Codec):
+    """A codec of another package, which declares how it acts in graphs."""
+
+    id: ClassVar[str] = "halves16"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    def _layout(self, n, dtype, facts):
+        return (Expected(torch.float16, (n,)),)
+
+    def _encode(self, flat, seed, facts):
+        return (flat.half(),)
+
+    def _decode_into(self, encoded, out):
+        out.copy_(encoded.buffers[0])
+
+    def graph_form(self, facts):
+        return converted(torch.float16)
+
+
+def test_a_codec_of_another_package_acts_in_graphs(uncompiled, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    registry.register(Halves16)
+    model, x = rows()
+    called = torch.compile(model)
+    plain, saved = step(model, called, x), er.saving("halves16")
+    assert 0 < error(step(model, called, x, saved), plain) < 1e-5
+    assert saved.ledger.after_nbytes < saved.ledger.before_nbytes / 1.8
+    assert not compiler.ran_eagerly()
+
+
 def test_policies_without_a_form_for_graphs_run_eagerly_and_say_so(uncompiled) -> None:
     model, x = make()
     called = torch.compile(model)
@@ -135,7 +237,7 @@ def test_policies_without_a_form_for_graphs_run_eagerly_and_say_so(uncompiled) -
         pytest.warns(UserWarning, match="Sequential is compiled, and runs eagerly"),
         pytest.warns(UserWarning, match="there are global hooks"),  # of torch's own
     ):
-        step(model, called, x, er.saving("group"))
+        step(model, called, x, er.saving("comet"))
     assert uncompiled == []
 
 
@@ -177,7 +279,3 @@ def test_what_was_saved_and_then_changed_in_place_is_an_error(uncompiled) -> Non
             y.add_(1)
         with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
             z.sum().backward()
-
-
-def test_the_group_size_is_that_of_the_codes_in_graphs() -> None:
-    assert rewrite.GROUP_SIZE == GROUP_SIZE

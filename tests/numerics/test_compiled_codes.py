@@ -7,12 +7,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
+from elbowroom.codecs import BitMask, Cast, Dither, Division, Facts, Group, registry
 from elbowroom.compiled import ops
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import _fewer, _quiet
+from elbowroom.compiled.lossy import _fewer, _quiet, fine, ladder
 from elbowroom.compiled.partition import Decision, Partitioner, told
 from elbowroom.compiled.readers import Use, reading_of
-from elbowroom.compiled.rewrite import GROUP_SIZE, Coded
+from elbowroom.compiled.rewrite import Coded
 from elbowroom.kernels import reference
 from uncompiled import without_codegen
 
@@ -106,7 +107,7 @@ def test_the_same_draws_give_the_same_bits_and_leave_the_users_generator_alone(p
     assert torch.equal(first, again)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    torch.ops.elbowroom_graph.draw()
+    torch.ops.elbowroom_graph.draw(torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -123,6 +124,64 @@ def test_each_process_draws_noise_of_its_own(monkeypatch) -> None:
         assert [ops.draws.next() for _ in range(3)] == seen[:3]
 
 
+def test_a_device_that_counts_by_itself_draws_what_the_host_would() -> None:
+    device, drawn = torch.device("cpu"), ops._Draws()
+    for base in (0, 5, 2**63 - 1, -7):
+        drawn.restart(base)
+        expected = [drawn.next() for _ in range(3)]
+        drawn.restart(base)
+        assert [int(drawn.next_on(device)) for _ in range(3)] == expected
+        with drawn.started_at(11):
+            inside = [int(drawn.next_on(device)) for _ in range(2)]
+        with drawn.started_at(11):
+            assert [drawn.next() for _ in range(2)] == inside
+        assert int(drawn.next_on(device)) not in expected  # the fourth
+
+
+def test_a_graph_that_is_launched_again_draws_again_without_the_host() -> None:
+    """Counts what a CUDA graph would launch: ops of PyTorch's, whose numbers never change."""
+    drawn, device = ops._Draws(), torch.device("cpu")
+    drawn.prepare(device)
+    launches = []
+    for _ in range(2):
+        with Launches() as seen:
+            drawn.next_on(device)
+        launches.append(seen.ops)
+    assert launches[0] == launches[1]
+
+
+class Launches(torch.utils._python_dispatch.TorchDispatchMode):
+    """Writes down each op with its arguments that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append((func, [a for a in args if not isinstance(a, Tensor)], kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def test_of_each_width_the_registered_codec_of_least_error_is_weighed(monkeypatch) -> None:
+    assert ladder() == (Dither(levels=256), Dither(levels=16), Dither(levels=4))
+    assert fine(Dither(levels=4)) == Dither(levels=256)
+    assert fine(Group(bits=2)) == Group(bits=8)
+    assert fine(Group(bits=8, group_size=32)) == Group(bits=8, group_size=32)
+    assert fine(Cast("fp8_e5m2")) == Cast("bf16")
+    only = {"group": Group, "division": Division, "cast": Cast}
+    monkeypatch.setattr(registry, "_registered", only)
+    assert [one.id for one in ladder()] == ["division", "division", "division"]
+    assert all(one.rounding == "dither" for one in ladder())
+
+
+def test_a_plan_takes_the_codecs_that_it_is_given(plain) -> None:
+    gradient, _ = plain
+    for menu in (("group, bits=4", "group, bits=8"), ("cast, to=fp8_e4m3",), ("division, bits=4",)):
+        (got,), decision = lossy(plain, menu=menu)
+        assert decision.is_lossy
+        assert 0 < error(got, gradient) < 2 * decision.noise
+
+
 def test_masks_of_dropout_are_bits_and_add_nothing() -> None:
     (expected,), decision = run(None, True, p=0.3)
     (got,), tight = run(int(0.72 * decision.peak_nbytes), True, p=0.3)
@@ -135,28 +194,28 @@ def test_masks_of_dropout_are_bits_and_add_nothing() -> None:
 def test_ops_of_graphs_have_true_fakes_and_are_those_of_the_kernels(layout) -> None:
     x = torch.randn(2, 8, 5, 7).contiguous(memory_format=layout)
     order = [0, 2, 3, 1]
-    seed = torch.tensor(3)
-    torch.library.opcheck(ops.ENCODE, (x, order, seed, 2, 16, GROUP_SIZE))
-    codes = ops.ENCODE(x, order, seed, 2, 16, GROUP_SIZE)
+    seed, coding = torch.tensor([3]), ops.coding_name(Dither(levels=16))
+    torch.library.opcheck(ops.ENCODE, (x, order, coding, seed, 2))
+    codes = ops.ENCODE(x, order, coding, seed, 2)
     flat, own = x.permute(order).reshape(-1), ops.seed_of(3, 2)
-    expected = reference.dither_quantize(flat, own, 16, GROUP_SIZE)
+    expected = reference.dither_quantize(flat, own, 16, 64)
     assert all(torch.equal(a, b) for a, b in zip(codes, expected, strict=True))
-    given = (*codes, seed, 2, 16, GROUP_SIZE, list(x.shape), order, x.dtype)
+    given = (codes, coding, seed, 2, list(x.shape), order, x.dtype)
     torch.library.opcheck(ops.DECODE, given)
     out = ops.DECODE(*given)
     restored = torch.empty_like(flat)
-    reference.dither_dequantize(*expected, own, 16, GROUP_SIZE, restored)
+    reference.dither_dequantize(*expected, own, 16, 64, restored)
     assert out.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(out.permute(order).reshape(-1), restored)
-    mask = x > 0
-    torch.library.opcheck(ops.PACK_MASK, (mask, order))
-    bits = ops.PACK_MASK(mask, order)
-    torch.library.opcheck(ops.UNPACK_MASK, (bits, list(x.shape), order))
-    assert torch.equal(ops.UNPACK_MASK(bits, list(x.shape), order), mask)
+    mask, bits_of = x > 0, (ops.coding_name(BitMask(), Facts(value=1.0)), None, 0)
+    torch.library.opcheck(ops.ENCODE, (mask, order, *bits_of))
+    (bits,) = ops.ENCODE(mask, order, *bits_of)
     as_bytes = mask.to(torch.uint8)
-    assert torch.equal(ops.PACK_MASK(as_bytes, order), bits)
-    torch.library.opcheck(ops.UNPACK_BYTES, (bits, list(x.shape), order))
-    assert torch.equal(ops.UNPACK_BYTES(bits, list(x.shape), order), as_bytes)
+    assert torch.equal(ops.ENCODE(as_bytes, order, *bits_of)[0], bits)
+    for kept in (mask, as_bytes):
+        given = ([bits], *bits_of, list(x.shape), order, kept.dtype)
+        torch.library.opcheck(ops.DECODE, given)
+        assert torch.equal(ops.DECODE(*given), kept)
 
 
 def reading(f, x: Tensor):
@@ -208,7 +267,7 @@ def test_the_gradient_of_a_cube_is_right_on_average() -> None:
         return (y * y * y).mean()
 
     expected = torch.autograd.grad(loss(x), layer.weight)[0]
-    partitioner = Partitioner(None, levels=4, min_nbytes=1024)
+    partitioner = Partitioner(None, codes="dither, 4 levels", min_nbytes=1024)
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend=without_codegen(partitioner))
     each = torch.stack([torch.autograd.grad(compiled(x), layer.weight)[0] for _ in range(40)])
@@ -264,7 +323,7 @@ def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain)
         patch.setattr("elbowroom.compiled.lossy._fewer", look)
         run(int(0.46 * decision.peak_nbytes), None)
     ((coded, kept, with_room),) = seen
-    masks = {one for one in coded if not one.levels}
+    masks = {one for one in coded if one.codec.lossless}
     assert masks
     assert masks < set(kept) <= set(coded)
     assert masks < set(with_room)
@@ -291,7 +350,7 @@ def attentions(p: float = 0.0) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("make", [convolutions, attentions])
 def test_the_error_that_codes_add_is_below_what_is_predicted_and_of_its_size(plain, make) -> None:
     exact = plain[0] if make is convolutions else run(None, True, make=make)[0][0]
-    got, decision = run(None, None, make=make, steps=4, levels=4, min_nbytes=4096)
+    got, decision = run(None, None, make=make, steps=4, codes="dither, 4 levels", min_nbytes=4096)
     measured = sum(error(one, exact) for one in got) / len(got)
     assert 0.3 * decision.noise < measured < decision.noise
 
@@ -312,30 +371,31 @@ class BySize:
     """Stands in for `Reach`: the node of a code is its share."""
 
     def variance(self, base: object, coded: list[Coded]) -> float:
-        return sum(one.node / (one.levels - 1) ** 2 for one in coded if one.levels)
+        return sum(one.node * one.error for one in coded)
 
 
 def test_levels_are_raised_for_as_few_of_the_largest_as_the_noise_needs() -> None:
-    coded = [Coded(share, levels) for share in range(1, 9) for levels in (0, 4)]
+    rungs = ladder()
+    coded = [one for n in range(1, 9) for one in (Coded.mask(n), Coded(n, Dither(levels=4)))]
     whole = BySize().variance(None, coded)
-    assert _quiet(BySize(), None, coded, None) == coded
-    assert _quiet(BySize(), None, coded, whole) == coded
+    assert _quiet(BySize(), None, coded, None, rungs) == coded
+    assert _quiet(BySize(), None, coded, whole, rungs) == coded
     before = 0
     for parts in range(2, 5000, 101):
-        found = _quiet(BySize(), None, coded, whole / parts)
+        found = _quiet(BySize(), None, coded, whole / parts, rungs)
         assert found is not None
         assert BySize().variance(None, found) <= whole / parts
         assert [one.node for one in found] == [one.node for one in coded]
-        assert all(one.levels == 0 for one in found[::2])
-        levels = [one.levels for one in found[1::2]]
+        assert all(one.codec.lossless for one in found[::2])
+        levels = [one.codec.levels for one in found[1::2]]
         assert levels == sorted(levels)
         assert sum(levels) >= before
         before = sum(levels)
-    assert _quiet(BySize(), None, coded, whole / 10**4) is None
+    assert _quiet(BySize(), None, coded, whole / 10**4, rungs) is None
 
 
 def test_codes_of_a_graph_with_symbols_are_those_of_one_without_and_serve_other_sizes() -> None:
-    coded = {"levels": 16, "min_nbytes": 4096}
+    coded = {"codes": "dither, 16 levels", "min_nbytes": 4096}
     with ops.draws.started_at(5):
         (expected,), fixed = run(None, None, dynamic=False, **coded)
     with ops.draws.started_at(5):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx
 
+from elbowroom.codecs import Dither
 from elbowroom.compiled import liveness
 from elbowroom.compiled.collect import facts_of
 from elbowroom.compiled.cut import minimum_cut
@@ -175,7 +176,9 @@ def test_a_code_that_is_tried_and_undone_leaves_what_was_known() -> None:
         plain = joint.step({*saved, *inputs})
         if plain is None or not saved:
             continue
-        coded = [Coded(n, 16) for n in sorted(saved, key=joint.place.__getitem__)[::2]]
+        coded = [
+            Coded(n, Dither(levels=16)) for n in sorted(saved, key=joint.place.__getitem__)[::2]
+        ]
         before, names = joint.analysis, [n.name for n in gm.graph.nodes]
         levels = []
         for is_tried in (True, True, False):

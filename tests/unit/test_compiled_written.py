@@ -127,17 +127,30 @@ def test_a_plan_whose_code_takes_too_much_is_made_again_for_less(monkeypatch) ->
 def test_where_no_plan_has_less_the_first_stays_if_it_is_near_and_is_refused_else(
     monkeypatch, caplog
 ) -> None:
-    run, rooms, regions = corrected(monkeypatch, {1000: 1040}, 990)
+    run, rooms, regions = corrected(monkeypatch, {1000: 1040, 990: 1048}, 990)
     with caplog.at_level(logging.WARNING, logger="elbowroom"):
         assert run() == 1000
     assert "takes 40 B more than its budget of 1000 B" in caplog.text
-    assert rooms == [1000, 960, 1000]
+    assert rooms == [1000, 960, 990, 1000]
     assert regions.decisions[0].peak_nbytes == 1040
-    run, rooms, regions = corrected(monkeypatch, {1000: 1200}, 990)
+    run, rooms, regions = corrected(monkeypatch, {1000: 1200, 990: 1200}, 990)
     with pytest.raises(BudgetTooSmall) as caught:
         run()
     assert caught.value.least_nbytes == 1200
+    assert rooms == [1000, 800, 990]
     assert not regions.decisions
+
+
+def test_a_budget_that_a_refusal_names_is_held_by_the_lowest_plan(monkeypatch) -> None:
+    """It was refused, and named more: the lowest plan was asked for by what is below it alone."""
+    peaks = {1000: 1300, 900: 1152, 1152: 1300, 1004: 1300}
+    run, _, _ = corrected(monkeypatch, peaks, 900)
+    with pytest.raises(BudgetTooSmall) as caught:
+        run()
+    assert caught.value.least_nbytes == 1152
+    run, rooms, _ = corrected(monkeypatch, peaks, 900, room=caught.value.least_nbytes)
+    assert run() == 900
+    assert rooms == [1152, 1004, 856, 900]
 
 
 def test_of_plans_that_all_take_too_much_the_nearest_stays_or_none(monkeypatch) -> None:

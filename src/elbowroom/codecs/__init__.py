@@ -16,6 +16,7 @@ from elbowroom.codecs.dither import Dither as Dither
 from elbowroom.codecs.division import Division as Division
 from elbowroom.codecs.facts import Facts as Facts
 from elbowroom.codecs.fdsr import Fdsr as Fdsr
+from elbowroom.codecs.graph_form import GraphForm as GraphForm
 from elbowroom.codecs.group import Group as Group
 from elbowroom.codecs.narrow import Narrow as Narrow
 from elbowroom.codecs.registry import codec as codec

@@ -10,7 +10,8 @@ has gaps or overlaps in memory is made contiguous first, and comes back contiguo
 A new codec is one file: a frozen dataclass with `id`, `lossless`, `dtypes`, its fields, `_layout`,
 `_encode` and `_decode_into`; one line in `codecs/__init__.py`; golden bytes; one card in
 `docs/codecs/`. By being registered it takes part in every plan, with the settings that `settings`
-names. If its kernels can do an affine in the same pass, `_encode_mapped` and
+names. If its size does not depend on the values, `graph_form`, by which it acts inside of compiled
+graphs (`graph_form.py`). If its kernels can do an affine in the same pass, `_encode_mapped` and
 `_decode_mapped` too. If the size of a buffer depends on the values, `_encode_into`, without which
 the host waits for a GPU to read it (`room.py`).
 
@@ -29,12 +30,14 @@ from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.facts import NOTHING, Facts
+from elbowroom.codecs.graph_form import Buffers as Buffers
+from elbowroom.codecs.graph_form import GraphForm
+from elbowroom.codecs.graph_form import Seed as Seed
 from elbowroom.codecs.room import Room, Space, Spill
 from elbowroom.errors import CodecError, UnsupportedTensor
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import TILE
 
-Buffers = tuple[Tensor, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PART = TILE  # a code that can be decoded in parts can be from each multiple of so many elements on
 
@@ -66,7 +69,6 @@ class Expected(NamedTuple):
 
 
 Layout = tuple[Expected, ...]
-Seed = int | Tensor  # 64 bits; a tensor (int64 [1]) lies on the device of what is encoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,6 +351,13 @@ class Codec(ABC):
     @abstractmethod
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         """Returns dtype and shape of each buffer that `_encode` makes of n elements."""
+
+    def graph_form(self, facts: Facts) -> GraphForm | None:
+        """Returns how it acts in compiled graphs; None: it does not, and values stay as they are.
+
+        facts: those that `_seen` has completed
+        """
+        return None
 
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         """The facts with what shape and strides tell; `_layout` depends on it."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.graph_form import GraphForm
 from elbowroom.errors import UnsupportedTensor
-from elbowroom.kernels import ops
+from elbowroom.kernels import aten, ops
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -47,6 +48,20 @@ class BitMask(Codec):
                 f"{tuple(flat.shape)} has others. Use 'sparse_lossless' or 'narrow' to stay exact."
             )
         return facts
+
+    def graph_form(self, facts: Facts) -> GraphForm | None:
+        """See `Codec.graph_form`. None where the value that is not 0 is not known."""
+        value = facts.value
+        if value is None:
+            return None
+        return GraphForm(
+            lambda x, seed: (ops.pack_bits(x),),
+            lambda buffers, seed, out: ops.unpack_bits(buffers[0], value, out),
+            (
+                lambda x, seed: (aten.pack_bits(x),),
+                lambda buffers, seed, n, dtype: aten.unpack_bits(buffers[0], value, n, dtype),
+            ),
+        )
 
     def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         return (ops.pack_bits(flat),)

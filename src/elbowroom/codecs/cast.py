@@ -19,7 +19,8 @@ from torch import Tensor
 from elbowroom.codecs._checks import finite, one_of
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
-from elbowroom.kernels import ops
+from elbowroom.codecs.graph_form import GraphForm, converted
+from elbowroom.kernels import aten, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups
 
@@ -57,6 +58,22 @@ class Cast(Codec):
         if self.to in _HALVES:
             return (Expected(_HALVES[self.to], (n,)),)
         return Expected(torch.uint8, (n,)), Expected(torch.bfloat16, (groups(n, self.group_size),))
+
+    def graph_form(self, facts: Facts) -> GraphForm:
+        """See `Codec.graph_form`."""
+        if self.to in _HALVES:
+            return converted(_HALVES[self.to])
+        how = self.group_size, self.to.removeprefix("fp8_")
+        return GraphForm(
+            lambda x, seed: ops.fp8_quantize(x, *how),
+            lambda buffers, seed, out: ops.fp8_dequantize(*buffers, *how, out),
+            (
+                lambda x, seed: aten.fp8_quantize(x, *how),
+                lambda buffers, seed, n, dtype: aten.fp8_dequantize(buffers, *how, n, dtype),
+            )
+            if aten.has_fp8()
+            else None,
+        )
 
     def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         on_cpu = not would_wait(flat)

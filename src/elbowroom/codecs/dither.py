@@ -23,9 +23,10 @@ from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.graph_form import GraphForm
 from elbowroom.codecs.room import Space
 from elbowroom.errors import UnknownField
-from elbowroom.kernels import ops
+from elbowroom.kernels import aten, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 
@@ -89,6 +90,22 @@ class Dither(Codec):
         buffers = quantize(flat, seed, self.levels, self.group_size, *(affine or ()))
         bounds = buffers[2]
         return None if not would_wait(flat) and not finite(bounds) else buffers
+
+    def graph_form(self, facts: Facts) -> GraphForm | None:
+        """See `Codec.graph_form`. None where zeros are known: the size depends on them."""
+        if facts.has_zeros:
+            return None
+        how = self.levels, self.group_size
+        return GraphForm(
+            lambda x, seed: ops.dither_quantize(x, seed, *how),
+            lambda buffers, seed, out: ops.dither_dequantize(*buffers, seed, *how, out),
+            (
+                lambda x, seed: aten.dither_quantize(x, seed, *how),
+                lambda buffers, seed, n, dtype: aten.dither_dequantize(
+                    buffers, seed, *how, n, dtype
+                ),
+            ),
+        )
 
     def _encode_into(
         self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space

@@ -29,7 +29,8 @@ from torch import Tensor
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts, Maps
-from elbowroom.kernels import maps, ops
+from elbowroom.codecs.graph_form import GraphForm
+from elbowroom.kernels import aten, maps, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import packed_nbytes
 
@@ -95,6 +96,27 @@ class Division(Codec):
         each = Expected(torch.bfloat16, (ranges,))
         codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
         return codes, Expected(torch.bfloat16, (means,)), each, each
+
+    def graph_form(self, facts: Facts) -> GraphForm:
+        """See `Codec.graph_form`."""
+        levels, dither = 1 << self.bits, self.rounding == "dither"
+
+        def how(n: int) -> tuple[int, int, int, list[int]]:
+            return levels, *self._how(n, facts)
+
+        return GraphForm(
+            lambda x, seed: ops.division_quantize(x, seed, *how(x.numel())),
+            lambda buffers, seed, out: ops.division_dequantize(
+                *buffers, seed, *how(out.numel()), dither, out
+            ),
+            (
+                lambda x, seed: aten.division_quantize(x, seed, *how(x.numel())),
+                lambda buffers, seed, n, dtype: aten.division_dequantize(
+                    buffers, seed, *how(n), dither, n, dtype
+                ),
+            ),
+            any_size=False,
+        )
 
     def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         how = 1 << self.bits, *self._how(flat.numel(), facts)

@@ -21,7 +21,8 @@ from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
-from elbowroom.kernels import ops
+from elbowroom.codecs.graph_form import GraphForm
+from elbowroom.kernels import aten, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes
 
@@ -63,6 +64,18 @@ class Group(Codec):
         if not would_wait(flat) and not finite(step):
             return None
         return codes, step, low
+
+    def graph_form(self, facts: Facts) -> GraphForm:
+        """See `Codec.graph_form`."""
+        how = 1 << self.bits, self.group_size
+        return GraphForm(
+            lambda x, seed: ops.group_quantize(x, seed, *how),
+            lambda buffers, seed, out: ops.group_dequantize(*buffers, *how, out),
+            (
+                lambda x, seed: aten.group_quantize(x, seed, *how),
+                lambda buffers, seed, n, dtype: aten.group_dequantize(buffers, *how, n, dtype),
+            ),
+        )
 
     def _decode_into(
         self,

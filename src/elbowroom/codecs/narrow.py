@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elbowroom.codecs.base import Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts, Maps
+from elbowroom.codecs.graph_form import GraphForm, converted
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 
@@ -52,6 +53,11 @@ class Narrow(Codec):
         smallest, largest = torch.aminmax(flat)
         return Facts(smallest=int(smallest), largest=int(largest))
 
+    def graph_form(self, facts: Facts) -> GraphForm | None:
+        """See `Codec.graph_form`. None where the range of the values is not known."""
+        known = _smallest_dtype(facts) if facts.window is None else None
+        return None if known is None else converted(known)
+
     def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
         if facts.window is not None:
             assert facts.maps is not None
@@ -76,11 +82,17 @@ class Narrow(Codec):
 
 def _target(dtype: torch.dtype, facts: Facts) -> torch.dtype | None:
     """The smallest dtype that holds the promised range; None if it is not smaller than `dtype`."""
+    target = _smallest_dtype(facts)
+    return target if target is not None and target.itemsize < dtype.itemsize else None
+
+
+def _smallest_dtype(facts: Facts) -> torch.dtype | None:
+    """The smallest dtype that holds the promised range; None: there is none, or it is not known."""
     if facts.largest is None:
         return None
     smallest = 0 if facts.smallest is None else facts.smallest
     for target in _TARGETS:
         info = torch.iinfo(target)
-        if info.min <= smallest and facts.largest <= info.max and target.itemsize < dtype.itemsize:
+        if info.min <= smallest and facts.largest <= info.max:
             return target
     return None

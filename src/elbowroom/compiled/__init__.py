@@ -9,10 +9,11 @@
     decide.py      the choice: the fastest whose peak stays inside the budget
     lossy.py       codes, where saving less does not reach the budget, and what leaves memory
     readers.py     ... and which values may have them: what backward does with each
+    indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
     rewrite.py     encode and decode in the joint graph
-    ops.py         ... as ops over the kernels of kernels/ops.py
-    aten.py        ... written out in aten ops, for GPUs
+    ops.py         ... as ops over the forms that codecs declare
+    expand.py      ... written out in aten ops, for GPUs
     away.py        memory in a file
     order.py       gradients of weights as soon as they can be made
     sums.py        products that Inductor joins with a sum, before it is asked
@@ -36,7 +37,7 @@ from elbowroom.compiled.backend import in_whole as in_whole
 from elbowroom.compiled.backend import place_of as place_of
 from elbowroom.compiled.backend import refusal as refusal
 from elbowroom.compiled.decision import Decision as Decision
-from elbowroom.compiled.held import GROUP_SIZE as GROUP_SIZE
 from elbowroom.compiled.held import GraphPolicy as GraphPolicy
+from elbowroom.compiled.held import acts_in_graphs as acts_in_graphs
 from elbowroom.compiled.held import counted as counted
 from elbowroom.compiled.held import hearing as hearing

@@ -47,20 +47,23 @@ class Settings:
     room_nbytes    bytes for the whole step; None: as plain torch.compile
     counts_inputs  whether parameters, buffers and inputs count
     exact          True: nothing that changes a bit; None: exact actions first; False: the fastest
-    levels         levels of codes for all that may have one, whatever the room; see `Partitioner`
-    min_nbytes     values below are not coded, where `levels` are given
+    codes          the setting of a codec for all that it may hold, whatever the room; see
+                   `Partitioner`
+    min_nbytes     values below are not coded, where `codes` are given
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
+    menu           the names of codes to choose from; None: all that are registered
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = True
     exact: bool | None = None
-    levels: int | None = None
+    codes: str | None = None
     min_nbytes: int = 32768
     noise: float | None = None
     offloads: bool = False
+    menu: tuple[str, ...] | None = None
 
     @property
     def limit(self) -> float | None:
@@ -212,6 +215,11 @@ def compile_region(
     from elbowroom.compiled.partition import check_torch
 
     check_torch()
+    device = device_of_inputs(example_inputs)
+    if device.type == "cuda":
+        from elbowroom.compiled.ops import draws
+
+        draws.prepare(device)  # before a CUDA graph is captured
     room, held = regions.room_of(gm)
     settings = regions.settings
     try:
@@ -236,13 +244,13 @@ def _corrected(
 ) -> Callable[..., Any]:
     """Compiles a region; where the code that was written takes more than the room, plans again.
 
-    The next plan has less room by what was too much. Where no plan has so little, or the last one
-    still takes too much, the one that came nearest stays if that is near enough. Else the region is
-    refused.
+    The next plan has less room by what was too much, or is the lowest that there is. Where that, or
+    the last one, still takes too much, the one that came nearest stays if that is near enough. Else
+    the region is refused.
     """
     tries: list[tuple[int, int]] = []  # bytes that a plan takes too many, and its room
     parts: Mapping[str, int] = {}
-    tight, raises = room, True
+    tight, raises, lowest = room, True, 0
     while True:
         check = Check(room, regions.settings.counts_inputs, raises=raises)
         try:
@@ -251,13 +259,17 @@ def _corrected(
         except BudgetTooSmall as error:
             if not tries or room is None:
                 raise
-            parts = error.parts
+            parts, is_new = error.parts, not lowest
+            lowest = error.least_nbytes
+            if is_new and lowest < tries[-1][1]:
+                tight = lowest
+                continue
         except Exception:
             if not check.over_nbytes or tight is None or room is None:
                 raise
             tries.append((check.over_nbytes, tight))
             tight -= check.over_nbytes
-            if len(tries) < _ATTEMPTS:
+            if len(tries) < _ATTEMPTS and tight >= lowest:
                 continue
         over, tight = min(tries)
         if over > _NEAR * room:
@@ -293,11 +305,12 @@ def _compiled(
         room,
         settings.counts_inputs,
         settings.exact,
-        settings.levels,
+        settings.codes,
         settings.min_nbytes,
         held,
         settings.noise,
         settings.offloads,
+        settings.menu,
     )
 
     early = Early()

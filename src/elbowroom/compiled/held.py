@@ -1,6 +1,6 @@
 """A policy of `er.saving` as a backend of torch.compile: its graphs hold saved values in codes.
 
-    GraphPolicy(levels, min_nbytes)  levels 0: masks as bits, which changes no bit of a gradient
+    GraphPolicy(codes, min_nbytes)   the codec that holds values; "": exact codes alone
         .backend(options)            one backend for each set of Inductor's options: Dynamo keeps
                                      what it has compiled by the identity of the backend, so that
                                      a policy is compiled once, and plain graphs stay beside it
@@ -21,14 +21,23 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
+from elbowroom.codecs import BitMask, Codec, Narrow
+from elbowroom.codecs.facts import NOTHING
 from elbowroom.compiled.away import is_away
 from elbowroom.compiled.backend import Regions, Settings, compile_region
 from elbowroom.errors import RestoreError
 
-GROUP_SIZE = 64  # of the codes in graphs (`rewrite.py`)
 _MOST_VIEWS = 8  # nodes of views behind a region
 _log = logging.getLogger("elbowroom")
 Told = Callable[[int, int, Any], None]  # plain bytes, held bytes, object whose end frees them
+
+
+def acts_in_graphs(codec: Codec) -> bool:
+    """Returns whether a codec has a form for the values that a graph saves.
+
+    Exact ones need only take what graphs know of masks and indices.
+    """
+    return isinstance(codec, BitMask | Narrow) or codec.graph_form(NOTHING) is not None
 
 
 class _Thread(threading.local):
@@ -56,24 +65,24 @@ def hearing(told: Told) -> Iterator[None]:
 class GraphPolicy:
     """A policy for compiled code.
 
-    levels      of the codes of values that tolerate an error; 0: masks as bits alone; None: graphs
-                are those of plain torch.compile
+    codes       the setting of a codec (`setting_name`), for values that tolerate an error; "":
+                exact codes alone; None: graphs are those of plain torch.compile
     min_nbytes  values below are left alone
     seed        where the noise of the codes starts; None: one sequence for the whole process
     """
 
-    levels: int | None
+    codes: str | None
     min_nbytes: int = 32768
     seed: int | None = None
 
     def backend(self, options: Mapping[str, Any]) -> Callable[..., Any] | None:
         """The backend for these options of Inductor, always the same object; None: its own."""
-        if self.levels is None:
+        if self.codes is None:
             return None
-        key = self.levels, self.min_nbytes, repr(sorted(options.items()))
+        key = self.codes, self.min_nbytes, repr(sorted(options.items()))
         with _lock:
             if key not in _backends:
-                settings = Settings(None, False, None, self.levels, self.min_nbytes)
+                settings = Settings(None, False, None, self.codes, self.min_nbytes)
                 _backends[key] = _Backend(settings, dict(options))
             return _backends[key]
 

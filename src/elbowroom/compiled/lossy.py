@@ -1,39 +1,85 @@
 """Chooses codes for what a compiled step saves, where saving less does not reach the budget.
 
-Masks go first: a bool that backward asks for takes a byte an element, and one bit says the same,
-exactly. Then, if errors are allowed, floats are coded at the most levels that fit: 256, 16, 4. What
-a function bends (exp, GELU) stays at 256 levels, and what backward cannot take with an error stays
-exact (`readers.py`). All of it is judged on the rewritten graph, with encode and decode in it.
-Where codes would add more to the gradient's variance than they may (`noise.py`), the largest values
-get more levels, and what cannot be held so is no choice.
+Exact codes go first: a bool that backward asks for takes a byte an element, and one bit says the
+same; an index takes eight, and two say the same of a dimension of 30000 (`indices.py`). Then, if
+errors are allowed, floats are coded at the most bits that fit: 8, 4, 2. Of all registered codecs
+that have a form for graphs, the one of that width with the least error is taken (`ladder`): dither
+with 256, 16 and 4 levels, unless a codec of another package is better. What a function bends (exp,
+GELU) keeps fine codes, and what backward cannot take with an error stays exact (`readers.py`). All
+of it is judged on the rewritten graph, with encode and decode in it. Where codes would add more to
+the gradient's variance than they may (`noise.py`), the largest values get finer ones, and what
+cannot be held so is no choice.
 
-Where the user allows it, values leave the device's memory: with masks as bits before any code is
+Where the user allows it, values leave the device's memory: with exact codes before any other is
 tried, then beside codes, for what may have none. No bit changes, but on a CPU each byte takes far
 longer than running a loop again (`cost.py`), so as few leave as the room needs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import lru_cache
+from math import inf, prod
 
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import elements_of, known_size, tensors_of
+from elbowroom.codecs import Codec, Facts, Narrow, codec_class, codecs
+from elbowroom.codecs.facts import NOTHING
+from elbowroom.codecs.names import setting_named
+from elbowroom.codecs.quality import lie_of, quality_of
+from elbowroom.compiled.collect import known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
+from elbowroom.compiled.indices import range_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
 from elbowroom.compiled.readers import Use, reading_of
-from elbowroom.compiled.rewrite import AWAY, Coded, Rewriting
+from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
 
-LEVELS = (256, 16, 4)
-_FINE = 256
+_WIDTHS = (8, 4, 2)  # bits of codes that are weighed, half a bit of metadata not counted
+_FINE = 1e-3  # squared error that a bent value may have
 _LEAST_NBYTES = 32768
 _LEAST_AWAY = 65536  # bytes: smaller values are not worth a file
 _TRIED = 16  # values that might stay, once it is known that something has to leave
 _MOST_BASES = 8
-_LEAST_GAIN = 0.98  # of the seconds: fewer levels have to spare as much
+_LEAST_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def ladder(menu: Iterable[str] | None = None) -> tuple[Codec, ...]:
+    """The codecs that plans weigh, from fine to coarse: of each width the one of least error.
+
+    menu  names of settings to choose from; None: all that are registered, but unbiased ones alone:
+          an error that does not average out cannot be counted as noise
+    """
+    if menu is None:
+        known = [one for id in codecs() for one in codec_class(id).settings() if serves(one)]
+        known = [one for one in known if not lie_of(one) and quality_of(one, maps=True).unbiased]
+    else:
+        known = list(filter(serves, map(setting_named, menu)))
+    found: dict[Codec, None] = {}
+    for width in _WIDTHS:
+        fitting = [one for one in known if quality_of(one, maps=True).bits < width + 0.5]
+        found |= dict.fromkeys(sorted(fitting, key=error_of)[:1])
+    if not found and known:  # all of them are wide
+        found[min(known, key=error_of)] = None
+    return tuple(found)
+
+
+def serves(codec: Codec) -> bool:
+    """Returns whether a codec can hold floats of which nothing is known, in a graph."""
+    return not codec.lossless and codec.graph_form(NOTHING) is not None
+
+
+def fine(codec: Codec) -> Codec | None:
+    """Returns the codec, or the finest setting of it, for values that a function bends.
+
+    None: they stay as they are.
+    """
+    if error_of(codec) <= _FINE:
+        return codec
+    finest = min(filter(serves, type(codec).settings()), key=error_of, default=None)
+    return None if finest is None or error_of(finest) > _FINE else finest
 
 
 @dataclass(frozen=True)
@@ -55,6 +101,7 @@ def code(
     noise: float | None = None,
     held_nbytes: float = inf,
     offloads: bool = False,
+    menu: Iterable[str] | None = None,
 ) -> tuple[Step | None, int, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
@@ -62,40 +109,43 @@ def code(
     add to the gradient, as a share of that of mini-batches.
 
     step   the best without codes: its values and those of other choices are coded
-    exact  True: masks only; None: the most levels that fit; False: the first that are faster than
+    exact  True: exact codes only; None: the finest that fit; False: the first that are faster than
            the step without codes, if that fits. A variance of v is priced as v steps, since it
            takes as many more to average it out
     noise  the most that codes may add; None: as much as the room needs
     held_nbytes  the most that may be held between forward and backward, if that can be
     offloads  whether values may leave the device's memory
+    menu   see `ladder`
     """
     reach = Reach(search.joint, search.plain)
     least = step.peak_nbytes
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
-    moves = [(0, True)] if offloads else []
-    lossy = [] if exact else [(levels, offloads) for levels in LEVELS]
-    for levels, leaves in [(0, False), *moves, *lossy]:
+    moves = [(None, True)] if offloads else []
+    rungs = () if exact else ladder(menu)
+    lossy = [(rung, offloads) for rung in rungs]
+    for rung, leaves in [(None, False), *moves, *lossy]:
         bound = bar
         for base in sorted(_bases(search, step), key=lambda one: one.seconds):
             if base.seconds >= bound:  # codes do not make it faster
                 continue
-            coded = _quiet(reach, base, list(_coded(search.joint, base, levels, leaves)), noise)
-            if coded is None or _held_at_least(search.joint, base, coded) > max(room_nbytes, least):
+            coded = list(_coded(search.joint, base, rung, leaves))
+            quiet = _quiet(reach, base, coded, noise, rungs)
+            if quiet is None or _held_at_least(search.joint, base, quiet) > max(room_nbytes, least):
                 continue
-            judged = _judged(search.joint, base, coded)
+            judged = _judged(search.joint, base, quiet)
             if judged is None:
                 continue
             least = min(least, judged.peak_nbytes)
-            seconds = judged.seconds * (1 + reach.variance(base, coded))
+            seconds = judged.seconds * (1 + reach.variance(base, quiet))
             if judged.peak_nbytes <= room_nbytes and seconds < bound:
                 choices = found if judged.saved_nbytes <= held_nbytes else wide
-                choices.append(_Choice(seconds, judged.saved_nbytes, coded, base))
+                choices.append(_Choice(seconds, judged.saved_nbytes, quiet, base))
                 bound = min([bound, *(one.seconds for one in found[-1:])])
         if found and exact is not False:
             break
-        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # fewer levels must pay
+        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # coarser codes must pay
     if not found and not wide:
         return None, least, 0.0
     if not found:
@@ -109,17 +159,23 @@ def code(
     return search.joint.step(Rewriting(search.joint, saved, coded).saved), least, variance
 
 
-def _quiet(reach: Reach, base: Step, coded: list[Coded], noise: float | None) -> list[Coded] | None:
-    """Gives the largest values more levels, as few as keep the variance to `noise`.
+def _quiet(
+    reach: Reach,
+    base: Step,
+    coded: list[Coded],
+    noise: float | None,
+    rungs: Sequence[Codec],
+) -> list[Coded] | None:
+    """Gives the largest values finer codes, as few as keep the variance to `noise`.
 
-    None: not even codes of 256 levels do.
+    None: not even the finest do.
     """
     if noise is None or reach.variance(base, coded) <= noise:
         return coded
     order = sorted(range(len(coded)), key=lambda at: -reach.variance(base, [coded[at]]))
-    for finer in sorted(LEVELS):
+    for finer in reversed(rungs):
         first, last = 0, len(order)
-        while first < last:  # how many need so many levels, by bisection
+        while first < last:  # how many need this code, by bisection
             middle = (first + last) // 2
             raised = _raised(coded, order[:middle], finer)
             if reach.variance(base, raised) <= noise:
@@ -132,11 +188,11 @@ def _quiet(reach: Reach, base: Step, coded: list[Coded], noise: float | None) ->
     return None
 
 
-def _raised(coded: Sequence[Coded], places: Sequence[int], levels: int) -> list[Coded]:
-    """The codes, with at least so many levels at these places; masks stay."""
-    chosen = set(places)
+def _raised(coded: Sequence[Coded], places: Sequence[int], finer: Codec) -> list[Coded]:
+    """The codes, with one at these places that is at least as fine; exact ones stay."""
+    chosen, error = set(places), error_of(finer)
     return [
-        replace(one, levels=levels) if at in chosen and 0 < one.levels < levels else one
+        replace(one, codec=finer) if at in chosen and one.error > error else one
         for at, one in enumerate(coded)
     ]
 
@@ -145,15 +201,22 @@ def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
     """Returns a bound of the bytes between forward and backward, which no peak can be below."""
     gone = {joint.facts[one.node].storage for one in coded}
     kept = {joint.facts[n].storage for n in base.saved} - gone - joint.outside
-    bits = sum(elements_of(one.node) * _bits_of(one) for one in coded)
-    return sum(joint.facts[s].nbytes for s in kept) + bits // 8
+    return sum(joint.facts[s].nbytes for s in kept) + sum(map(_held_nbytes, coded))
 
 
-def _bits_of(one: Coded) -> int:
-    """Bits an element of the codes alone."""
-    if one.levels == AWAY:
+def _held_nbytes(one: Coded) -> int:
+    """Bytes of the buffers of a code."""
+    if one.codec is None:
         return 0
-    return (one.levels - 1).bit_length() if one.levels else 1
+    value = tensors_of(one.node)[0]
+    return _encoded_nbytes(one.codec, tuple(map(known_size, value.shape)), value.dtype, one.facts)
+
+
+@lru_cache(maxsize=4096)
+def _encoded_nbytes(
+    codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts = NOTHING
+) -> int:
+    return codec.encoded_nbytes(shape, dtype, facts)
 
 
 def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
@@ -174,10 +237,10 @@ def _fewer(
 
     So are values that would leave the device's memory.
 
-    Masks stay: a comparison must not be made of a value that comes out of a code.
+    Exact codes stay: a comparison must not be made of a value that comes out of a code.
     """
-    masks = [one for one in coded if not one.levels]
-    large = [one for one in coded if one.levels]
+    exact = [one for one in coded if one.codec is not None and one.codec.lossless]
+    large = [one for one in coded if one not in exact]
     large.sort(key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
 
     def fits(coded: list[Coded]) -> bool:
@@ -189,28 +252,28 @@ def _fewer(
     first, last = 0, len(large) - 1
     while first < last:
         middle = (first + last + 1) // 2
-        if fits([*large[middle:], *masks]):
+        if fits([*large[middle:], *exact]):
             first = middle
         else:
             last = middle - 1
-    chosen = [*large[first:], *masks]
-    for one in [one for one in chosen if one.levels == AWAY][:_TRIED]:  # each is far dearer
+    chosen = [*large[first:], *exact]
+    for one in [one for one in chosen if one.codec is None][:_TRIED]:  # each is far dearer
         fewer = [other for other in chosen if other is not one]
         if fewer and fits(fewer):
             chosen = fewer
     return chosen
 
 
-def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]:
+def code_all(search: Search, codec: Codec | None, min_nbytes: int) -> tuple[Step, float]:
     """Code all that plain torch.compile would save and that may have a code. Returns that step.
 
     And the variance that this is predicted to add to the gradient.
 
-    levels      0: masks only, which changes no bit
+    codec       None: exact codes only, which change no bit
     min_nbytes  values below are left alone
     """
     joint, plain = search.joint, search.plain
-    coded = [one for one in _coded(joint, plain, levels) if _plain_nbytes(one) >= min_nbytes]
+    coded = [one for one in _coded(joint, plain, codec) if _plain_nbytes(one) >= min_nbytes]
     if not coded:
         return plain, 0.0
     variance = Reach(joint, plain).variance(plain, coded)
@@ -225,7 +288,8 @@ def code_all(search: Search, levels: int, min_nbytes: int) -> tuple[Step, float]
 def _plain_nbytes(one: Coded) -> int:
     """The bytes that eager PyTorch would hold: a comparison counts as its operand."""
     value = tensors_of(one.node)[0]
-    return known_size(value.numel()) * (value.dtype.itemsize if one.levels else 4)
+    itemsize = 4 if value.dtype is torch.bool else value.dtype.itemsize
+    return known_size(value.numel()) * itemsize
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
@@ -261,14 +325,41 @@ def _with_what_codes_hold(search: Search, step: Step) -> Step:
     return search.judge({*step.saved, *more}) or step
 
 
-def _coded(joint: Joint, step: Step, levels: int, leaves: bool = False) -> Iterator[Coded]:
-    """The codes of one choice. levels 0: masks only; leaves: all else goes elsewhere."""
+def _coded(joint: Joint, step: Step, codec: Codec | None, leaves: bool = False) -> Iterator[Coded]:
+    """The codes of one choice. codec None: exact ones only; leaves: all else goes elsewhere."""
     _, after = joint.parts(step.saved)
-    gradients = joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
     masks = {n for n in step.saved if _may_be_coded(joint, n, (torch.bool,), outputs)}
-    away = {n: Coded(n, AWAY) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)}
-    for node in step.saved if levels else ():
+    away = {n: Coded(n, None) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)}
+    found = list(_coded_indices(joint, step, after, outputs))
+    if codec is not None:
+        for one, compared in _coded_floats(joint, step, codec, after, outputs):
+            found.append(one)
+            masks.update(compared)
+    held = {one.node for one in found}
+    yield from found
+    yield from (one for n, one in away.items() if n not in masks | held)
+    yield from (Coded.mask(n) for n in sorted(masks, key=joint.place.__getitem__))
+
+
+def _coded_indices(
+    joint: Joint, step: Step, after: set[fx.Node], outputs: set[fx.Node]
+) -> Iterator[Coded]:
+    """Integers in as few bytes as hold their range."""
+    for node in step.saved:
+        if not _may_be_coded(joint, node, _INTEGERS, outputs):
+            continue
+        known, dtype = range_of(node, after), tensors_of(node)[0].dtype
+        if known is not None and Narrow().encoded_nbytes((1,), dtype, known) < dtype.itemsize:
+            yield Coded(node, Narrow(), known)
+
+
+def _coded_floats(
+    joint: Joint, step: Step, codec: Codec, after: set[fx.Node], outputs: set[fx.Node]
+) -> Iterator[tuple[Coded, list[fx.Node]]]:
+    """Floats whose readers tolerate an error, each with the comparisons of it, as bits."""
+    gradients = joint.gradients()
+    for node in step.saved:
         storage = joint.facts[node].storage
         shared = sum(joint.facts[n].storage is storage for n in step.saved) > 1
         if shared or not _may_be_coded(joint, node, _FLOATS, outputs):
@@ -279,11 +370,20 @@ def _coded(joint: Joint, step: Step, levels: int, leaves: bool = False) -> Itera
             continue
         if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
             continue
-        masks.update(bits)
-        away.pop(node, None)
-        yield Coded(node, _FINE if reading.use is Use.CURVED else levels)
-    yield from (one for n, one in away.items() if n not in masks)
-    yield from (Coded(n, 0) for n in sorted(masks, key=joint.place.__getitem__))
+        chosen = fine(codec) if reading.use is Use.CURVED else codec
+        if chosen is not None and _takes(chosen, tensors_of(node)[0]):
+            yield Coded(node, chosen), bits
+
+
+def _takes(codec: Codec, value: torch.Tensor) -> bool:
+    """Returns whether a codec holds values of this dtype and size in a graph, in fewer bytes."""
+    form = codec.graph_form(NOTHING)
+    if form is None or value.dtype not in codec.dtypes:
+        return False
+    if not form.any_size and any(isinstance(size, torch.SymInt) for size in value.shape):
+        return False
+    shape = tuple(map(known_size, value.shape))
+    return _encoded_nbytes(codec, shape, value.dtype) < prod(shape) * value.dtype.itemsize
 
 
 def _may_be_coded(

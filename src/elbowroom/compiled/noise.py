@@ -4,13 +4,14 @@ Neither values nor gradients are known when a graph is compiled, so sizes stand 
 eager plans whose noise was not measured. What backward multiplies with a gradient is given an error
 that is independent from one element to the next, and so is most of what mini-batches vary by:
 
-    of one code     v_k = 1.9 / (levels - 1)^2 * s_k     share of the variance of mini-batches
+    of one code     v_k = e_k * s_k     share of the variance of mini-batches
     of all          v   = sum of v_k
     reach of k      s_k = bytes that are off by it / bytes that plain torch.compile saves and that
                           may have a code
 
-1.9: what a code of 64 numbers of a normal distribution adds to their square, times (levels - 1)^2
-(0.95 of a uniform one or behind a ReLU, 1.3 behind a GELU). The error affects the value and
+e_k is what the codec adds to the square of numbers of a normal distribution, of which that is known
+(`codecs/quality.py`); for dither it is 1.9 / (levels - 1)^2 (0.95 of a uniform one or behind a
+ReLU, 1.3 behind a GELU). The error affects the value and
 everything that backward recomputes from it, since the relative error of these is about as large.
 |g|^2 is at least as large as the variance of mini-batches, so gErr2 is at most v where the
 prediction holds.
@@ -25,8 +26,6 @@ from elbowroom.compiled.collect import tensors_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded
-
-_OF_A_NORMAL = 1.9
 
 
 class Reach:
@@ -52,11 +51,11 @@ class Reach:
         shares = self._known.setdefault(frozenset(base.saved), {})
         total = 0.0
         for one in coded:
-            if one.levels < 1:
+            if not one.is_lossy:
                 continue
             if one.node not in shares:
                 shares[one.node] = self._share(base, one.node)
-            total += _OF_A_NORMAL * shares[one.node] / (one.levels - 1) ** 2
+            total += one.error * shares[one.node]
         return total
 
     def _share(self, base: Step, node: fx.Node) -> float:

@@ -1,76 +1,156 @@
-"""Ops that stand in compiled graphs: masks as bits, codes of floats with their seed, and moves.
+"""Ops that stand in compiled graphs: codes of saved values with their seed, and moves.
 
-    draw()                                                   seed   a fresh one each run
-    pack_mask(x, order)                                      bits
-    unpack_mask(bits, size, order)                           x, bool
-    unpack_bytes(bits, size, order)                          x, uint8: what loops on a CPU read fast
-    encode(x, order, seed, number, levels, group_size)       codes, ranges, bounds
-    decode(codes, ranges, bounds, seed, number, ..., size, order, dtype)   x~
+    draw(device)                                             seed   a fresh one each run
+    encode(x, order, coding, seed, number)                   buffers
+    decode(buffers, coding, seed, number, size, order, dtype)       x~
     offload(x, order)                                        x in a file, or in host memory
     fetch(away, size, order, dtype, device)                  x
 
-All are functional, and call the kernels of `kernels/ops.py`. A value is read in the order of its
-dimensions in memory (`order`, outermost first), as the plan has it: Inductor chooses the layout of
-a convolution's tensors after the plan is made, and may pass any.
+All are functional. A coding names a codec and what is known of the values (`coding_name`); the ops
+run the form that it declares (`Codec.graph_form`). A value is read in the order of its dimensions
+in memory (`order`, outermost first), as the plan has it: Inductor chooses the layout of a
+convolution's tensors after the plan is made, and may pass any.
 
-The seed is drawn when forward runs, from a counter of this process: PyTorch's generators are not
-touched. It is a number in host memory on every device, so that nothing waits for a GPU.
+The seed is drawn when forward runs, from a counter: PyTorch's generators are not touched. On a CPU
+the process counts. On a GPU the device does, so that a CUDA graph, which runs no Python, draws
+another seed at each launch; the n-th seed of a device is the n-th of a CPU.
 """
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from elbowroom.codecs import Codec, Facts
+from elbowroom.codecs.base import Layout
+from elbowroom.codecs.facts import NOTHING
+from elbowroom.codecs.graph_form import GraphForm, Seed
+from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.compiled.away import in_file
-from elbowroom.kernels import ops, outputs
+from elbowroom.kernels import aten
 
 _MASK = (1 << 64) - 1
 _library: Any = torch.library.Library("elbowroom_graph", "DEF")  # type: ignore[no-untyped-call]
-_CODES = "Tensor codes, Tensor ranges, Tensor bounds"
-_GRID = "Tensor seed, int number, int levels, int group_size"
+_CODING = "str coding, Tensor? seed, int number"
 _SCHEMAS = {
-    "draw": "() -> Tensor",
-    "pack_mask": "(Tensor x, int[] order) -> Tensor",
-    "unpack_mask": "(Tensor bits, SymInt[] size, int[] order) -> Tensor",
-    "unpack_bytes": "(Tensor bits, SymInt[] size, int[] order) -> Tensor",
-    "encode": f"(Tensor x, int[] order, {_GRID}) -> (Tensor, Tensor, Tensor)",
-    "decode": f"({_CODES}, {_GRID}, SymInt[] size, int[] order, ScalarType dtype) -> Tensor",
+    "draw": "(Device device) -> Tensor",
+    "encode": f"(Tensor x, int[] order, {_CODING}) -> Tensor[]",
+    "decode": f"(Tensor[] buffers, {_CODING}, SymInt[] size, int[] order, ScalarType dtype)"
+    " -> Tensor",
     "offload": "(Tensor x, int[] order) -> Tensor",
     "fetch": "(Tensor away, SymInt[] size, int[] order, ScalarType dtype, Device device) -> Tensor",
 }
 
 
+def coding_name(codec: Codec, facts: Facts = NOTHING) -> str:
+    """Names a codec's setting, and what is known of the values that it encodes."""
+    known = {k: v for k, v in asdict(facts).items() if v is not None and v is not False}
+    return setting_name(codec) + (f" | {json.dumps(known)}" if known else "")
+
+
+@cache
+def coding_named(coding: str) -> tuple[Codec, Facts]:
+    """The inverse of `coding_name`."""
+    setting, _, known = coding.partition(" | ")
+    return setting_named(setting), Facts(**json.loads(known)) if known else NOTHING
+
+
+def form_of(coding: str, size: Sequence[int], order: Sequence[int]) -> GraphForm:
+    """Returns the form of a coding for a value of this size."""
+    return _known_form(coding, tuple(size), tuple(order))
+
+
+@lru_cache(maxsize=4096)
+def _known_form(coding: str, size: tuple[int, ...], order: tuple[int, ...]) -> GraphForm:
+    form = coding_named(coding)[0].graph_form(_facts_of(coding, size, order))
+    assert form is not None, f"{coding} has no form for graphs"
+    return form
+
+
+def layout_of(x: Tensor, order: Sequence[int], coding: str) -> Layout:
+    """Returns what the buffers of a value are."""
+    facts = _facts_of(coding, x.shape, order)
+    return coding_named(coding)[0]._layout(x.numel(), x.dtype, facts)
+
+
+def _facts_of(coding: str, size: Sequence[int], order: Sequence[int]) -> Facts:
+    codec, facts = coding_named(coding)
+    return codec._seen(tuple(size), tuple(_strides(size, order)), facts)
+
+
 class _Draws:
-    """The count of seeds that this process has drawn, and where they start."""
+    """The seeds that this process has drawn: how many, and where they start.
+
+    Each GPU has a count of its own, in its memory: base and count, int64 [2].
+    """
 
     def __init__(self) -> None:
         self.base, self.count = 0, 0
+        self._devices: dict[torch.device, Tensor] = {}
         self._lock = threading.Lock()
 
     def restart(self, base: int) -> None:
         """Draw the sequence of another base from its beginning."""
         with self._lock:
-            self.base, self.count = base, 0
+            self._restart(base)
 
     def next(self) -> int:
         with self._lock:
             self.count += 1
-            return seed_of(seed_of(self.base, rank) if (rank := _rank()) else self.base, self.count)
+            return seed_of(_of_this_rank(self.base), self.count)
+
+    def next_on(self, device: torch.device) -> Tensor:
+        """Draws on a device, which counts for itself: int64 [1], and no number of the host's."""
+        counter = self._devices.get(device)
+        if counter is None:
+            counter = self.prepare(device)
+        counter[1].add_(1)
+        return aten.seed_of(counter[:1], counter[1:])
+
+    def prepare(self, device: torch.device) -> Tensor:
+        """Makes the counter of a device, which must be older than any CUDA graph that draws."""
+        with self._lock, torch.inference_mode(False), torch.no_grad(), unset_fake_temporarily():
+            if device not in self._devices:
+                counter = torch.zeros(2, dtype=torch.int64, device=device)
+                self._devices[device] = counter
+                _set(counter, self.base)
+            return self._devices[device]
 
     @contextmanager
     def started_at(self, base: int) -> Iterator[None]:
         """Draws another base's sequence inside this context, from its beginning."""
         with self._lock:
-            before, self.base, self.count = (self.base, self.count), base, 0
+            before = self.base, self.count
+            counters = {device: counter.clone() for device, counter in self._devices.items()}
+            self._restart(base)
         try:
             yield
         finally:
             with self._lock:
                 self.base, self.count = before
+                for device, counter in self._devices.items():
+                    if device in counters:
+                        counter.copy_(counters[device])
+                    else:  # it began to draw in here
+                        _set(counter, self.base)
+
+    def _restart(self, base: int) -> None:
+        self.base, self.count = base, 0
+        for counter in self._devices.values():
+            _set(counter, base)
+
+
+def _set(counter: Tensor, base: int) -> None:
+    """Starts a device's count, without waiting for the device."""
+    counter[0].fill_((_of_this_rank(base) + 2**63) % 2**64 - 2**63)
+    counter[1].zero_()
 
 
 def seed_of(base: int, number: int) -> int:
@@ -81,19 +161,31 @@ def seed_of(base: int, number: int) -> int:
     return (x ^ (x >> 31)) & (_MASK >> 1)
 
 
-def _rank() -> int:
-    """Returns the rank of this process, by which each process draws noise of its own."""
+def _of_this_rank(base: int) -> int:
+    """Returns a base of this process's own, so that no two processes draw the same noise."""
     distributed = torch.distributed
-    return (
-        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    )
+    if not distributed.is_available() or not distributed.is_initialized():
+        return base
+    rank = distributed.get_rank()
+    return seed_of(base, rank) if rank else base
 
 
 draws = _Draws()
 
 
-def _draw() -> Tensor:
-    return torch.tensor(draws.next(), dtype=torch.int64)
+def _draw(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.tensor([draws.next()], dtype=torch.int64)
+    return draws.next_on(device)
+
+
+def _own(seed: Tensor | None, number: int) -> Seed:
+    """The seed of one code."""
+    if seed is None:
+        return 0
+    if seed.device.type == "cpu":
+        return seed_of(int(seed), number)
+    return aten.seed_of(seed, number)
 
 
 def _flat(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -109,56 +201,47 @@ def _laid_out(
     device: torch.device | None = None,
 ) -> Tensor:
     """Fresh memory for this size whose dimensions lie in this order; device None: that of x."""
+    strides = _strides(size, order)
+    return torch.empty_strided(list(size), strides, dtype=dtype, device=device or x.device)
+
+
+def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
     strides, step = [0] * len(size), 1
     for dim in reversed(order):
         strides[dim] = step
         step *= size[dim]
-    return torch.empty_strided(list(size), strides, dtype=dtype, device=device or x.device)
-
-
-def _pack_mask(x: Tensor, order: Sequence[int]) -> Tensor:
-    return ops.pack_bits(_flat(x, order))
-
-
-def _unpack_mask(bits: Tensor, size: Sequence[int], order: Sequence[int]) -> Tensor:
-    out = _laid_out(bits, size, order, torch.bool)
-    ops.unpack_bits(bits, 1.0, _flat(out, order))
-    return out
-
-
-def _unpack_bytes(bits: Tensor, size: Sequence[int], order: Sequence[int]) -> Tensor:
-    return _unpack_mask(bits, size, order).view(torch.uint8)
+    return strides
 
 
 def _encode(
-    x: Tensor, order: Sequence[int], seed: Tensor, number: int, levels: int, group_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    own = seed_of(int(seed), number)
-    return ops.dither_quantize(_flat(x, order), own, levels, group_size)
+    x: Tensor, order: Sequence[int], coding: str, seed: Tensor | None, number: int
+) -> list[Tensor]:
+    if not x.numel():
+        return _fake_encode(x, order, coding, seed, number)
+    form = form_of(coding, x.shape, order)
+    return list(form.quantize(_flat(x, order), _own(seed, number)))
 
 
 def _decode(
-    codes: Tensor,
-    ranges: Tensor,
-    bounds: Tensor,
-    seed: Tensor,
+    buffers: Sequence[Tensor],
+    coding: str,
+    seed: Tensor | None,
     number: int,
-    levels: int,
-    group_size: int,
     size: Sequence[int],
     order: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    out = _laid_out(codes, size, order, dtype)
-    own = seed_of(int(seed), number)
-    ops.dither_dequantize(codes, ranges, bounds, own, levels, group_size, _flat(out, order))
+    out = _laid_out(buffers[0], size, order, dtype)
+    if out.numel():
+        form = form_of(coding, size, order)
+        form.dequantize(tuple(buffers), _own(seed, number), _flat(out, order))
     return out
 
 
 def _fake_encode(
-    x: Tensor, order: Sequence[int], seed: Tensor, number: int, levels: int, group_size: int
-) -> Any:
-    return outputs.dither(x, levels, group_size)
+    x: Tensor, order: Sequence[int], coding: str, seed: Tensor | None, number: int
+) -> list[Tensor]:
+    return [x.new_empty(one.shape, dtype=one.dtype) for one in layout_of(x, order, coding)]
 
 
 def _offload(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -187,20 +270,11 @@ def _fake_offload(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
-    "draw": (_draw, lambda: torch.empty((), dtype=torch.int64)),
-    "pack_mask": (_pack_mask, lambda x, order: outputs.bits(x)),
-    "unpack_mask": (
-        _unpack_mask,
-        lambda bits, size, order: _laid_out(bits, size, order, torch.bool),
-    ),
-    "unpack_bytes": (
-        _unpack_bytes,
-        lambda bits, size, order: _laid_out(bits, size, order, torch.uint8),
-    ),
+    "draw": (_draw, lambda device: torch.empty((1,), dtype=torch.int64, device=device)),
     "encode": (_encode, _fake_encode),
     "decode": (
         _decode,
-        lambda codes, *rest: _laid_out(codes, rest[-3], rest[-2], rest[-1]),
+        lambda buffers, *rest: _laid_out(buffers[0], rest[-3], rest[-2], rest[-1]),
     ),
     "offload": (_offload, _fake_offload),
     "fetch": (_fetch, _laid_out),
@@ -218,6 +292,4 @@ for _name, _schema in _SCHEMAS.items():
 
 _graph = cast(Any, torch.ops.elbowroom_graph)
 DRAW, ENCODE, DECODE = _graph.draw.default, _graph.encode.default, _graph.decode.default
-PACK_MASK, UNPACK_MASK = _graph.pack_mask.default, _graph.unpack_mask.default
-UNPACK_BYTES = _graph.unpack_bytes.default
 OFFLOAD, FETCH = _graph.offload.default, _graph.fetch.default

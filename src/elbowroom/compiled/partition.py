@@ -11,6 +11,7 @@ its `uuid`, so that a second start finds the graphs of the first.
 """
 
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,15 +28,17 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._inductor import custom_graph_pass
 
-from elbowroom.compiled.aten import expand
+from elbowroom.codecs import Codec
+from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import MinCut, Search, choose, judge_all_cuts
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import too_small
+from elbowroom.compiled.expand import expand
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import code, code_all
-from elbowroom.compiled.ops import DECODE
+from elbowroom.compiled.lossy import code, code_all, ladder
+from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.compiled.written import HeldAtBackward
@@ -81,23 +84,25 @@ class Partitioner(_base()):  # type: ignore[misc]
     room_nbytes    the most that forward and backward may take; None: as plain torch.compile does
     counts_inputs  whether parameters, buffers and inputs of the region belong to that
     exact          True: what changes no bit; None: that first, then codes; False: the fastest
-    levels         of the codes of all that may have one, whatever the room; 0: masks as bits alone;
-                   None: only what the room needs
-    min_nbytes     values below are not coded, where `levels` are given
+    codes          the setting of a codec (`setting_name`) for all that it may hold, whatever the
+                   room; "": exact codes alone; None: only what the room needs
+    min_nbytes     values below are not coded, where `codes` are given
     held_nbytes    the most that may be held between forward and backward, if that can be; None: all
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
+    menu           the names of codes to choose from (`lossy.ladder`); None: all
     """
 
     room_nbytes: int | None = None
     counts_inputs: bool = False
     exact: bool | None = True
-    levels: int | None = None
+    codes: str | None = None
     min_nbytes: int = 32768
     held_nbytes: int | None = None
     noise: float | None = None
     offloads: bool = False
+    menu: tuple[str, ...] | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -114,16 +119,27 @@ class Partitioner(_base()):  # type: ignore[misc]
 
     def uuid(self) -> object:
         """Identifies these settings and this code, for Inductor's cache."""
-        return _hash_of_code(), astuple(self)
+        used = [*ladder(self.menu), *([setting_named(self.codes)] if self.codes else [])]
+        return _hash_of_code(), astuple(self), [(setting_name(c), _source_of(c)) for c in used]
 
 
 @cache
 def _hash_of_code() -> str:
     """A hash of all files that affect a compiled graph."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    own = Path(__file__).parent
+    for folder in (own, own.parent / "codecs", own.parent / "kernels"):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _source_of(codec: Codec) -> str:
+    """The source of a codec's class, which may be another package's."""
+    try:
+        return inspect.getsource(type(codec))
+    except (OSError, TypeError):  # it was not read from a file
+        return ""
 
 
 class _Answer:
@@ -188,10 +204,11 @@ class _Answer:
         Returns the chosen step, the one of plain torch.compile, the search that found it, and the
         variance that its codes are predicted to add.
         """
-        exact, levels = self._settings.exact, self._settings.levels
-        if levels is not None:
+        exact, codes = self._settings.exact, self._settings.codes
+        if codes is not None:
             search = Search(joint, min_cut, memory_budget, same_bits=False)
-            step, noise = code_all(search, levels, self._settings.min_nbytes)
+            codec = setting_named(codes) if codes else None
+            step, noise = code_all(search, codec, self._settings.min_nbytes)
             return step, search.plain, search, noise
         search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
         plain = search.plain
@@ -225,6 +242,7 @@ class _Answer:
             noise=self._settings.noise,
             held_nbytes=held_nbytes,
             offloads=offloads,
+            menu=self._settings.menu,
         )
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
@@ -304,7 +322,7 @@ def _report_decision(
         inputs_nbytes=inputs_nbytes,
         recomputed=len(step.again),
         plain_saved_nbytes=plain.saved_nbytes,
-        is_lossy=any(n.target is DECODE for n in joint.graph.nodes),
+        is_lossy=any(n.target is DRAW for n in joint.graph.nodes),
         is_plain=step is plain,
         fuses_alike=fuses_alike,
         noise=noise,

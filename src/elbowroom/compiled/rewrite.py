@@ -19,24 +19,47 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from elbowroom.codecs import BitMask, Codec, Facts
+from elbowroom.codecs.facts import NOTHING
+from elbowroom.codecs.quality import quality_of
 from elbowroom.compiled import ops
 from elbowroom.compiled.joint import Joint
 
-GROUP_SIZE = 64
-AWAY = -1
+_MASK = Facts(value=1.0)
 _Plain = int | float | str | torch.dtype | torch.device
-_NUMBERED = {ops.ENCODE: 3, ops.DECODE: 4}  # the argument that says which code it is: of no size
+_NUMBERED = {ops.ENCODE: 4, ops.DECODE: 3}  # the argument that says which code it is: of no size
 
 
 @dataclass(frozen=True)
 class Coded:
     """One saved value to be held in fewer bytes.
 
-    levels  of its code; 0: a mask, held as bits; `AWAY`: the value itself, in another memory
+    codec  that holds it; None: the value itself is held, in another memory
+    facts  what is known of its elements
     """
 
     node: fx.Node
-    levels: int
+    codec: Codec | None
+    facts: Facts = NOTHING
+
+    @classmethod
+    def mask(cls, node: fx.Node) -> "Coded":
+        """A bool, held as bits."""
+        return cls(node, BitMask(), _MASK)
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.codec is not None and not self.codec.lossless
+
+    @property
+    def error(self) -> float:
+        """Its squared error on normal data, relative to their square."""
+        return error_of(self.codec) if self.codec is not None else 0.0
+
+
+def error_of(codec: Codec) -> float:
+    """Squared error of a codec on normal data, relative to their square."""
+    return 0.0 if codec.lossless else quality_of(codec, maps=False).error
 
 
 class Rewriting:
@@ -60,12 +83,12 @@ class Rewriting:
         self._made: list[fx.Node] = []
         self._moved: list[tuple[fx.Node, fx.Node, fx.Node]] = []
         self._mode = _fake_mode(joint.inputs)
+        self._seeds: dict[torch.device, fx.Node] = {}  # one draw on each device
         self._sizes = _named_sizes(joint.inputs)
         before, after = joint.parts(saved)
         order = [n for n in joint.graph.nodes if n in after]
         self.saved = set(saved)
-        seed = self._draw() if any(one.levels > 0 for one in coded) else None
-        decoded = {one.node: self._code(number, one, seed) for number, one in enumerate(coded)}
+        decoded = {one.node: self._code(number, one) for number, one in enumerate(coded)}
         self._hand_over(decoded, order, before)
         joint.refresh(is_coded=True)
 
@@ -77,36 +100,43 @@ class Rewriting:
             self._joint.graph.erase_node(node)
         self._joint.analysis = self._analysis
 
-    def _draw(self) -> fx.Node:
-        seed = self._insert_call(list(self._joint.graph.find_nodes(op="placeholder"))[-1], ops.DRAW)
-        self.saved.add(seed)
-        return seed
+    def _seed_on(self, device: torch.device) -> fx.Node:
+        """The seed that this run draws on a device."""
+        if device not in self._seeds:
+            place = list(self._joint.graph.find_nodes(op="placeholder"))[-1]
+            self._seeds[device] = self._insert_call(place, ops.DRAW, device)
+            self.saved.add(self._seeds[device])
+        return self._seeds[device]
 
-    def _code(self, number: int, one: Coded, seed: fx.Node | None) -> fx.Node:
+    def _code(self, number: int, one: Coded) -> fx.Node:
         """Encodes a value after it is computed; returns what backward reads in its place."""
         x, value, order = one.node, one.node.meta["val"], self._joint.order_of(one.node)
+        seed = self._seed_on(value.device) if one.is_lossy else None
         self.saved.discard(x)
         size, place = self._size_of(x, _latest(x, seed))
-        if one.levels == AWAY:
+        if one.codec is None:
             away = self._insert_call(place, ops.OFFLOAD, x, order)
             self.saved.add(away)
             given = (away, size, order, value.dtype, value.device)
             return self._insert_call(away, ops.FETCH, *given)
-        if not one.levels and value.device.type == "cpu":
+        if isinstance(one.codec, BitMask) and value.device.type == "cpu":
             return self._code_bytes(x, size, order, place)
-        if not one.levels:
-            bits = self._insert_call(place, ops.PACK_MASK, x, order)
-            self.saved.add(bits)
-            return self._insert_call(bits, ops.UNPACK_MASK, bits, size, order)
-        grid = (seed, number, one.levels, GROUP_SIZE)
-        codes = self._insert_call(place, ops.ENCODE, x, order, *grid)
+        how = ops.coding_name(one.codec, one.facts), seed, number
+        parts = self._encoded(x, order, how, place)
+        return self._insert_call(parts[-1], ops.DECODE, parts, *how, size, order, value.dtype)
+
+    def _encoded(
+        self, x: fx.Node, order: Sequence[int], how: tuple[Any, ...], place: fx.Node
+    ) -> list[fx.Node]:
+        """The buffers of a code, which forward saves."""
+        codes = self._insert_call(place, ops.ENCODE, x, order, *how)
         parts: list[fx.Node] = []
-        for at in range(3):
+        for at in range(len(codes.meta["val"])):
             parts.append(
                 self._insert_call(parts[-1] if parts else codes, operator.getitem, codes, at)
             )
         self.saved.update(parts)
-        return self._insert_call(parts[-1], ops.DECODE, *parts, *grid, size, order, value.dtype)
+        return parts
 
     def _code_bytes(
         self, x: fx.Node, size: list[int | fx.Node], order: Sequence[int], place: fx.Node
@@ -122,9 +152,10 @@ class Rewriting:
         zero = self._insert_call(one, torch.ops.aten.full.default, [], 0.0, **scalar)
         chosen = self._insert_call(zero, torch.ops.aten.where.self, x, one, zero)
         written = self._insert_call(chosen, convert, chosen, torch.uint8)
-        bits = self._insert_call(written, ops.PACK_MASK, written, order)
-        self.saved.add(bits)
-        read = self._insert_call(bits, ops.UNPACK_BYTES, bits, size, order)
+        how = ops.coding_name(BitMask(), _MASK), None, 0
+        parts = self._encoded(written, order, how, written)
+        given = parts, *how, size, order, torch.uint8
+        read = self._insert_call(parts[-1], ops.DECODE, *given)
         number = self._insert_call(read, convert, read, torch.float32)
         return self._insert_call(number, torch.ops.aten.ne.Scalar, number, 0.0)
 

@@ -124,7 +124,12 @@ class _Twin:
         self.standing = 0
         options = fitting.options
         self.regions = Regions(
-            Settings(counts_inputs=False, exact=options.exact, noise=options.noise)
+            Settings(
+                counts_inputs=False,
+                exact=options.exact,
+                noise=options.noise,
+                menu=options.menu,
+            )
         )
         self.regions.runs = runs
         self.limit: float = inf

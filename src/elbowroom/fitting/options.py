@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from elbowroom.codecs import Codec
+from elbowroom.codecs.names import setting_name
 from elbowroom.plan.menu import presets_for
 from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
@@ -39,6 +40,11 @@ class FitOptions:
             return EXACT_PRESETS
         lossy = LOSSY_PRESETS if self.codecs is None else presets_for(by_error(self.codecs))
         return EXACT_PRESETS + lossy
+
+    @property
+    def menu(self) -> tuple[str, ...] | None:
+        """The names of `codecs`, as plans inside torch.compile take them."""
+        return None if self.codecs is None else tuple(map(setting_name, self.codecs))
 
     @property
     def least_nbytes(self) -> int:

@@ -106,5 +106,6 @@ def cut(x: Tensor, over: Cells, fill: float) -> Tensor:
 
 def spread(table: Tensor, over: Cells) -> Tensor:
     """The entry of each element's cell: a table of bf16 [cells] -> [N] float32."""
-    high = table.float().view(over.table).repeat_interleave(over.high, dim=1)[:, : over.rows]
-    return high.repeat_interleave(over.wide, dim=2)[:, :, : over.columns].reshape(-1)
+    high = table.float().view(over.table).repeat_interleave(over.high, dim=1)
+    wide = high.narrow(1, 0, over.rows).repeat_interleave(over.wide, dim=2)
+    return wide.narrow(2, 0, over.columns).reshape(-1)
