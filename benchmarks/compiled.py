@@ -32,7 +32,7 @@ import copy
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,18 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from _common import arguments, facts, finish, mib, out_path, paired_dict, target, tell, times
+from _common import (
+    arguments,
+    facts,
+    finish,
+    mib,
+    out_path,
+    paired_dict,
+    target,
+    tell,
+    times,
+    write_json,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -121,14 +132,16 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # each arm compiles the same code anew
     inductor_config.fx_graph_cache = False
     functorch_config.enable_autograd_cache = False
-    known = facts()
-    rows = []
+    known, path = facts(), out_path(options, NAME)
+    clock = "processor" if options.processor else "wall"
+    rows: list[dict[str, Any]] = []
     for name in options.nets:
         torch.manual_seed(0)
         net, batch = _nets(small=options.small)[name]()
-        rows += _rows(name, Loss(net), batch, options)
-    clock = "processor" if options.processor else "wall"
-    finish(_result(rows, options.pairs, clock, known), out_path(options, NAME))
+        for row in _rows(name, Loss(net), batch, options):
+            rows.append(row)
+            write_json(path, _result(rows, options.pairs, clock, known))
+    finish(_result(rows, options.pairs, clock, known), path)
 
 
 def _nets(*, small: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]]:
@@ -224,7 +237,7 @@ def _resnet(kind: str, depths: list[int]) -> nn.Module:
 
 def _rows(
     name: str, net: nn.Module, batch: tuple[Tensor, Tensor], options: Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     def is_wanted(title: str) -> bool:
         return not options.arms or title in options.arms
 
@@ -241,24 +254,22 @@ def _rows(
     peak = max(decided, key=lambda one: one.plain_nbytes).plain_nbytes
     inputs = max(one.inputs_nbytes for one in decided)
     reference = plain[0].gradient()
-    rows = [_row(name, *plain, plain[0], reference, pairs, clock)]
+    yield _row(name, *plain, plain[0], reference, pairs, clock)
     eager = Arm("eager", *_twin(net), batch)
     coded = Arm("eager, er.saving", *_twin(net), batch, {"levels": 16})
-    rows += [
-        _row(name, arm, 0.0, None, plain[0], reference, pairs, clock)
-        for arm in (eager, coded)
-        if is_wanted(arm.name)
-    ]
+    for arm in (eager, coded):
+        if is_wanted(arm.name):
+            yield _row(name, arm, 0.0, None, plain[0], reference, pairs, clock)
     for budget in BUDGETS[:1] if quick else BUDGETS:
         if not is_wanted(f"budget {budget}"):
             continue
         with functorch_config.patch(activation_memory_budget=budget):
             made = compiled(f"budget {budget}", _inductor())
-        rows.append(_row(name, *made, plain[0], reference, pairs, clock))
+        yield _row(name, *made, plain[0], reference, pairs, clock)
     if is_wanted("fp8"):
         with inductor_config.patch(post_grad_fusion_options=FP8):
             made = compiled("fp8", _inductor())
-        rows.append(_row(name, *made, plain[0], reference, pairs, clock))
+        yield _row(name, *made, plain[0], reference, pairs, clock)
     for exact in (True, False):
         for share in SHARES[:1] if quick else SHARES:
             title = f"ours {share}" if exact else f"ours {share}, codes"
@@ -270,8 +281,7 @@ def _rows(
             except BudgetTooSmall as error:
                 tell(f"{name}, {title}: {error}")
                 continue
-            rows.append(_row(name, *made, plain[0], reference, pairs, clock))
-    return rows
+            yield _row(name, *made, plain[0], reference, pairs, clock)
 
 
 def _inductor() -> Callable[..., Any]:
