@@ -88,6 +88,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
+    fills          whether codes hold as much besides as the simulation says that there is room for
     """
 
     room_nbytes: int | None = None
@@ -98,6 +99,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     held_nbytes: int | None = None
     noise: float | None = None
     offloads: bool = False
+    fills: bool = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -161,7 +163,7 @@ class _Answer:
             return bool(made)
 
         def reordered() -> bool:
-            made = gradients_first(joint)
+            made = gradients_first(joint, sums=self._settings.exact is False)
             added(made or [])
             return made is not None
 
@@ -225,6 +227,7 @@ class _Answer:
             noise=self._settings.noise,
             held_nbytes=held_nbytes,
             offloads=offloads,
+            fills=self._settings.fills,
         )
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
