@@ -92,12 +92,12 @@ def fitted(task: Any, share: float) -> Way:
     )
 
 
-def cost(bench: Bench, way: Way) -> dict[str, float]:
+def cost(bench: Bench, way: Way, plain: Way = PLAIN) -> dict[str, float]:
     """Bytes and seconds of one warm step, medians of pairs; `plain_step_s`: those right before."""
-    bench.grads(PLAIN)  # makes the optimizer's states
+    bench.grads(plain)  # makes the optimizer's states
     bench.grads(way)
     held = memory(bench, way)
-    pairs = [(_seconds(bench, PLAIN), _seconds(bench, way)) for _ in range(_PAIRS)]
+    pairs = [(_seconds(bench, plain), _seconds(bench, way)) for _ in range(_PAIRS)]
     return {
         "saved_nbytes": held.saved_nbytes,
         "peak_nbytes": held.peak_nbytes,

@@ -34,6 +34,14 @@ class Way:
     fit: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None
 
 
+@dataclass(frozen=True)
+class Arm:
+    """A way that may need the model it is for, to compile it; `name` is that of the way."""
+
+    name: str
+    of: Callable[[nn.Module], Way]
+
+
 PLAIN = Way("plain fp32", lambda seed: nullcontext())
 ON_CPU = Way("torch.autograd.graph.save_on_cpu()", lambda seed: save_on_cpu())
 

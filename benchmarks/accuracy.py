@@ -1,7 +1,7 @@
 """Accuracy: ResNet-18 trained through elbowroom is at most half a point worse than plainly.
 
     ./scripts/bench accuracy [--data DIR] [--width 16] [--steps 150] [--seeds 5] [--arms plain,ours]
-                             [--fit 0.35] [--fresh] [--quick]
+                             [--fit 0.35] [--compiled] [--net gpt] [--fresh] [--quick]
 
     d_i   = accuracy(ours, seed i) - accuracy(plain, seed i)
     bound = mean(d) - t(0.95, n - 1) * sd(d) / sqrt(n)
@@ -15,7 +15,10 @@ anew.
 
 Each width has a file of its own, and so have other arms than the three of the claim, which
 `--arms` trains (benchmarks/_arms.py), and `--fit`: er.fit at a share of plain's peak, with the plan
-over all codes of a profile whose noise was measured, at most 0.1 of that of mini-batches.
+over all codes of a profile whose noise was measured, at most 0.1 of that of mini-batches. With
+`--compiled` all arms are compiled (benchmarks/_compiled_arms.py), and plain is plain
+`torch.compile`. `--net gpt` trains a GPT on Python source; its accuracy is the share of held-out
+bytes that it guesses.
 
 Bytes and seconds are those of one step on the weights that the first training of an arm ended
 with, as in benchmarks/_training.py; the seconds are medians of pairs of it and a plain one.
@@ -32,17 +35,20 @@ from typing import Any
 import torch
 from _arms import ARMS, Costs, cost, fitted, ways
 from _common import arguments, facts, mib, out_path, show, target, tell, write_json
+from _compiled_arms import compiled_arms, uncompiled
 from _resume import earlier, margin
 from _training import Bench
-from _ways import PLAIN, Way, saving
+from _ways import PLAIN, Arm, Way, saving
 
 import elbowroom as er
 from elbowroom.demo.data import load_images
-from elbowroom.demo.tasks import Clothing
+from elbowroom.demo.tasks import Clothing, NextByte, Task
+from elbowroom.demo.text import load_text
 from elbowroom.demo.train import Run, score, train
 
 NAME = "accuracy"
-WIDTH = 16
+WIDTHS = {"resnet18": 16, "gpt": 64}
+BATCHES = {"resnet18": 128, "gpt": 16}
 WORST_POINTS = -0.5
 GROUP = saving("group", bits=2, group_size=256, rebuild=False)
 
@@ -52,10 +58,15 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     name = _name(options)
     path, known = out_path(options, name), facts()
-    arms = options.arms or {"plain": PLAIN, "elbowroom": _ours(options), "group": GROUP}
-    task = Clothing(load_images(options.data), options.width, options.batch)
-    if options.fit:
-        arms = {"plain": PLAIN, "fit": fitted(task, options.fit)}
+    task = _task(options)
+    if options.compiled:
+        arms = compiled_arms(task)
+    elif options.fit:
+        fit = {"plain": PLAIN, "fit": fitted(task, options.fit)}
+        arms = {name: uncompiled(way) for name, way in fit.items()}
+    else:
+        arms = options.arms or {"plain": PLAIN, "elbowroom": _ours(options), "group": GROUP}
+        arms = {name: uncompiled(way) for name, way in arms.items()}
     settings = _settings(options, task, arms)
     scores, costs = ({}, {}) if options.fresh else _done(path, settings, known["versions"])
     wanted = [(seed, arm) for seed in range(options.seeds) for arm in arms]
@@ -64,7 +75,7 @@ def main() -> None:
         run = _trained(task, arms[arm], options.steps, seed)
         scores[f"{arm} {seed}"] = score(run)
         if arm not in costs:
-            costs[arm] = cost(Bench(task, run.model, next(task.batches(seed))), arms[arm])
+            costs[arm] = _cost(task, run, arms[arm], arms["plain"])
         tell(f"seed {seed}, {arm}: {scores[f'{arm} {seed}']:.2%}")
         write_json(path, _result(name, scores, costs, arms, settings, known))
     show(json.loads(path.read_text()))  # if nothing was missing, the file and its date stay
@@ -73,22 +84,31 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, help="folder with the IDX files of the full set")
-    parser.add_argument("--width", type=int, default=WIDTH, help="channels; the full is 64 (16)")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--net", choices=list(WIDTHS), default="resnet18", help="(resnet18)")
+    parser.add_argument("--width", type=int, help="channels (ResNet-18: 16 of 64; GPT: 64 of 256)")
+    parser.add_argument("--batch", type=int, help="(ResNet-18: 128; GPT: 16)")
     parser.add_argument("--steps", type=int, default=150, help="training steps (150)")
     parser.add_argument("--seeds", type=int, default=5, help="paired seeds (5)")
     parser.add_argument("--levels", type=int, help="of the dithered code (6)")
     parser.add_argument("--group-size", type=int, help="of the dithered code (its default)")
     parser.add_argument("--arms", help=f"other arms, with commas: {', '.join(ARMS)}")
     parser.add_argument("--fit", type=float, help="er.fit within this share of plain's peak")
+    parser.add_argument("--compiled", action="store_true", help="all arms inside torch.compile")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has done")
     options = parser.parse_args()
     if options.quick:
-        options.width, options.steps, options.seeds = 8, 10, 2
+        options.width, options.steps, options.seeds = {"resnet18": 8, "gpt": 32}[options.net], 10, 2
+    options.width = options.width or WIDTHS[options.net]
+    options.batch = options.batch or BATCHES[options.net]
     if options.seeds < 2:
         parser.error(f"--seeds {options.seeds} has no spread; give 2 or more")
-    if (options.arms or options.fit) and (options.levels or options.group_size):
-        parser.error("--levels and --group-size go without --arms and --fit, which fix them")
+    own = [options.arms, options.compiled, options.fit]
+    if any(own) and (options.levels or options.group_size):
+        parser.error("--levels and --group-size go without --arms, --compiled and --fit")
+    if sum(map(bool, own)) > 1:
+        parser.error("--arms, --compiled and --fit each have arms of their own; give one")
+    if options.data and options.net == "gpt":
+        parser.error("--data names a folder of images; the gpt trains on text")
     if options.arms:
         try:
             options.arms = ways([name.strip() for name in options.arms.split(",")])
@@ -98,9 +118,18 @@ def _options() -> argparse.Namespace:
 
 
 def _name(options: argparse.Namespace) -> str:
-    """Of the result: each width has one of its own."""
+    """Of the result: each net and each width has one of its own."""
     name = f"{NAME}-fit" if options.fit else f"{NAME}-arms" if options.arms else NAME
-    return name if options.quick or options.width == WIDTH else f"{name}-width-{options.width}"
+    name = f"{NAME}-compiled" if options.compiled else name
+    name = name if options.net == "resnet18" else f"{name}-{options.net}"
+    usual = options.quick or options.width == WIDTHS[options.net]
+    return name if usual else f"{name}-width-{options.width}"
+
+
+def _task(options: argparse.Namespace) -> Task:
+    if options.net == "gpt":
+        return NextByte(load_text(), options.width, options.batch)
+    return Clothing(load_images(options.data), options.width, options.batch)
 
 
 def _ours(options: argparse.Namespace) -> Way:
@@ -108,33 +137,48 @@ def _ours(options: argparse.Namespace) -> Way:
     return saving("dither", **{name: value for name, value in given.items() if value is not None})
 
 
-def _settings(options: argparse.Namespace, task: Clothing, arms: dict[str, Way]) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, task: Task, arms: dict[str, Arm]) -> dict[str, Any]:
+    if isinstance(task, Clothing):
+        model = f"ResNet-18 (CIFAR form), width {options.width} (full: 64)"
+        recipe = "SGD, Nesterov momentum 0.9, weight decay 5e-4, one cycle to 0.05"
+        tested = {"test images": len(task.images.test)}
+    else:
+        model = f"GPT of 4 blocks, width {options.width}, contexts of 128, dropout 0.1"
+        recipe = "AdamW, weight decay 0.01, one cycle to 2e-3"
+        tested = {"test bytes": sum(targets.numel() for _, targets in task.test_batches())}
     return {
-        "model": f"ResNet-18 (CIFAR form), width {options.width} (full: 64)",
+        "model": model,
         "data": task.origin,
-        "test images": len(task.images.test),
+        **tested,
         "batch": options.batch,
         "steps": options.steps,
-        "recipe": "SGD, Nesterov momentum 0.9, weight decay 5e-4, one cycle to 0.05",
+        "recipe": recipe,
         "threads": options.threads,
-        **{arm: way.name for arm, way in arms.items()},
+        **{name: arm.name for name, arm in arms.items()},
     }
 
 
-def _trained(task: Clothing, way: Way, steps: int, seed: int) -> Run:
+def _trained(task: Task, arm: Arm, steps: int, seed: int) -> Run:
     """The end of a training. Noise differs between steps and repeats in a rerun."""
     seeds = count(1_000_000 * (seed + 1))
 
     def context() -> AbstractContextManager[Any]:
         return way.context(next(seeds))
 
-    run = Run(task, nullcontext if way.fit else context, steps, seed)
+    run = Run(task, context, steps, seed)
+    way = arm.of(run.model)
     if way.fit:
+        run.saving = nullcontext
         way.fit(run.model, run.optimizer)
     for _ in train(run):
         pass
     er.release(run.model)
     return run
+
+
+def _cost(task: Task, run: Run, arm: Arm, plain: Arm) -> dict[str, float]:
+    bench = Bench(task, run.model, next(task.batches(run.seed)))
+    return cost(bench, arm.of(run.model), plain.of(run.model))
 
 
 def _done(
@@ -152,11 +196,11 @@ def _result(
     name: str,
     scores: dict[str, float],
     costs: Costs,
-    arms: dict[str, Way],
+    arms: dict[str, Arm],
     settings: dict[str, Any],
     known: dict[str, Any],
 ) -> dict[str, Any]:
-    rows = [_row(arm, way, scores, costs) for arm, way in arms.items()]
+    rows = [_row(name, arm, scores, costs) for name, arm in arms.items()]
     others = [row for row in rows if row["arm"] != "plain"]
     ours = [row for row in others if _is_promised(row["arm"])]
     return {
@@ -176,7 +220,7 @@ def _result(
 
 def _is_promised(arm: str) -> bool:
     """Whether an arm must be as good as plain: rivals need not."""
-    return arm in ("elbowroom", "fit") or arm.startswith(("ours-", "lean-"))
+    return arm in ("elbowroom", "fit") or arm.startswith(("ours-", "lean-", "planned-"))
 
 
 def _goal(row: dict[str, Any]) -> dict[str, Any]:
@@ -190,15 +234,15 @@ def _goal(row: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _row(arm: str, way: Way, scores: dict[str, float], costs: Costs) -> dict[str, Any]:
+def _row(name: str, arm: Arm, scores: dict[str, float], costs: Costs) -> dict[str, Any]:
     """One arm, over the seeds that both it and the plain arm have finished."""
-    seeds = [key.split()[1] for key in scores if key.startswith(f"{arm} ")]
+    seeds = [key.split()[1] for key in scores if key.startswith(f"{name} ")]
     seeds = [seed for seed in seeds if f"plain {seed}" in scores]
-    row: dict[str, Any] = {"arm": arm, "way": way.name, "n": len(seeds), **costs.get(arm, {})}
+    row: dict[str, Any] = {"arm": name, "way": arm.name, "n": len(seeds), **costs.get(name, {})}
     if seeds:
-        row["accuracy"] = mean(scores[f"{arm} {seed}"] for seed in seeds)
-    if arm != "plain" and len(seeds) > 1:
-        points = [100 * (scores[f"{arm} {seed}"] - scores[f"plain {seed}"]) for seed in seeds]
+        row["accuracy"] = mean(scores[f"{name} {seed}"] for seed in seeds)
+    if name != "plain" and len(seeds) > 1:
+        points = [100 * (scores[f"{name} {seed}"] - scores[f"plain {seed}"]) for seed in seeds]
         row.update(points=points, **paired_bound(points))
     return row
 

@@ -11,6 +11,8 @@ run. None has dropout, so that all arms compute the same gradient.
     eager, er.saving        our eager engine: dither at 16 levels
     plain                   torch.compile
     budget 0.8 to 0.2       torch.compile with torch._functorch.config.activation_memory_budget
+    fp8                     torch.compile with Inductor's activation_quantization_aten_pass: all
+                            float32 values of 32 KiB or more that are saved become float8_e5m2
     ours 0.7 to 0.25        backend "elbowroom" with that share of plain's estimated peak, exact
     ours, codes             the same, exact=False: what is fastest, codes among it
 
@@ -18,16 +20,19 @@ run. None has dropout, so that all arms compute the same gradient.
     predicted  MiB of that peak, said when the step was compiled
     gErr2      squared error of the gradient over its square, against plain, on one batch
     time       median ratio to plain over interleaved pairs; --processor: of the processor's seconds
-    compile    seconds of the first step: tracing, planning, Inductor and the C++ compiler
+    compile    seconds of the first step: tracing, planning, Inductor and the C++ compiler;
+               --processor: of the processor, the C++ compiler's among them if that runs in one
+               process (TORCHINDUCTOR_COMPILE_THREADS=1)
 
 Each arm has a copy of the model; the batch is the same. Inductor's caches are off, so that every
 arm pays for its own compilation.
 """
 
 import copy
+import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +41,18 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from _common import arguments, facts, finish, mib, out_path, paired_dict, target, tell, times
+from _common import (
+    arguments,
+    facts,
+    finish,
+    mib,
+    out_path,
+    paired_dict,
+    target,
+    tell,
+    times,
+    write_json,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,9 +66,18 @@ from elbowroom.measure import paired
 NAME = "compiled"
 BUDGETS = (0.8, 0.5, 0.3, 0.2)
 SHARES = (0.7, 0.5, 0.4, 0.3, 0.25)
+FP8 = {  # of torch._inductor.config.post_grad_fusion_options; as given, bfloat16 of 100 MB or more
+    "activation_quantization_aten_pass": {
+        "allowed_dtypes": "torch.float32",
+        "size_in_mb": 0.03125,
+        "use_scaling": True,
+        "exclude_primals": True,
+    }
+}
 ARMS = (
     *("plain", "eager", "eager, er.saving"),
     *(f"budget {budget}" for budget in BUDGETS),
+    "fp8",
     *(f"ours {share}{codes}" for codes in ("", ", codes") for share in SHARES),
 )
 
@@ -107,14 +132,16 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # each arm compiles the same code anew
     inductor_config.fx_graph_cache = False
     functorch_config.enable_autograd_cache = False
-    known = facts()
-    rows = []
+    known, path = facts(), out_path(options, NAME)
+    clock = "processor" if options.processor else "wall"
+    rows: list[dict[str, Any]] = []
     for name in options.nets:
         torch.manual_seed(0)
         net, batch = _nets(small=options.small)[name]()
-        rows += _rows(name, Loss(net), batch, options)
-    clock = "processor" if options.processor else "wall"
-    finish(_result(rows, options.pairs, clock, known), out_path(options, NAME))
+        for row in _rows(name, Loss(net), batch, options):
+            rows.append(row)
+            write_json(path, _result(rows, options.pairs, clock, known))
+    finish(_result(rows, options.pairs, clock, known), path)
 
 
 def _nets(*, small: bool) -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]]:
@@ -210,32 +237,39 @@ def _resnet(kind: str, depths: list[int]) -> nn.Module:
 
 def _rows(
     name: str, net: nn.Module, batch: tuple[Tensor, Tensor], options: Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     def is_wanted(title: str) -> bool:
         return not options.arms or title in options.arms
 
     pairs, quick = options.pairs, options.quick
     clock = time.process_time if options.processor else time.perf_counter
+
+    def compiled(title: str, backend: Any, **given: Any) -> tuple[Arm, float, Decision | None]:
+        passed = _with_children if options.processor else time.perf_counter
+        return _compiled(title, net, batch, backend, passed, **given)
+
     decided: list[Decision] = []
     with told(decided.append):
-        plain = _compiled("plain", net, batch, elbowroom, options={"budget": 2**40})
+        plain = compiled("plain", elbowroom, options={"budget": 2**40})
     peak = max(decided, key=lambda one: one.plain_nbytes).plain_nbytes
     inputs = max(one.inputs_nbytes for one in decided)
     reference = plain[0].gradient()
-    rows = [_row(name, *plain, plain[0], reference, pairs, clock)]
+    yield _row(name, *plain, plain[0], reference, pairs, clock)
     eager = Arm("eager", *_twin(net), batch)
     coded = Arm("eager, er.saving", *_twin(net), batch, {"levels": 16})
-    rows += [
-        _row(name, arm, 0.0, None, plain[0], reference, pairs, clock)
-        for arm in (eager, coded)
-        if is_wanted(arm.name)
-    ]
+    for arm in (eager, coded):
+        if is_wanted(arm.name):
+            yield _row(name, arm, 0.0, None, plain[0], reference, pairs, clock)
     for budget in BUDGETS[:1] if quick else BUDGETS:
         if not is_wanted(f"budget {budget}"):
             continue
         with functorch_config.patch(activation_memory_budget=budget):
-            made = _compiled(f"budget {budget}", net, batch, _inductor())
-        rows.append(_row(name, *made, plain[0], reference, pairs, clock))
+            made = compiled(f"budget {budget}", _inductor())
+        yield _row(name, *made, plain[0], reference, pairs, clock)
+    if is_wanted("fp8"):
+        with inductor_config.patch(post_grad_fusion_options=FP8):
+            made = compiled("fp8", _inductor())
+        yield _row(name, *made, plain[0], reference, pairs, clock)
     for exact in (True, False):
         for share in SHARES[:1] if quick else SHARES:
             title = f"ours {share}" if exact else f"ours {share}, codes"
@@ -243,12 +277,11 @@ def _rows(
                 continue
             given = {"budget": int(share * peak) + inputs, "exact": exact}
             try:
-                made = _compiled(title, net, batch, elbowroom, options=given)
+                made = compiled(title, elbowroom, options=given)
             except BudgetTooSmall as error:
                 tell(f"{name}, {title}: {error}")
                 continue
-            rows.append(_row(name, *made, plain[0], reference, pairs, clock))
-    return rows
+            yield _row(name, *made, plain[0], reference, pairs, clock)
 
 
 def _inductor() -> Callable[..., Any]:
@@ -263,17 +296,27 @@ def _twin(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     return twin, twin
 
 
+def _with_children() -> float:
+    """Seconds of processor time that this process and those that it started have taken."""
+    return sum(os.times()[:4])
+
+
 def _compiled(
-    name: str, net: nn.Module, batch: tuple[Tensor, Tensor], backend: Any, **given: Any
+    name: str,
+    net: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    backend: Any,
+    clock: Callable[[], float],
+    **given: Any,
 ) -> tuple[Arm, float, Decision | None]:
     """The arm, the seconds of its first step, and what was decided for it."""
     twin = copy.deepcopy(net)
     arm = Arm(name, twin, torch.compile(twin, backend=backend, **given), batch)
     found: list[Decision] = []
-    begun = time.perf_counter()
+    begun = clock()
     with told(found.append):
         arm.step()
-    return arm, time.perf_counter() - begun, found[0] if found else None
+    return arm, clock() - begun, found[0] if found else None
 
 
 def _row(

@@ -24,6 +24,7 @@ from elbowroom.compiled.collect import Kind, facts_of
 from elbowroom.compiled.decide import Search, choose, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.liveness import curve_of
+from elbowroom.compiled.lossy import _worth_codes
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
 from elbowroom.compiled.sums import fuse, split
@@ -352,6 +353,53 @@ def test_the_gradient_of_a_weight_comes_before_that_of_the_input() -> None:
     expected = two_layers(*given, grad)
     assert all(torch.equal(a, b) for a, b in zip(gm(*given, grad), expected, strict=True))
     assert gradients_first(joint) is None  # nothing is left to do
+
+
+def test_sums_that_end_backward_come_before_calls_where_bits_may_change() -> None:
+    def norm(x: Tensor, w: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        y = torch.mm(x * w, v)  # mm
+        grad_scaled = torch.mm(grad, v.t())  # mm_1
+        grad_x = grad_scaled * w  # mul_1
+        grad_v = torch.mm((x * w).t(), grad)  # mm_2
+        grad_u = torch.mm(grad_x, v)  # mm_3: a call that reads what the norm gives
+        grad_w = (grad_scaled * x).sum(0)  # mul_3, sum_1
+        grad_b = grad_scaled.sum(0)  # sum_2
+        return y, grad_u.relu(), grad_v, grad_w.unsqueeze(0), grad_b
+
+    given = [torch.randn(8, 8), torch.randn(8), torch.randn(8, 8)]
+    grad = torch.randn(8, 8)
+    gm, joint = joint_of(norm, given, [grad])
+    before = names_of(gm)
+    assert before.index("mm_3") < before.index("sum_1")
+    gradients_first(joint, sums=True)
+    names = names_of(gm)
+    behind = names[names.index("mm_1") :]
+    assert behind[1:4] == ["mul_3", "sum_1", "sum_2"]
+    gm.graph.lint()
+    gm.recompile()
+    expected = norm(*given, grad)
+    assert all(torch.equal(a, b) for a, b in zip(gm(*given, grad), expected, strict=True))
+    assert gradients_first(joint, sums=True) is None  # nothing is left to do
+
+
+def test_what_takes_longer_to_run_again_than_to_code_is_worth_a_code() -> None:
+    def layers(x: Tensor, v: Tensor, u: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        a = torch.mm(x, v).sin()  # mm: an inner dimension of 512, read by what may have no error
+        h = torch.mm(x, v).relu()  # mm_1, the same
+        k = torch.mm(h, u)  # mm_2: 128
+        y = torch.mm(k, w)  # mm_3
+        grad_w = torch.mm(k.t(), grad)
+        grad_h = torch.mm(torch.mm(grad, w.t()), u.t())
+        return y, torch.mm(h.t(), grad), grad_w, grad_h * a
+
+    given = [torch.randn(128, 512), torch.randn(512, 128), *torch.randn(2, 128, 128)]
+    _, joint = joint_of(layers, given, [torch.randn(128, 128)])
+    step = joint.step(joint.inputs)
+    assert step is not None
+    groups = [{node.name for node in group} for group in _worth_codes(joint, step, 16)]
+    assert groups[0] == {"mm_1"}
+    assert {"mm_2"} in groups
+    assert {"relu"} not in groups
 
 
 def test_the_backward_of_a_convolution_is_split_and_keeps_its_bits() -> None:

@@ -95,20 +95,31 @@ def test_lines_that_are_not_known_say_nothing() -> None:
 PLAN = Decision(1000, 500, 2000, 0, 3, is_plain=False)
 
 
-def corrected(monkeypatch, peaks: dict[int, int], least: int, room: int = 1000) -> Any:
-    """Compiles where plans for these rooms take so much, and none is below `least`."""
+def corrected(
+    monkeypatch,
+    peaks: dict[int, int],
+    least: int,
+    room: int = 1000,
+    filled: dict[int, int] | None = None,
+) -> Any:
+    """Compiles where plans for these rooms take so much, and none is below `least`.
+
+    filled: what plans that fill the room take; with these, exact=False
+    """
     rooms: list[int] = []
 
-    def compiled(gm, inputs, settings, room, held, options, check: Check):
+    def compiled(gm, inputs, settings, room, held, options, check: Check, *, fills: bool):
         rooms.append(room)
         if room < least:
             raise BudgetTooSmall("too small", least_nbytes=least, parts={})
         check.made.append(replace(PLAN, peak_nbytes=room))
-        check([take("a", peaks[room] // 4)], graph())
+        taken = (filled if fills and filled else peaks)[room]
+        check([take("a", taken // 4)], graph())
         return room
 
     monkeypatch.setattr(backend, "_compiled", compiled)
-    regions = Regions(Settings(room, counts_inputs=False))
+    exact = False if filled else None
+    regions = Regions(Settings(room, counts_inputs=False, exact=exact))
     gm = fx.symbolic_trace(torch.nn.Identity())
     return lambda: backend._corrected(gm, [], regions, room, None, {}), rooms, regions
 
@@ -164,6 +175,20 @@ def test_of_plans_that_all_take_too_much_the_nearest_stays_or_none(monkeypatch) 
     assert rooms == [1000, 900, 800]
     assert caught.value.least_nbytes == 1100
     assert not regions.decisions
+
+
+def test_plans_that_fill_the_room_are_tried_twice_before_others(monkeypatch) -> None:
+    for filled, peaks, least, expected in (
+        ({1000: 1000}, {}, 0, [1000]),
+        ({1000: 1040, 960: 1000}, {}, 0, [1000, 960]),
+        ({1000: 1040, 960: 1080}, {1000: 900}, 0, [1000, 960, 1000]),
+        ({1000: 1040}, {1000: 900}, 970, [1000, 960, 1000]),
+        ({1000: 1040, 960: 1080}, {1000: 1200, 800: 1000}, 0, [1000, 960, 1000, 800]),
+    ):
+        run, rooms, regions = corrected(monkeypatch, peaks, least, filled=filled)
+        assert run() == expected[-1]
+        assert rooms == expected
+        assert len(regions.decisions) == 1
 
 
 def test_a_plain_region_is_checked_where_it_may_not_fit() -> None:

@@ -36,6 +36,7 @@ from elbowroom.units import Share, parse_budget, show_nbytes
 _log = logging.getLogger("elbowroom")
 _OPTIONS = ("budget", "exact", "noise", "offload")
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
+_FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation
 _NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
 _UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is said as a warning
 
@@ -244,19 +245,25 @@ def _corrected(
 ) -> Callable[..., Any]:
     """Compiles a region; where the code that was written takes more than the room, plans again.
 
-    The next plan has less room by what was too much, or is the lowest that there is. Where that, or
-    the last one, still takes too much, the one that came nearest stays if that is near enough. Else
-    the region is refused.
+    The next plan has less room by what was too much, or is the lowest that there is. With
+    exact=False, the first two save as much in codes as fits, and the others do not. Where the
+    lowest, or the last one, still takes too much, the one that came nearest stays if that is near
+    enough. Else the region is refused.
     """
     tries: list[tuple[int, int]] = []  # bytes that a plan takes too many, and its room
     parts: Mapping[str, int] = {}
     tight, raises, lowest = room, True, 0
+    fills = _FILLED if regions.settings.exact is False else 0
     while True:
         check = Check(room, regions.settings.counts_inputs, raises=raises)
+        given = regions.settings, tight, held, options, check
         try:
-            compiled = _compiled(gm, example_inputs, regions.settings, tight, held, options, check)
+            compiled = _compiled(gm, example_inputs, *given, fills=fills > 0)
             break
         except BudgetTooSmall as error:
+            if fills and tight != room:
+                fills, tight = 0, room
+                continue
             if not tries or room is None:
                 raise
             parts, is_new = error.parts, not lowest
@@ -267,6 +274,10 @@ def _corrected(
         except Exception:
             if not check.over_nbytes or tight is None or room is None:
                 raise
+            if fills:  # another one, and then as if none had been tried
+                fills -= 1
+                tight = tight - check.over_nbytes if fills else room
+                continue
             tries.append((check.over_nbytes, tight))
             tight -= check.over_nbytes
             if len(tries) < _ATTEMPTS and tight >= lowest:
@@ -294,6 +305,8 @@ def _compiled(
     held: int | None,
     options: Mapping[str, Any],
     check: Check,
+    *,
+    fills: bool,
 ) -> Callable[..., Any]:
     """Compiles a region by a plan for this room."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -311,6 +324,7 @@ def _compiled(
         settings.noise,
         settings.offloads,
         settings.menu,
+        fills,
     )
 
     early = Early()

@@ -102,6 +102,7 @@ def code(
     held_nbytes: float = inf,
     offloads: bool = False,
     menu: Iterable[str] | None = None,
+    fills: bool = False,
 ) -> tuple[Step | None, int, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
@@ -116,6 +117,7 @@ def code(
     held_nbytes  the most that may be held between forward and backward, if that can be
     offloads  whether values may leave the device's memory
     menu   see `ladder`
+    fills  whether codes hold as much besides as there is room for
     """
     reach = Reach(search.joint, search.plain)
     least = step.peak_nbytes
@@ -152,11 +154,54 @@ def code(
         fewest = min(one.saved_nbytes for one in wide)
         found = [one for one in wide if one.saved_nbytes == fewest]
     best = min(found, key=lambda one: one.seconds)
+    if fills:
+        best = _filled(search, reach, best, room_nbytes, held_nbytes, noise, rungs)
     held_nbytes = max(held_nbytes, best.saved_nbytes)
     coded = _fewer(search.joint, best.base, best.coded, room_nbytes, held_nbytes)
     variance = reach.variance(best.base, coded)
     saved = {*best.base.saved, *(one.node for one in coded)}
     return search.joint.step(Rewriting(search.joint, saved, coded).saved), least, variance
+
+
+def _filled(
+    search: Search,
+    reach: Reach,
+    best: _Choice,
+    room_nbytes: int,
+    held_nbytes: float,
+    noise: float | None,
+    rungs: Sequence[Codec],
+) -> _Choice:
+    """Saves as many more values as fit in codes, the most seconds a byte of code first."""
+    joint = search.joint
+    used = [one.codec for one in best.coded if one.codec is not None and not one.codec.lossless]
+    codec = max(used, key=error_of, default=None)
+    groups = [] if codec is None else _worth_codes(joint, best.base, codec)
+    leaves = any(one.codec is None for one in best.coded)
+
+    def with_more(count: int) -> _Choice | None:
+        base = search.judge({*best.base.saved}.union(*groups[:count]))
+        if base is None:
+            return None
+        coded = _quiet(reach, base, list(_coded(joint, base, codec, leaves)), noise, rungs)
+        step = None if coded is None else _judged(joint, base, coded)
+        if coded is None or step is None:
+            return None
+        if step.peak_nbytes > room_nbytes or step.saved_nbytes > held_nbytes:
+            return None
+        seconds = step.seconds * (1 + reach.variance(base, coded))
+        return _Choice(seconds, step.saved_nbytes, coded, base)
+
+    found, first, last = [best], 0, len(groups)
+    while first < last:  # as many as fit, by bisection
+        middle = (first + last + 1) // 2
+        choice = with_more(middle)
+        if choice is None:
+            last = middle - 1
+        else:
+            first = middle
+            found.append(choice)
+    return min(found, key=lambda one: one.seconds)
 
 
 def _quiet(
@@ -307,22 +352,39 @@ def _bases(search: Search, step: Step) -> list[Step]:
 
 def _with_what_codes_hold(search: Search, step: Step) -> Step:
     """Saves values that take longer to recompute than to code, unless they may have no code."""
-    joint = search.joint
+    more = _worth_codes(search.joint, step)
+    return search.judge({*step.saved}.union(*more)) or step
+
+
+def _worth_codes(joint: Joint, step: Step, codec: Codec | None = None) -> list[set[fx.Node]]:
+    """Groups that take longer to recompute than to code, the most seconds a byte of code first.
+
+    codec  the code that values get which no function bends; None: one of a byte an element
+    """
     after, gradients = joint.parts(step.saved)[1], joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
 
-    def is_held(node: fx.Node) -> bool:
+    def nbytes_of_code(node: fx.Node) -> float:
         if joint.facts[node].nbytes < _LEAST_NBYTES:
-            return True
-        may = _may_be_coded(joint, node, _FLOATS, outputs)
-        return may and reading_of(node, after, gradients).use is not Use.EXACT
+            return joint.facts[node].nbytes
+        use = reading_of(node, after, gradients).use
+        if use is Use.EXACT or not _may_be_coded(joint, node, _FLOATS, outputs):
+            return inf
+        if codec is None:
+            return joint.facts[node].elements
+        chosen = fine(codec) if use is Use.CURVED else codec
+        if chosen is None or not _takes(chosen, tensors_of(node)[0]):
+            return inf
+        return _held_nbytes(Coded(node, chosen))
 
-    more: set[fx.Node] = set()
+    found: list[tuple[float, set[fx.Node]]] = []
     for rate, group in run_again(joint, step):
-        coded = sum(joint.clock.coded(n) for n in group) / sum(joint.facts[n].nbytes for n in group)
-        if rate > coded and all(map(is_held, group)):
-            more |= group
-    return search.judge({*step.saved, *more}) or step
+        spared = rate * sum(joint.facts[n].nbytes for n in group)
+        spared -= sum(joint.clock.coded(n) for n in group)
+        nbytes = sum(map(nbytes_of_code, group))
+        if spared > 0 and nbytes < inf:
+            found.append((spared / nbytes, group))
+    return [group for _, group in sorted(found, key=lambda one: -one[0])]
 
 
 def _coded(joint: Joint, step: Step, codec: Codec | None, leaves: bool = False) -> Iterator[Coded]:

@@ -10,6 +10,11 @@ gives both gradients in one call, and is split into two, which give the same bit
 
 Nothing is moved but calls of a library whose results go to the end of backward without another
 call, and the views between: fused loops stay in their order.
+
+Where bits may change, sums that go to the end of backward (the gradients of a norm's weight and
+bias) come first, right behind what they read. Inductor does not fuse them with the norm's other
+loops, so behind a call they would hold the norm's input, and the gradient of its result, until
+that call has run.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,13 +30,20 @@ _BACKWARD = _aten.convolution_backward.default
 _MASK = 10  # the index of the argument that selects the gradients
 
 
-def gradients_first(joint: Joint) -> list[fx.Node] | None:
-    """Reorder a joint graph. Returns nodes that were added; None where nothing changes."""
+def gradients_first(joint: Joint, *, sums: bool = False) -> list[fx.Node] | None:
+    """Reorder a joint graph. Returns nodes that were added; None where nothing changes.
+
+    sums: those that end backward, too
+    """
+    original = list(joint.graph.nodes)
     gradients = joint.gradients()
     made = split_convolutions(joint.graph, gradients)
     if made:
         joint.refresh()
         gradients = joint.gradients()
+    if sums:
+        _sums_first(joint, gradients)
+        joint.refresh()
     first = min((joint.place[u] for t in joint.tangents for u in t.users), default=None)
     if first is None:
         return None
@@ -49,10 +61,10 @@ def gradients_first(joint: Joint) -> list[fx.Node] | None:
         for one in nodes:
             place.append(one)
             place = one
-    if list(joint.graph.nodes) != before:
+    after = list(joint.graph.nodes)
+    if after != before:
         joint.refresh()
-        return made
-    return made or None
+    return made if after != original else None
 
 
 def split_convolutions(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
@@ -74,6 +86,35 @@ def split_convolutions(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.N
         other.append(parts[0])
         made.append(other)
     return made
+
+
+def _sums_first(joint: Joint, gradients: Collection[fx.Node]) -> None:
+    """Moves sums that end backward, with the loops that only they read, behind what these read."""
+    place, facts = joint.place, joint.facts
+    for node in reversed(list(place)):  # so that those behind the same value keep their order
+        is_sum = node in gradients and node in facts and facts[node].kind is Kind.REDUCTION
+        if not is_sum or not _ends_backward(node):
+            continue
+        moved, pending = {node}, [node]
+        while pending:
+            for one in pending.pop().all_input_nodes:
+                is_loop = one in gradients and facts[one].kind in (Kind.POINTWISE, Kind.VIEW)
+                if is_loop and one not in moved and moved.issuperset(one.users):
+                    moved.add(one)
+                    pending.append(one)
+        read = [n for one in moved for n in one.all_input_nodes if n not in moved]
+        last = max(read, key=place.__getitem__)
+        if last.op == "call_function":
+            for one in sorted(moved, key=place.__getitem__):
+                last.append(one)
+                last = one
+
+
+def _ends_backward(node: fx.Node) -> bool:
+    """Returns whether nothing but views reads a value before it is returned."""
+    return all(
+        user.op == "output" or (is_view(user) and _ends_backward(user)) for user in node.users
+    )
 
 
 def _ends(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:

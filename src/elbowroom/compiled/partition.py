@@ -92,6 +92,7 @@ class Partitioner(_base()):  # type: ignore[misc]
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
     menu           the names of codes to choose from (`lossy.ladder`); None: all
+    fills          whether codes hold as much besides as the simulation says that there is room for
     """
 
     room_nbytes: int | None = None
@@ -103,6 +104,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     noise: float | None = None
     offloads: bool = False
     menu: tuple[str, ...] | None = None
+    fills: bool = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -177,7 +179,7 @@ class _Answer:
             return bool(made)
 
         def reordered() -> bool:
-            made = gradients_first(joint)
+            made = gradients_first(joint, sums=self._settings.exact is False)
             added(made or [])
             return made is not None
 
@@ -243,6 +245,7 @@ class _Answer:
             held_nbytes=held_nbytes,
             offloads=offloads,
             menu=self._settings.menu,
+            fills=self._settings.fills,
         )
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
