@@ -18,6 +18,7 @@ from elbowroom._checks import (
     check_exact,
     check_flag,
     check_function,
+    check_initialized,
     check_min_nbytes,
     check_model,
     check_noise,
@@ -277,6 +278,7 @@ def dry_run(
     machine does not have the device.
     """
     check_model(model, "dry_run")
+    check_initialized(model, "dry_run")
     check_min_nbytes(min_nbytes)
     check_function("make_batch", make_batch)
     check_function("loss", loss)
@@ -493,6 +495,7 @@ def fit(
     pickled model is a plain one.
     """
     check_model(model, "fit")
+    check_initialized(model, "fit")
     check_min_nbytes(min_nbytes)
     check_exact(exact)
     check_optimizer(optimizer, model)
@@ -694,6 +697,7 @@ def largest_batch(
     or runs other ops at another batch size.
     """
     check_model(model, "largest_batch")
+    check_initialized(model, "largest_batch")
     check_min_nbytes(min_nbytes)
     check_exact(exact)
     check_function("make_batch", make_batch)

@@ -4,6 +4,7 @@ import logging
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from elbowroom.errors import PlanError, UnknownField
@@ -15,6 +16,16 @@ def check_model(model: nn.Module, verb: str) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"{verb} takes a torch.nn.Module; got {type(model).__name__}. Pass the model itself."
+        )
+
+
+def check_initialized(model: nn.Module, verb: str) -> None:
+    """Checks that lazy modules have made their parameters, whose sizes are counted."""
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise PlanError(
+            f"{verb} counts parameters, and {lazy!r} has no size yet: lazy modules make theirs in "
+            f"their first forward. Call the model on a batch once, before er.{verb}."
         )
 
 

@@ -170,8 +170,13 @@ class FittedSaving(Saving):
 
     @property
     def waits(self) -> bool:
-        """True if backward is still to come: no held tensor has been requested."""
-        return self.ledger.held_nbytes > 0 and not self.ledger.was_asked
+        """True if a backward is still to come: no held tensor was requested by the last one."""
+        return self.ledger.held_nbytes > 0 and not self.ledger.ends
+
+    @property
+    def waits_again(self) -> bool:
+        """True if a backward has come with create_graph=True, and the next is still to come."""
+        return self.waits and self.ledger.was_asked
 
     @property
     def was_asked(self) -> bool:
@@ -180,7 +185,7 @@ class FittedSaving(Saving):
 
     def resume(self) -> None:
         """Lets the step go on with another forward, after a backward of a part of it."""
-        self.ledger.was_asked = False
+        self.ledger.was_asked = self.ledger.ends = False
         self._saved = [(slot, one) for slot, one in self._saved if slot() is not None]
         self.storages = [one for _, one in self._saved]
 

@@ -91,6 +91,13 @@ class ModelState:
         first = None if model is None else next(iter(model.parameters()), None)
         return torch.device("cpu") if first is None else first.device
 
+    def versions(self) -> tuple[object, ...]:
+        """Returns what changes with the weights and their gradients."""
+        model = self._model()
+        own = () if model is None else model.parameters()
+        grads = ((p, gradient_of(p)) for p in own if p.requires_grad)
+        return tuple((p._version, None if g is None else (id(g), g._version)) for p, g in grads)
+
     def tensors(self) -> list[Tensor]:
         """Returns all tensors of the model's state, and of its guests'."""
         return self._with(self.gradients())

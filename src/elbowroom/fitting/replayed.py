@@ -83,6 +83,12 @@ class ReplayedForward:
         return self.ledger.held_nbytes > 0 or (self._after is not None and self._after.waits)
 
     @property
+    def waits_again(self) -> bool:
+        """True if a backward has come to one of them with create_graph=True, and none since."""
+        before = self._after is not None and self._after.waits_again
+        return before or self.ledger.waits_again
+
+    @property
     def is_over(self) -> bool:
         """True if nothing is held any more."""
         return not self.waits

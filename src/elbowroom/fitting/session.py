@@ -99,6 +99,8 @@ class Fitting(MeasuredSteps):
         self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
+        # Of weights and gradients at the last forward, once a graph has waited for two backwards.
+        self._versions: tuple[object, ...] | None = None
         _fittings.add(self)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -155,10 +157,18 @@ class Fitting(MeasuredSteps):
 
     @property
     def may_go_on(self) -> bool:
-        """True while the saved tensors of the last forward wait for backward."""
+        """True while the saved tensors of the last forward wait for backward.
+
+        After one with create_graph=True they wait for another one, unless weights or gradients
+        have changed: then the rest of its graph is not needed any more.
+        """
         last = self._last
         if last is None or not last.waits or (self._shared.has_guests and last.was_asked):
             return False
+        if last.waits_again:
+            before, self._versions = self._versions, self.owned.versions()
+            if before not in (None, self._versions):
+                return False
         return self.planning.calls.may_go_on
 
     def _may_resume(self, given: Given) -> bool:
@@ -298,6 +308,8 @@ class Fitting(MeasuredSteps):
         signature = signature_of(model, args, kwargs, known)
         given = args, kwargs
         goes_on = self.may_go_on or self._may_resume(given)
+        if self._versions is not None and not goes_on:
+            self._versions = self.owned.versions()
         with self._failures():
             if known is not None and not goes_on and self._repeats(signature):
                 script = self.planning.repeat()
@@ -425,7 +437,7 @@ class Fitting(MeasuredSteps):
             last = before.begun()
         else:
             last = before
-        if resumes:
+        if resumes or last.waits_again:
             last.resume()
         if is_known and not learns:
             return self._forward(forward, last)

@@ -80,13 +80,20 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
     return Node(
         nth=fn._sequence_nr(),
         name=fn.name().removeprefix("torch::autograd::"),
-        takes=tuple(prod(one.shape) * one.dtype.itemsize for one in fn._input_metadata),
+        takes=tuple(map(_gradient_nbytes, fn._input_metadata)),
         gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),
         copies_maps=fn.name().startswith("ConvolutionBackward") and _copies_maps(fn),
         reads=tuple(_reads(fn, found)) if is_hidden else (),
     )
+
+
+def _gradient_nbytes(made: Any) -> int:
+    """Returns the bytes of a result's gradient; 0 if it is nested, and its size is not known."""
+    if made.is_nested_tensor:
+        return 0
+    return int(prod(made.shape) * made.dtype.itemsize)
 
 
 def _reads(fn: Any, found: dict[Any, int]) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -75,6 +76,7 @@ class Entry:
         ledger = self._ledger()
         if ledger is not None:
             ledger.was_asked = True
+            ledger.ends = ledger.ends or not torch.is_grad_enabled()
 
     def close(self) -> None:
         ledger = self._ledger()
@@ -155,16 +157,18 @@ NOT_COUNTED = NoEntry()
 class _Graph:
     """Token that lives as long as the graph of a forward's results, as a hook of its nodes."""
 
-    __slots__ = ("__weakref__", "over", "was_asked")
+    __slots__ = ("__weakref__", "ends", "over", "was_asked")
 
     def __init__(self) -> None:
-        self.was_asked = False
+        self.was_asked = self.ends = False
         self.over: list[Callable[[], None]] = []
 
     def begins(self, *_: Any) -> None:
         """Called when backward has come to a result."""
         self.was_asked = True
-        self.__del__()
+        if not torch.is_grad_enabled():  # else create_graph=True: another backward follows
+            self.ends = True
+            self.__del__()
 
     def __del__(self) -> None:
         while self.over:
@@ -193,7 +197,7 @@ class Tally:
     def when_over(self, call: Callable[[], None]) -> None:
         """Calls `call` once the bytes are held no more."""
         graph = None if self._graph is None else self._graph()
-        if graph is None or graph.was_asked:
+        if graph is None or graph.ends:
             call()
         else:
             graph.over.append(call)
@@ -212,9 +216,16 @@ class Tally:
         return graph is not None and not graph.was_asked
 
     @property
+    def waits_again(self) -> bool:
+        """True if a backward has come with create_graph=True, and the next is still to come."""
+        graph = None if self._graph is None else self._graph()
+        return graph is not None and graph.was_asked and not graph.ends
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes that are held now."""
-        return self.after_nbytes if self.waits else 0
+        graph = None if self._graph is None else self._graph()
+        return 0 if graph is None or graph.ends else self.after_nbytes
 
 
 class Account(ABC):
@@ -262,6 +273,7 @@ class Ledger(Account):
     """Counts of one `saving` context.
 
     was_asked: backward has begun.
+    ends: one has begun that makes no graph (create_graph=True does), so that no other follows.
     """
 
     def __init__(self) -> None:
@@ -273,7 +285,7 @@ class Ledger(Account):
         self._plain_nbytes = 0
         self._fullest = 0
         self._dead = 0
-        self.was_asked = False
+        self.was_asked = self.ends = False
         self.held_nbytes = self.most_nbytes = 0
         self.held_away_nbytes = 0
         self.before_nbytes = 0

@@ -54,7 +54,7 @@ class Discovery:
         loss: Callable[[nn.Module], bool] | None = None,
     ) -> None:
         self._found, self._later, self._unmet, self._loss = found, later, unmet, loss
-        self.made_optimizers = self.updated = False
+        self.made_optimizers = self.updated = self._initializes = False
         self.called: nn.Module | None = None
         self.differentiated = ""
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -107,6 +107,9 @@ class Discovery:
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             if self._unmet is not None and self.called is None:
+                if self._initializes:
+                    self._initializes = False
+                    return
                 self._unmet()
             self.updated = True
 
@@ -122,7 +125,10 @@ class Discovery:
         if not trainable:
             # If it is none, what is called inside may yet have some, kept in a plain list.
             return self._loss is not None and self._loss(model)
-        if not model.training or any(is_lazy(p) for p in trainable):
+        if not model.training:
+            return True
+        if any(is_lazy(p) for p in trainable):
+            self._initializes = True  # it is found at its next call
             return True
         has_gradients = any(gradient_of(p) is not None for p in trainable)
         self.updated |= has_gradients
