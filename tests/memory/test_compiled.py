@@ -24,7 +24,7 @@ from elbowroom.compiled.collect import Kind, facts_of
 from elbowroom.compiled.decide import Search, choose, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.liveness import curve_of
-from elbowroom.compiled.lossy import _worth_codes
+from elbowroom.compiled.lossy import _worth_codes, ladder
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
 from elbowroom.compiled.sums import fuse, split
@@ -396,7 +396,7 @@ def test_what_takes_longer_to_run_again_than_to_code_is_worth_a_code() -> None:
     _, joint = joint_of(layers, given, [torch.randn(128, 128)])
     step = joint.step(joint.inputs)
     assert step is not None
-    groups = [{node.name for node in group} for group in _worth_codes(joint, step, 16)]
+    groups = [{node.name for node in group} for group in _worth_codes(joint, step, ladder()[1])]
     assert groups[0] == {"mm_1"}
     assert {"mm_2"} in groups
     assert {"relu"} not in groups
