@@ -5,7 +5,7 @@
     division  2 and 4 bits beside block averages
     fdsr      its default, which is biased; all bands dithered, about 2.3 bits
     comet     a tenth and three hundredths of the value range as the error bound
-    ours      dither with 4 and with 8 levels, and outputs made again
+    ours      dither with 4 and with 8 levels, and outputs rebuilt
     lean      its smallest that is not two levels everywhere, and 8 / 3 / 4
 
 All but ours and lean hold each saved tensor as a code of its own (rebuild=False).

@@ -127,9 +127,9 @@ def _division() -> Iterator[Setting]:
 
 def _fdsr() -> Iterator[Setting]:
     """Its own list of settings, which is sorted by rate, or else its default."""
-    rungs = getattr(sys.modules[codec_class("fdsr").__module__], "RUNGS", (codec("fdsr"),))
-    for rung in rungs:
-        yield Setting(f"fdsr, {getattr(rung, 'rounding', 'default')}", "ours", rung)
+    variants = getattr(sys.modules[codec_class("fdsr").__module__], "VARIANTS", (codec("fdsr"),))
+    for variant in variants:
+        yield Setting(f"fdsr, {getattr(variant, 'rounding', 'default')}", "ours", variant)
 
 
 def _comet() -> Iterator[Setting]:

@@ -157,7 +157,7 @@ def _entries(
 
 
 def _planned(bench: Bench, profile: Profile, budget: int, *, exact: bool | None) -> Entry | None:
-    """A plan that was seen to fit: made again with what it was over, as `er.fit` does."""
+    """A plan that was seen to fit: rebuilt with what it was over, as `er.fit` does."""
     allowed = budget
     for _ in range(_ROUNDS):
         plan = _plan(profile, allowed, exact=exact)

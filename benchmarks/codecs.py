@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from elbowroom.codecs import Codec, Facts, codec, codecs
-from elbowroom.codecs.fdsr import RUNGS
+from elbowroom.codecs.fdsr import VARIANTS
 from elbowroom.measure.timing import Paired, paired
 
 N = 16 * 2**20
@@ -92,7 +92,7 @@ def rows(id: str) -> Iterator[Row]:
         yield Row(codec(id), "smooth channels_last", shape=maps)
     elif id == "fdsr":
         maps = N // 2**20, 64, 128, 128
-        yield from (Row(rung, "smoother maps", shape=maps) for rung in RUNGS)
+        yield from (Row(variant, "smoother maps", shape=maps) for variant in VARIANTS)
         for levels in (3, 4):
             yield Row(codec("dither", levels=levels), "smoother maps", shape=maps)
     elif id == "comet":

@@ -6,7 +6,7 @@ Each network is trained for a few steps, and profiled once, its noise too. At ea
 policy makes its plan of that one profile: all codes with recompute and offload (what `er.fit`
 follows), and the policies that it is made of, one at a time: exact actions and recompute; exact
 actions and offload; DELTA's rules for both; and one code alone, without recompute. A plan whose
-step is measured above its budget is made again for less, as `er.fit` does, and dropped after two
+step is measured above its budget is rebuilt for less, as `er.fit` does, and dropped after two
 times. Below the least budget of a policy there is the plan for that least.
 
     peak     the highest allocator level over a step, weights and states included

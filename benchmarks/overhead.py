@@ -6,7 +6,7 @@
     keep       er.saving("keep"): every save is named, decided on, counted, and kept in the first
                step; the next ones follow its script
     plan       er.following an exact plan for 97 % of what plain autograd takes: only ops that it
-               does something with are looked at. What its actions themselves are predicted to take
+               does something with are examined. What its actions themselves are predicted to take
                stands beside it
     saves      tensors that autograd saves in one step, parameters among them
     a layer    forward milliseconds of the plain net over its layers (modules without children)

@@ -334,7 +334,7 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @pytest.fixture
 def nothing_stays_attached() -> Iterator[None]:
-    """What one test has left fitted, as after a failure, is not looked at by the next."""
+    """What one test has left fitted, as after a failure, is not examined by the next."""
     yield
     _release_all()
 

@@ -69,7 +69,7 @@ PURPOSE = {
     "runtime/replay/replay.py": "runs the op at its place in the script",
     "runtime/replay/held.py": "holds the tensor as a tuple, and rebuilds it",
     "runtime/replay/following.py": "counts the stored bytes in a step that follows a script",
-    "runtime/replay/scribe.py": "records the op and its saved tensor in the script",
+    "runtime/replay/tracer.py": "records the op and its saved tensor in the script",
     "runtime/replay/script.py": "describes what is done with this tensor",
     "runtime/serving.py": "asks the policy, and performs its action, now or later",
     "runtime/sites.py": "finds what the op needs, and the facts by which a policy decides",
@@ -161,7 +161,7 @@ class Net(nn.Module):
 
 
 def by_hand(*policy: str, **settings: Any) -> tuple[Way, Way]:
-    """The ways under `er.saving`: in a step that is looked at, and in the second replay."""
+    """The ways under `er.saving`: in a step that is examined, and in the second replay."""
     torch.manual_seed(0)
     net, x = Net(), torch.randn(512, 64)
     found = []

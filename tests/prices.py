@@ -64,7 +64,7 @@ def priced(profile: Profile, seed: int) -> Profile:
 
 
 class Ticking:
-    """A clock that goes on by one tick whenever somebody looks at it."""
+    """A clock that goes on by one tick whenever the user looks at it."""
 
     def __init__(self) -> None:
         self._ticks = 0

@@ -53,7 +53,7 @@ from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
-from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.tools import ExplainOutOfMemory, GrowingBatch, LargestBatch, Log, find_largest
 from elbowroom.tools.grow_batch import check_growing
 
@@ -132,13 +132,13 @@ def saving(
     if watch and observer is None:
         observer = meter_of(chosen)
 
-    def make(scribe: Scribe | None) -> Saving:
+    def make(tracer: Tracer | None) -> Saving:
         return Saving(
             chosen,
             min_nbytes=min_nbytes,
             context=context,
             observer=observer,
-            scribe=scribe,
+            tracer=tracer,
             shares=True,
         )
 
@@ -406,14 +406,14 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
         raise PlanError(f"following takes a plan from er.plan(...); got {type(plan).__name__}")
     context = PROCESS if seed is None else Context(seed, learns=False)
 
-    def make(scribe: Scribe | None) -> Saving:
+    def make(tracer: Tracer | None) -> Saving:
         return Saving(
             plan,
             min_nbytes=min_nbytes,
             context=context,
             recompute=plan.recompute,
             idle=plan.changes_nothing,
-            scribe=scribe,
+            tracer=tracer,
         )
 
     setting = None if plan.changes_nothing else ("following", Identical(plan), min_nbytes)
@@ -515,7 +515,9 @@ def fit(
     )
     args, kwargs = _arguments(worst)
     check_plan(plan, options.budget_nbytes, exact, noise, offload, options.codecs)
-    check_alone(optimizer, [one.owned.states for other, one in _fittings() if other is not model])
+    check_alone(
+        optimizer, [one.model_state.states for other, one in _fittings() if other is not model]
+    )
     if plan is not None and worst is not None:
         raise PlanError("plan= and worst= both determine the first step; give one of them")
     check_flag("compile", compile)
@@ -568,7 +570,7 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise PlanError(
             "add_optimizer takes a fitted model, and this one is not; call er.fit first"
         )
-    others = [one.owned.states for other, one in _fittings() if other is not model]
+    others = [one.model_state.states for other, one in _fittings() if other is not model]
     check_alone(optimizer, others)
     fitting.add_optimizer(optimizer)
 

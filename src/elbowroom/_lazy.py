@@ -58,7 +58,7 @@ def show_lazily(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Pauses the garbage collector, unless somebody has."""
+    """Pauses the garbage collector, unless it is paused already."""
     enabled = gc.isenabled()
     gc.disable()
     try:

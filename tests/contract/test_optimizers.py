@@ -53,11 +53,11 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def test_a_budget_counts_the_states_before_they_are_made(cls, state):
     net = model()
     optimizer = cls(net.parameters(), lr=1e-3, state=state)
-    owned = ModelState(net, optimizer)
-    unallocated = owned.unallocated_state_nbytes()
+    model_state = ModelState(net, optimizer)
+    unallocated = model_state.unallocated_state_nbytes()
     steps(net, optimizer, 1)
     assert unallocated == sum(t.nbytes for s in optimizer.state.values() for t in s.values())
-    assert owned.unallocated_state_nbytes() == 0
+    assert model_state.unallocated_state_nbytes() == 0
 
 
 @every

@@ -20,7 +20,7 @@ from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
     Fallbacks,
     ForwardEnded,
-    ForwardHeard,
+    ForwardProfiled,
     GivenHeld,
     LargerKnown,
     LayersHeldTooMuch,
@@ -180,13 +180,13 @@ ROWS = {
     "after one with more forwards than nothing was settled for": Row(
         WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
     ),
-    "after a step that strayed from what fits": Row(
+    "after a step that diverged from what fits": Row(
         replace(SETTLED, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
         replace(FRESH, unexpected_steps=1, varies=True),
         (FORGET,),
     ),
-    "after a step that strayed from what nobody has seen to fit": Row(
+    "after a step that diverged from what nobody has seen to fit": Row(
         replace(VERIFYING, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
         replace(FRESH, unexpected_steps=1),
@@ -232,7 +232,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "options": FitOptions(900),
             "has_fit": False,
-            "was_watched": False,  # so it is looked at again
+            "was_watched": False,  # so it is examined again
         },
         (FORGET, MakePlan(again=True)),
     ),
@@ -247,7 +247,7 @@ ROWS = {
         (FORGET, MakePlan(again=True)),
     ),
     "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),
-    "after a step that strayed from a plan that is watched": Row(
+    "after a step that diverged from a plan that is watched": Row(
         replace(WATCHING, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
         replace(FRESH, unexpected_steps=1, varies=True),
@@ -267,25 +267,25 @@ ROWS = {
     "a forward that holds too much": Row(
         FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefusePresets("saving"),)
     ),
-    "the first step that strays": Row(
+    "the first step that diverges": Row(
         SETTLED,
         UnexpectedStep(),
         {"unexpected_steps": 1, "was_unexpected": True},
         (say(Line.LARGER_STEP, learns=True),),
     ),
-    "the last step that strays and is learned from": Row(
+    "the last step that diverges and is learned from": Row(
         replace(SETTLED, unexpected_steps=2),
         UnexpectedStep(),
         {"unexpected_steps": 3, "was_unexpected": True},
         (say(Line.LARGER_STEP, learns=True),),
     ),
-    "one stray too many": Row(
+    "one divergence too many": Row(
         replace(SETTLED, unexpected_steps=3),
         UnexpectedStep(),
         {"unexpected_steps": 4, "was_unexpected": False},
         (say(Line.LARGER_STEP, learns=False),),
     ),
-    "strays that were said": Row(
+    "divergences that were said": Row(
         replace(SETTLED, unexpected_steps=4), UnexpectedStep(), {"unexpected_steps": 5}
     ),
     "layers that hold too much": Row(
@@ -312,7 +312,7 @@ ROWS = {
     # A rehearsal.
     "a forward is rehearsed": Row(
         replace(FRESH, memory=MemoryState(100, beside_nbytes=7)),
-        ForwardHeard(HEARD),
+        ForwardProfiled(HEARD),
         {"profiled": ONE, "beside_nbytes": 7, "is_recurrent": True, "small_nbytes": 60},
         (PlanByForward(HEARD),),
     ),

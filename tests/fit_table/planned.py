@@ -123,7 +123,7 @@ ROWS = {
         {"phase": P.IDLE, "chosen": KEEPS, "plan": None, "preset": 0},
         (BEGIN,),
     ),
-    "the same plan is made again, and fits": Row(
+    "the same plan is rebuilt, and fits": Row(
         GUESSED, PlanMade(SAME, MemoryState(90), fits=True), {**SETTLES, "memory": MemoryState(90)}
     ),
     "a plan that fits is hardly worse than the next": Row(
@@ -226,7 +226,7 @@ ROWS = {
         {"phase": P.SETTLED},
     ),
     # It was an AssertionError: no plan was followed that a smaller one could take the place of.
-    "no plan fits a larger call than nothing need be done for, by a plan that was made again": Row(
+    "no plan fits a larger call than nothing need be done for, by a plan that was rebuilt": Row(
         replace(KNOWN, phase=P.VERIFYING, rounds=1),
         NoPlan(ERROR, Fallbacks()),
         {"phase": P.IDLE},
@@ -378,7 +378,7 @@ ROWS = {
         {"phase": P.SETTLED},
         (say(Line.ABOVE, peak_nbytes=1050, **ABOVE),),
     ),
-    "a step strays in the last resort": Row(
+    "a step diverges in the last resort": Row(
         replace(LAST, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
         replace(FRESH, unexpected_steps=1),

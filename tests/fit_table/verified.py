@@ -126,7 +126,7 @@ ROWS = {
         },
         (said(PLAN, 1000),),
     ),
-    "an estimate that leaves much free is made again with half of it": Row(
+    "an estimate that leaves much free is rebuilt with half of it": Row(
         GUESSED,
         step(800),
         {
@@ -164,7 +164,7 @@ ROWS = {
         },
         (said(PLAN, 910),),
     ),
-    "an estimate that leaves much free is made again three times at most": Row(
+    "an estimate that leaves much free is rebuilt three times at most": Row(
         replace(GUESSED, rounds=3),
         step(800),
         {

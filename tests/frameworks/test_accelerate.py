@@ -40,5 +40,5 @@ def test_the_same_weights_inside_a_tight_budget(how):
     ours, fitting = trained(budget, **how)
     assert all(map(torch.equal, plain, ours))
     assert fitting.peak_nbytes <= budget
-    assert fitting.owned.states  # the optimizer's
+    assert fitting.model_state.states  # the optimizer's
     assert not attached()

@@ -301,10 +301,10 @@ def test_under_a_watch(watched):
 
 
 def followed(net: nn.Module, steps: int, x: Tensor | None = None, **how) -> list:
-    """Gradients of steps; the first is looked at, and the others follow it."""
+    """Gradients of steps; the first is examined, and the others follow it."""
     with seen_following() as seen:
         found = [gradients(net, coded(**how), x) for _ in range(steps)]
-    assert [strayed for _, strayed in seen] == [False] * (steps - 1)
+    assert [diverged for _, diverged in seen] == [False] * (steps - 1)
     return found
 
 
@@ -316,7 +316,7 @@ def seen_following():
     def leave(self, *error):
         script = self.script
         end(self, *error)
-        seen.append((script, self.strayed))
+        seen.append((script, self.diverged))
 
     saving_context.Following.__exit__ = leave
     try:
@@ -419,7 +419,7 @@ def test_another_piece_is_not_taken_for_the_one_that_was_learned(before, change,
     change(net)
     with seen_following() as seen:
         found = gradients(net, coded())
-    assert [strayed for _, strayed in seen] == [True]
+    assert [diverged for _, diverged in seen] == [True]
     expected, saved = gradients(net, nullcontext()), coded()
     saving_context.forget_all()
     looked = gradients(net, saved)
@@ -436,7 +436,7 @@ def test_an_input_that_wants_no_gradient_any_more_stays():
     with seen_following() as seen, saved:
         out = net(x)
     out.square().sum().backward()
-    assert [strayed for _, strayed in seen] == [True]
+    assert [diverged for _, diverged in seen] == [True]
     assert "dither" not in {row.action for row in rows_of(saved)}
 
 

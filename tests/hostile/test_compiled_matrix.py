@@ -365,7 +365,7 @@ def test_a_graph_break_makes_no_more_graphs_than_plain_compile(uncompiled) -> No
         called(batch(net)).sum().backward()
         return len(uncompiled)
 
-    other = er.fit(nn.Linear(2, 2), budget="1 GiB")  # so that calls of modules are looked at
+    other = er.fit(nn.Linear(2, 2), budget="1 GiB")  # so that calls of modules are examined
     assert graphs(False) == graphs(True) == 2
     er.release(other)
 

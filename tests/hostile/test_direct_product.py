@@ -19,7 +19,7 @@ OURS = "_ProductBackward"
 CONTEXTS = {
     "plain": nullcontext,
     "shared": lambda: er.saving(min_nbytes=0),
-    "alone": lambda: Saving(Exact(), min_nbytes=0),  # what is made again waits for nobody
+    "alone": lambda: Saving(Exact(), min_nbytes=0),  # what is rebuilt waits for nobody
 }
 SHAPES = {
     "alike": ((6, 40, 24), (6, 40, 24)),
@@ -58,7 +58,7 @@ def leaves(shapes, dtype: torch.dtype) -> list[Tensor]:
 
 
 def made(a: Tensor, b: Tensor, layouts: tuple[str, str], *, multiply=torch.mul) -> Tensor:
-    """A product of two factors that can be made again from what SiLU and tanh read and give."""
+    """A product of two factors that can be rebuilt from what SiLU and tanh read and give."""
     a, b = LAYOUTS[layouts[0]](a * 1.5), LAYOUTS[layouts[1]](b * 0.5)
     return multiply(F.silu(a), F.silu(b).sin())
 
@@ -167,7 +167,7 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("name", ["shared", "alone"])
 def test_its_backward_holds_one_map_beside_the_gradient(name) -> None:
-    """Torch's own, on what is made again, has 3 maps: a factor, its product, the gradient of it."""
+    """Torch's own, on what is rebuilt, has 3 maps: a factor, its product, the gradient of it."""
     net, x, grad = Gated(1), torch.randn(4096, 64), torch.randn(4096, 64)
     with CONTEXTS[name]():
         out = net(x)
@@ -175,7 +175,7 @@ def test_its_backward_holds_one_map_beside_the_gradient(name) -> None:
 
 
 def test_a_plan_knows_of_it() -> None:
-    """At a budget that torch's own products break, with or without anything to be made again."""
+    """At a budget that torch's own products break, with or without anything to be rebuilt."""
     net, x = Gated(4), torch.randn(4096, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
 

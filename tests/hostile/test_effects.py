@@ -25,7 +25,7 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.repeats import Unrepeatable, why_not_again
-from elbowroom.runtime.replay.scribe import Unwritable
+from elbowroom.runtime.replay.tracer import Unwritable
 from elbowroom.tools.discovery import Unseen
 
 STEPS, ROWS, WIDTH = 5, 256, 32
@@ -527,7 +527,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
     kinds = {one.__qualname__: one.__bases__ for one in private}
     assert kinds == {
         "Unrepeatable": (BaseException,),  # below
-        "Unwritable": (Exception,),  # a forward that nothing can follow: the next is looked at
+        "Unwritable": (Exception,),  # a forward that nothing can follow: the next is examined
         "OnceUnwritable": (Unwritable,),  # likewise
         "_Different": (Exception,),  # two scripts that are not to become one: test_numbers_of_rows
         "NoScript": (errors.DataError,),  # likewise

@@ -1,4 +1,4 @@
-"""An op of somebody else's that is called like one of torch's is not taken for it."""
+"""Another library's op that is called like one of torch's is not taken for it."""
 
 import pytest
 import torch

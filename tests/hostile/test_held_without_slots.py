@@ -22,8 +22,8 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.masks import Bits
 from elbowroom.runtime.replay.held import Kept, Rebuilt
 from elbowroom.runtime.replay.replay import Replay
-from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.tracer import Tracer
 from programs import looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,12 +47,12 @@ class Watched(Replay):
 
 def written(forward: Callable[[], Any], **how: Any) -> Script:
     saving = looking(**({"min_nbytes": 0} | how))
-    saving.scribe = Scribe()
+    saving.tracer = Tracer()
     with saving:
         out = forward()  # whose graph lives until the end
     del out
-    assert saving.scribe.script is not None, saving.scribe.why
-    return saving.scribe.script
+    assert saving.tracer.script is not None, saving.tracer.why
+    return saving.tracer.script
 
 
 def grads(
@@ -70,7 +70,7 @@ def check(
     replay = Watched(written(forward, **how))
     got = grads(forward, wanted, replay)
     assert same(got, grads(forward, wanted))
-    assert not replay.strayed
+    assert not replay.diverged
     assert (replay.held[Rebuilt], replay.held[Bits]) == (rebuilt, bits), replay.held
     assert replay.held[Kept]
     return replay
@@ -224,7 +224,7 @@ def test_a_second_reader_makes_a_slot_of_it():
     replay = Watched(written(forward))
     assert same(grads(forward, [up.weight], replay), grads(forward, [up.weight]))
     assert replay.held[Rebuilt] == 0
-    assert not replay.strayed
+    assert not replay.diverged
 
 
 def test_codes_beside_them_stay_codes():
@@ -240,7 +240,7 @@ def test_codes_beside_them_stay_codes():
     error = sum((a - b).square().sum() for a, b in zip(got, plain, strict=True))
     assert error < 0.01 * sum(b.square().sum() for b in plain)
     assert replay.held[Rebuilt] == 0
-    assert not replay.strayed
+    assert not replay.diverged
 
 
 def test_the_bytes_of_a_followed_step_by_hand_end_with_its_backward():

@@ -45,7 +45,7 @@ def check(run: Net, net: nn.Module) -> list[Ledger]:
 
 
 def made_again(ledger: Ledger, consumer: str) -> int:
-    """How many tensors an op has saved first that are made again."""
+    """How many tensors an op has saved first that are rebuilt."""
     rows = [row for row in ledger.rows if row.action == "rebuild" and row.consumer == consumer]
     return sum(row.count for row in rows)
 

@@ -81,7 +81,7 @@ def actions(saved: Any) -> set[tuple[str, str]]:
 
 # --- who gets the mask ---
 
-# WHOLE: the next op reads the norm's output exactly, which is made again from the norm's input
+# WHOLE: the next op reads the norm's output exactly, which is rebuilt from the norm's input
 ONE, TWO, WHOLE = "sided", "dither", "keep"
 AFTER = {
     "relu": (lambda h, x: F.relu(h), ONE),

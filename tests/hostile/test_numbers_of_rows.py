@@ -15,8 +15,8 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.saving_context import SavingContext, forget_all
-from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.tracer import Tracer
 from programs import looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,12 +142,12 @@ def test_codes_are_made_of_the_rows_that_there_are():
 
 def written(forward: Callable[[], Tensor]) -> Script:
     saving = looking(min_nbytes=0)
-    saving.scribe = Scribe()
+    saving.tracer = Tracer()
     with saving:
         out = forward()
     del out
-    assert saving.scribe.script is not None
-    return saving.scribe.script
+    assert saving.tracer.script is not None
+    return saving.tracer.script
 
 
 def both(forward: Callable[[Tensor], Tensor], *sizes: int) -> Script | None:
@@ -199,7 +199,7 @@ def test_a_fitted_model_of_experts_follows_its_script_with_the_bits_of_plain():
     for step in range(13):
         first, second, _ = counts_of(step)
         torch.manual_seed(step)
-        more = 640 if step == 11 else 512  # which is looked at, as it saves more than was planned
+        more = 640 if step == 11 else 512  # which is examined, as it saves more than was planned
         x, counts = torch.randn(more, WIDTH), (first, second, more - first - second)
         state = torch.get_rng_state()
         for model in (net, twin):

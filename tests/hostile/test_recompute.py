@@ -24,7 +24,7 @@ from elbowroom.plan import Exact, KeepAll, Lossy
 from elbowroom.runtime import calls, modules
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.repeats import TRIED
+from elbowroom.runtime.repeats import TESTED_CALLS
 
 Make = Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -437,8 +437,8 @@ def test_a_module_that_changes_a_large_buffer_is_not_recomputed(
 
 
 def test_a_large_buffer_that_changes_after_some_calls_is_refused() -> None:
-    model = nn.Sequential(ChangesALargeBuffer(calls=TRIED))
-    for _ in range(TRIED):
+    model = nn.Sequential(ChangesALargeBuffer(calls=TESTED_CALLS))
+    for _ in range(TESTED_CALLS):
         with recomputing("0"):
             model(vectors())
     with (

@@ -111,7 +111,7 @@ AFTER: dict[str, tuple[Any, str]] = {
     "its metadata are asked for": (lambda net, h, x: F.relu(h) if h.dim() == 4 else x, GATED),
     "what came of it is read twice": (lambda net, h, x: (lambda y: y + y.exp())(h.relu_()), GATED),
     "a branch between": (lambda net, h, x: (net.branch(x), h.relu_())[1], GATED),
-    "somebody keeps it": (lambda net, h, x: kept(HELD, h), MASK),
+    "the user keeps it": (lambda net, h, x: kept(HELD, h), MASK),
     "read again behind": (lambda net, h, x: F.relu(h) + h, MASK),
     "two relus": (lambda net, h, x: F.relu(h) + torch.relu(h), MASK),
     "read before, for nothing": (lambda net, h, x: (h + 1, F.relu(h))[1], MASK),

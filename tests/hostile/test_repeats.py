@@ -15,7 +15,7 @@ from elbowroom.measure import peak
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.consumers import Consumers
-from elbowroom.runtime.repeats import why_not_again, will_be_tried
+from elbowroom.runtime.repeats import why_not_again, will_be_tested
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 STEPS, ROWS, WIDTH = 9, 512, 64
@@ -160,7 +160,7 @@ def test_the_second_trial_of_modules_is_made_in_a_forward_that_follows_a_script(
         followed.append(isinstance(fitting._last, ReplayedForward))
         assert fitting.planning.recompute
     assert followed == [False, False, True, True]  # another plan is made after the first step
-    assert not any(map(will_be_tried, map(model.get_submodule, fitting.planning.recompute)))
+    assert not any(map(will_be_tested, map(model.get_submodule, fitting.planning.recompute)))
 
 
 def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):

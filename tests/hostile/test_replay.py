@@ -27,8 +27,8 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
-from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.tracer import Tracer
 from programs import Model, gradients, looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +36,7 @@ Make = Callable[[], Saving]
 
 
 class Following(Replay):
-    """A replay whose rest is looked at by a context of the same kind."""
+    """A replay whose rest is examined by a context of the same kind."""
 
     def __init__(self, script: Script, make: Make) -> None:
         super().__init__(script, PROCESS)
@@ -63,12 +63,12 @@ MODES: dict[str, Make] = {
 
 def written(forward: Callable[[], Any], make: Make = exact) -> Script:
     saving = make()
-    saving.scribe = Scribe()
+    saving.tracer = Tracer()
     with saving:
         out = forward()
     del out
-    assert saving.scribe.script is not None, saving.scribe.why
-    return saving.scribe.script
+    assert saving.tracer.script is not None, saving.tracer.why
+    return saving.tracer.script
 
 
 def grads(
@@ -82,7 +82,7 @@ def grads(
 
 @pytest.mark.parametrize("block", range(3))
 def test_programs_that_change_give_the_bits_of_plain_autograd(block, some):
-    followed = strayed = 0
+    followed = diverged = 0
     seeds = some(range(50 * block, 50 * (block + 1)), share=3)
     for seed in seeds:
         model = Model()
@@ -90,12 +90,12 @@ def test_programs_that_change_give_the_bits_of_plain_autograd(block, some):
             model.weights = [nn.Parameter(w.detach()) for w in model.weights]
         for name, make in MODES.items():
             saving = make()
-            saving.scribe = Scribe()
+            saving.tracer = Tracer()
             try:
                 gradients(seed, saving, model=model)
             except RuntimeError:  # plain autograd refuses it, too
                 continue
-            if saving.scribe.script is None:
+            if saving.tracer.script is None:
                 continue
             for step in range(1, 5):
                 twist = random.Random(seed * 10 + step) if step > 1 else None
@@ -109,13 +109,13 @@ def test_programs_that_change_give_the_bits_of_plain_autograd(block, some):
                     continue
                 for one, state in zip(model.norms, before, strict=True):
                     one.load_state_dict(state)
-                replay = Following(saving.scribe.script, make)
+                replay = Following(saving.tracer.script, make)
                 got = gradients(seed, replay, model=model, step=step, twist=again)
                 assert same(got, plain), f"program {seed}, {name}, step {step}"
-                followed += not replay.strayed
-                strayed += replay.strayed
+                followed += not replay.diverged
+                diverged += replay.diverged
     assert followed > 2 * len(seeds)
-    assert strayed > 2 * len(seeds)
+    assert diverged > 2 * len(seeds)
 
 
 class Chooses(nn.Module):
@@ -186,7 +186,7 @@ def test_modules_have_their_names_in_the_model_also_after_a_forward_has_strayed(
     around = Around(net)
     around.context = replay
     around().backward()
-    assert replay.strayed
+    assert replay.diverged
     assert {row.module for row in replay.saving.ledger.rows} >= {"last", "Chooses"}
     assert not any("net" in row.module for row in replay.saving.ledger.rows)
 
@@ -202,7 +202,7 @@ def test_the_same_step_is_followed_to_its_end():
             net.first.weight.mul_(0.9)
         replay, wanted = Following(script, exact), list(net.parameters())
         assert same(grads(net, wanted, replay), grads(net, wanted))
-        assert not replay.strayed
+        assert not replay.diverged
 
 
 @pytest.mark.parametrize("make", [exact, dithered])
@@ -218,13 +218,13 @@ def test_what_functions_of_torchs_own_call_is_followed_from_inside(make):
     wanted, replay = list(net.parameters()), Following(script, make)
     got = grads(lambda: net(data[0]).square().mean(), wanted, replay)
     plain = grads(lambda: net(data[0]).square().mean(), wanted)
-    assert not replay.strayed
+    assert not replay.diverged
     error = sum((a - b).square().sum() for a, b in zip(got, plain, strict=True))
     assert error <= (0 if make is exact else 0.05) * sum(b.square().sum() for b in plain)
 
 
 def test_statistics_are_those_of_the_forward_that_runs():
-    """What norms make of a code is made again by mean and rstd, which no script may remember."""
+    """What norms make of a code is rebuilt by mean and rstd, which no script may remember."""
     torch.manual_seed(0)
     norm, layer, weight = nn.LayerNorm(64), nn.Linear(64, 64), torch.randn(64)
     x = torch.randn(256, 64, requires_grad=True)
@@ -238,7 +238,7 @@ def test_statistics_are_those_of_the_forward_that_runs():
     data[0] = x * 50 + 100
     replay = Following(script, dithered)
     got, plain = grads(forward, wanted, replay), grads(forward, wanted)
-    assert not replay.strayed
+    assert not replay.diverged
     error = sum((a - b).square().sum() for a, b in zip(got, plain, strict=True))
     assert error < 0.01 * sum(b.square().sum() for b in plain)
 
@@ -253,13 +253,13 @@ def test_codes_of_attention_follow_the_logits_of_the_forward_that_runs():
         return F.scaled_dot_product_attention(*given, is_causal=True).square().sum()
 
     script = written(forward, dithered)
-    for std, strays in ((1.0, False), (0.5, False), (3.0, True), (6.0, True)):
+    for std, diverges in ((1.0, False), (0.5, False), (3.0, True), (6.0, True)):
         sharpness[0] = std
         replay = Following(script, dithered)
         got, plain = grads(forward, [q, k, v], replay), grads(forward, [q, k, v])
         error = sum((a - b).square().sum() for a, b in zip(got, plain, strict=True))
         assert error < 0.05 * sum(b.square().sum() for b in plain)
-        assert replay.strayed == strays
+        assert replay.diverged == diverges
 
 
 def test_what_is_kept_must_not_change_before_backward():
@@ -365,7 +365,7 @@ def test_a_fitted_model_follows_its_script_and_keeps_its_bits(share):
         one.zero_grad()
         one(x).square().mean().backward()
     assert [script for script in fitting.planning._scripts.values() if not script.does_nothing]
-    assert fitting.planning._unwritten == 4  # no forward has strayed
+    assert fitting.planning._unwritten == 4  # no forward has diverged
     pairs = zip(plain.parameters(), net.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
     er.release(net)
@@ -447,7 +447,7 @@ def test_what_a_function_of_the_users_saves_first_is_there_for_the_calls_behind_
 
 
 class Bounded(nn.Module):
-    """A function of the user's in the middle, and made again what it saves."""
+    """A function of the user's in the middle, and rebuilt what it saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +472,7 @@ def test_a_step_with_functions_of_the_users_is_followed_to_its_end():
         net.x = torch.randn(16, 32)
         replay, wanted = Following(script, exact), list(net.parameters())
         assert same(grads(net, wanted, replay), grads(net, wanted))
-        assert not replay.strayed
+        assert not replay.diverged
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -514,7 +514,7 @@ def test_functions_of_the_users_of_which_nothing_is_made_again_may_be_called_at_
     assert not script.does_nothing
     replay = Following(script, exact)
     assert same(grads(forward, wanted, replay), grads(forward, wanted))
-    assert not replay.strayed
+    assert not replay.diverged
     times[0], replay = 2, Following(script, exact)
     assert same(grads(forward, wanted, replay), grads(forward, wanted))
 
@@ -522,6 +522,11 @@ def test_functions_of_the_users_of_which_nothing_is_made_again_may_be_called_at_
 def test_no_bits_are_packed_of_a_tensor_whose_code_brings_them():
     first, second, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(8, 16)
     script = written(lambda: second(F.relu(first(x))).sum(), dithered)
-    deeds = [save.deed for step in script.steps for save in step.saves or () if save and save.deed]
-    assert any(deed.action is not None for deed in deeds)
-    assert not any(deed.bits for deed in deeds)
+    instructions = [
+        save.instruction
+        for step in script.steps
+        for save in step.saves or ()
+        if save and save.instruction
+    ]
+    assert any(instruction.action is not None for instruction in instructions)
+    assert not any(instruction.bits for instruction in instructions)

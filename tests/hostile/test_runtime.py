@@ -309,7 +309,7 @@ def test_a_copy_of_the_users_that_was_changed_without_autograd(mode, copied):
 
 @EXACT_MODES
 def test_a_copy_of_the_same_dtype_leaves_the_original_as_it_is(mode):
-    """What is made again may be overwritten: it must not be the tensor that is held."""
+    """What is rebuilt may be overwritten: it must not be the tensor that is held."""
 
     def outcome(context: Any) -> list[Tensor]:
         x, w = x_of().requires_grad_(), torch.eye(8, requires_grad=True)

@@ -78,7 +78,7 @@ def step(net: nn.Module, x: Tensor, context: Any) -> tuple[list[Tensor | None], 
 
 def followed(saved: SavingContext) -> bool:
     part = saved._parts[-1]
-    return isinstance(part, saving_context.Following) and not part.strayed
+    return isinstance(part, saving_context.Following) and not part.diverged
 
 
 @NETS
@@ -102,7 +102,7 @@ def test_every_step_has_the_bits_and_counts_of_one_that_is_looked_at(make, field
 @NETS
 @EACH
 def test_every_step_but_the_first_is_followed(make, fields):
-    """Also where an op was looked at as a node of ours, and is torch's own when it is followed."""
+    """Also where an op was examined as a node of ours, and is torch's own when it is followed."""
     net, inputs = make()
     x, seen = inputs(4), []
     for _ in range(5):
@@ -194,7 +194,7 @@ def test_a_context_that_is_opened_twice_in_a_step_counts_both():
 
 
 def test_a_backward_inside_is_never_followed_away():
-    """Each step of it is looked at: when its graph is gone, nobody can say what it held."""
+    """Each step of it is examined: when its graph is gone, nobody can say what it held."""
     net, batch = mixed()
     for _ in range(3):
         with er.saving("dither", levels=4, min_nbytes=0) as saved:

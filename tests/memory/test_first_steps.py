@@ -158,7 +158,7 @@ def test_a_budget_below_what_forward_takes_is_refused_before_a_step_follows_a_pl
 
 
 class Upcast(nn.Module):
-    """Small layers, and logits that are made again in other bytes before anything saves them.
+    """Small layers, and logits that are rebuilt in other bytes before anything saves them.
 
     A language model under autocast is such a one.
     """
@@ -190,7 +190,7 @@ def test_large_results_that_nobody_saves_end_a_forward_that_holds_too_much(monke
     er.fit(net, budget=budget, exact=True)
     monkeypatch.setattr(FittedSaving, "drop_everything", dropped)
     assert er.peak(lambda: net(x).backward()) + static // 2 <= budget
-    assert ended[0]  # by the head, before its result is made again twice, and saved
+    assert ended[0]  # by the head, before its result is rebuilt twice, and saved
     er.release(net)
 
 

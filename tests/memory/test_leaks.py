@@ -180,7 +180,7 @@ def test_a_context_kept_open_holds_nothing_of_old_steps(mode):
         assert len(looking._identity.slots()) == 0
         # The records of dead storages are purged now and then.
         assert len(looking._identity._storages) <= 2 * 256
-        assert looking.scribe is None or not looking.scribe._ops
+        assert looking.tracer is None or not looking.tracer._ops
     assert not looking._identity._storages
 
 

@@ -311,7 +311,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_attention_written_out_holds_no_weights(autocast):
-    """The tanh, the softmax and what it gives the next product are made again from q and k."""
+    """The tanh, the softmax and what it gives the next product are rebuilt from q and k."""
     net, x = nn.Sequential(Attention(), nn.Linear(128, 32), Attention()), torch.randn(4, 64, 32)
     gradients = []
     for context in (nullcontext(), er.saving(min_nbytes=4096)):

@@ -116,7 +116,7 @@ def test_a_noise_that_no_plan_keeps_to_is_refused_with_what_would_do(profile):
 
 @pytest.mark.parametrize("seed", [0, 4, 5])
 def test_what_a_plan_predicts_is_what_a_meter_finds(profile, seed):
-    # Of a GELU's input it predicts what this adds where the residual stream is made again of it.
+    # Of a GELU's input it predicts what this adds where the residual stream is rebuilt from it.
     # Where the stream is kept, as in most of such plans, that is 2.1 to 2.6 times what it adds.
     plan = er.plan(priced(profile, seed), budget=within(profile, 0.3))
     training, meter = Training(lr=0.0), NoiseMeter()

@@ -1,4 +1,4 @@
-"""fit: steps that are longer than those before, forwards that are looked at step after step."""
+"""fit: steps that are longer than those before, forwards that are examined step after step."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_longer_step_is_noticed_and_the_next_is_inside_again(last: bool) -> No
         for _ in range(7):
             step()
         net.times = 6
-        for _ in range(10):  # the first may need more, if what is held already was not looked at
+        for _ in range(10):  # the first may need more, if what is held already was not examined
             step()
         for _ in range(3):
             # What is learned anew after such a step is not measured (docs/limits.md).
@@ -191,7 +191,7 @@ def test_many_storages_teach_the_same_as_few(caplog):
 
 
 class Squashed(nn.Module):
-    """tanh saves its result, which is made again by way of a product that saves nothing.
+    """tanh saves its result, which is rebuilt by way of a product that saves nothing.
 
     It notes its calls, so that no plan runs it again in place of that.
     """

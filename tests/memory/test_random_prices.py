@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention and a gated perceptron in plain Python: much is made again of two factors."""
+    """Attention and a gated perceptron in plain Python: much is rebuilt from two factors."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_step_takes_no_more_than_its_plan_says(kind: str, seed: int) -> None:
         return er.peak(lambda: training.step(er.following(plan, min_nbytes=MIN_NBYTES)))
 
     said = plan.peak - profile.static
-    for _ in range(2):  # one is looked at, the other one is replayed
+    for _ in range(2):  # one is examined, the other one is replayed
         assert taken() <= SLACK * said, str(plan)
     assert not plan.strangers
 
@@ -154,7 +154,7 @@ def test_so_it_does_where_the_profiled_step_had_codes(seed: int) -> None:
 
 
 def streams_peak(depth: int) -> int:
-    """Bytes of a step in which a residual stream is made again of what layers add to it."""
+    """Bytes of a step in which a residual stream is rebuilt from what layers add to it."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(64, 64) / 8) for _ in range(depth)]
     first = torch.randn(256, 64, requires_grad=True)

@@ -85,10 +85,10 @@ def test_a_profile_and_its_plans_say_the_peak():
 
 def test_a_budget_counts_one_released_gradient_before_it_is_born():
     step = Step(released=True, rows=2)
-    owned = ModelState(step.net, step.optimizer)
-    assert owned.unallocated_gradient_nbytes() == 4 * WIDTH * WIDTH * 4
+    model_state = ModelState(step.net, step.optimizer)
+    assert model_state.unallocated_gradient_nbytes() == 4 * WIDTH * WIDTH * 4
     step.optimizer.released.remove()
-    assert owned.unallocated_gradient_nbytes() == sum(p.nbytes for p in step.net.parameters())
+    assert model_state.unallocated_gradient_nbytes() == sum(p.nbytes for p in step.net.parameters())
 
 
 def test_fit_keeps_a_budget_in_which_all_gradients_would_not_fit():

@@ -228,13 +228,13 @@ def test_a_step_is_not_judged_by_a_small_later_forward():
 
 
 def followed(monkeypatch):
-    """The number of the forward in its step, and whether it has strayed, of all that follow."""
+    """The number of the forward in its step, and whether it has diverged, of all that follow."""
     seen = []
     end = ReplayedSaving.__exit__
 
     def leave(self, *error):
         end(self, *error)
-        seen.append((self._fit.calls.at, self.strayed))
+        seen.append((self._fit.calls.at, self.diverged))
 
     monkeypatch.setattr(ReplayedSaving, "__exit__", leave)
     return seen
@@ -252,7 +252,7 @@ def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, 
     assert planning.settled
     forwards = 3 if run is summed else 2
     assert {at for at, _ in seen} == set(range(forwards))
-    assert not any(strayed for _, strayed in seen)
+    assert not any(diverged for _, diverged in seen)
     assert held <= int(share * plain)
     assert not exact or losses == plain_losses
 

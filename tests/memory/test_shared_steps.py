@@ -255,11 +255,11 @@ def test_a_released_guest_is_not_counted():
     trained = Gan()
     trained.fit("1 GiB", loss=False)
     trained.step()
-    owned = opener_of(trained.generator).owned
-    both = owned.memory().static_nbytes
-    guest = opener_of(trained.discriminator).owned.memory().static_nbytes
+    model_state = opener_of(trained.generator).model_state
+    both = model_state.memory().static_nbytes
+    guest = opener_of(trained.discriminator).model_state.memory().static_nbytes
     er.release(trained.discriminator)
-    assert owned.memory().static_nbytes == both - guest
+    assert model_state.memory().static_nbytes == both - guest
 
 
 def test_the_first_iteration_leaves_room_for_models_that_nobody_knows_yet():

@@ -95,7 +95,7 @@ def test_what_takes_turns_is_counted_with_its_graph():
     for seed in range(3):
         pair.step(batch(seed))
         counted.append(beside.nbytes)
-    generator = storage_nbytes(opener_of(pair.generator).owned.tensors())
+    generator = storage_nbytes(opener_of(pair.generator).model_state.tensors())
     assert counted == [0, generator, generator]
     out = pair.generator(batch(0)[1])
     assert beside.nbytes > generator + out.nbytes
@@ -112,7 +112,7 @@ def test_a_model_that_trained_before_or_after_is_not_counted():
     first.step(batch(3))
     for model in first:
         beside = opener_of(model)._beside
-        (own,) = (opener_of(one).owned.tensors() for one in first if one is not model)
+        (own,) = (opener_of(one).model_state.tensors() for one in first if one is not model)
         assert beside.nbytes == storage_nbytes(own)
 
 

@@ -242,7 +242,7 @@ def test_a_code_that_another_op_holds_is_not_read_if_it_is_too_rough(first: str)
         leaf = x.clone().requires_grad_()
         with context:
             h = leaf * 1
-            if first == "of a norm":  # which could be made again from the code of the norm's input
+            if first == "of a norm":  # which could be rebuilt from the code of the norm's input
                 h = F.layer_norm(h, (32,), torch.full((32,), 3.0))
                 beside = leaf
             else:

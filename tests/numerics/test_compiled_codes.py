@@ -375,14 +375,14 @@ class BySize:
 
 
 def test_levels_are_raised_for_as_few_of_the_largest_as_the_noise_needs() -> None:
-    rungs = ladder()
+    variants = ladder()
     coded = [one for n in range(1, 9) for one in (Coded.mask(n), Coded(n, Dither(levels=4)))]
     whole = BySize().variance(None, coded)
-    assert _quiet(BySize(), None, coded, None, rungs) == coded
-    assert _quiet(BySize(), None, coded, whole, rungs) == coded
+    assert _quiet(BySize(), None, coded, None, variants) == coded
+    assert _quiet(BySize(), None, coded, whole, variants) == coded
     before = 0
     for parts in range(2, 5000, 101):
-        found = _quiet(BySize(), None, coded, whole / parts, rungs)
+        found = _quiet(BySize(), None, coded, whole / parts, variants)
         assert found is not None
         assert BySize().variance(None, found) <= whole / parts
         assert [one.node for one in found] == [one.node for one in coded]
@@ -391,7 +391,7 @@ def test_levels_are_raised_for_as_few_of_the_largest_as_the_noise_needs() -> Non
         assert levels == sorted(levels)
         assert sum(levels) >= before
         before = sum(levels)
-    assert _quiet(BySize(), None, coded, whole / 10**4, rungs) is None
+    assert _quiet(BySize(), None, coded, whole / 10**4, variants) is None
 
 
 def test_codes_of_a_graph_with_symbols_are_those_of_one_without_and_serve_other_sizes() -> None:

@@ -57,7 +57,7 @@ def test_a_noise_budget_is_used_and_kept():
     report = saved.error_report()
     assert 0.01 < report.ratio < 0.05 * 1.25  # chosen a step ago, from an average
     assert saved.ledger.after_nbytes < before
-    assert len(set(control.rungs.values())) > 1
+    assert len(set(control.variants.values())) > 1
     assert "of what mini-batches vary by (predicted)" in str(report)
 
 
@@ -109,7 +109,7 @@ def test_lean_codes_keep_a_noise_budget_in_fewer_bytes():
         saved = Training().run(control, 25)
         held[type(control)] = saved.ledger.after_nbytes
         assert 0.01 < saved.error_report().ratio < 0.05 * 1.25
-        assert len(set(control.rungs.values())) > 1
+        assert len(set(control.variants.values())) > 1
     assert held[LeanBudget] < 0.9 * held[NoiseBudget]
 
 
@@ -120,7 +120,7 @@ def test_actnn_spreads_its_average():
     held = control.table.held
     bits = sum(control.codec_of(name).bits * h.numel for name, h in held.items())
     assert 1.5 < bits / sum(h.numel for h in held.values()) <= 2.5
-    assert len(set(control.rungs.values())) > 1
+    assert len(set(control.variants.values())) > 1
 
 
 @pytest.mark.parametrize("momentum", [0.9, "adam"])
@@ -179,20 +179,20 @@ def test_the_guard_goes_up_when_the_loss_rises_and_down_when_it_does_not():
     control = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
     training = Training()
     training.run(control, 12)
-    calm = dict(control.rungs)
+    calm = dict(control.variants)
     assert calm
-    assert all(rung > control.start for rung in calm.values())
+    assert all(variant > control.start for variant in calm.values())
     for _ in range(30):
         control.loss(5.0)
         control.loss(50.0)
     assert control.alarms > 0
-    assert min(control.rungs.values()) < control.start
+    assert min(control.variants.values()) < control.start
     control.loss(float("nan"))
     assert control.alarms > 1
 
 
 def test_a_guard_starts_in_the_middle_of_its_ladder():
-    """An alarm can help, and calm can save: rungs lie on either side, the mildest unbiased."""
+    """An alarm can help, and calm can save: variants lie on either side, the mildest unbiased."""
     control = Guard()
     assert 3 <= control.start <= len(control.ladder) - 3
     assert control.ladder[0].rounding == "dither"
@@ -210,20 +210,20 @@ def test_a_guard_learns_where_it_was_too_lean():
     control = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
     Training().run(control, 1)
     Training().run(control, 29)
-    before = dict(control.rungs)
+    before = dict(control.variants)
     leaner = list(control._leaner)
     assert leaner
     control.loss(1e4)
     control.loss(1e4)
     assert control.alarms > 0
-    assert all(control.rungs[name] < before[name] for name in leaner)
-    limits = {name: control.rungs[name] for name in leaner}
+    assert all(control.variants[name] < before[name] for name in leaner)
+    limits = {name: control.variants[name] for name in leaner}
     again = Guard(er.codec("group", bits=3), patience=10, every=100, noise=1e9)
     again.load_state_dict(pickle.loads(pickle.dumps(control.state_dict())))
     for one in (control, again):
         for _ in range(300):
             one.loss(1.0)  # calm
-        assert all(one.rungs[name] <= limits[name] for name in leaner)
+        assert all(one.variants[name] <= limits[name] for name in leaner)
 
 
 def test_a_guard_saves_a_training_that_its_first_setting_harms():
@@ -291,7 +291,7 @@ def test_a_checkpoint_goes_on_with_the_same_choices(kind, first):
     again.run(resumed, 12, first)
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert resumed.rungs == through.rungs
+    assert resumed.variants == through.variants
 
 
 @pytest.mark.parametrize(
@@ -314,11 +314,11 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
     training, control = Training(), NoiseBudget(er.codec("dither", levels=2))
     training.run(control, 8)
     control.error_report()  # takes in the last step
-    movable = (r for name, r in control.rungs.items() if name.consumer != "cross_entropy")
+    movable = (r for name, r in control.variants.items() if name.consumer != "cross_entropy")
     assert min(movable) > 0  # that has the finest code anyway
     control.table.gradient.share = -0.1
     control._move()
-    assert set(control.rungs.values()) == {0}
+    assert set(control.variants.values()) == {0}
     assert "most precise setting" in caplog.text
     assert "is drowned by them" in str(control.error_report())
 
@@ -465,12 +465,12 @@ def test_an_overflowed_step_moves_nothing():
     control = NoiseBudget(er.codec("dither", levels=16), noise=0.05, every=1)
     training.run(control, 5)
     control.state_dict()  # takes in the last step
-    rungs, steps = dict(control.rungs), control.table.steps
+    variants, steps = dict(control.variants), control.table.steps
     with er.saving(control, min_nbytes=0, seed=5) as saved:
         loss = training.model(training.images[:32]).square().mean() * float("inf")
     loss.backward()
     assert saved.error_report().added is not None
-    assert (control.rungs, control.table.steps) == (rungs, steps)
+    assert (control.variants, control.table.steps) == (variants, steps)
 
 
 def test_watching_a_fixed_codec_reports_on_it():

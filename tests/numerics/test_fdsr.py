@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec, Encoded, codec
-from elbowroom.codecs.fdsr import RUNGS
+from elbowroom.codecs.fdsr import VARIANTS
 from elbowroom.kernels.bands import Bands, bands_of, cosines
 from elbowroom.kernels.layout import codes_nbytes
 from elbowroom.kernels.reference import fdsr, transform
@@ -169,10 +169,10 @@ def test_rho_keeps_the_tiles_of_most_residual():
 def test_rungs_go_up_in_rate_and_down_in_error_on_either_side_of_the_turn():
     x = maps((8, 8, 56, 56))
     told = []
-    for rung in RUNGS:
-        encoded = rung.encode(x)
+    for variant in VARIANTS:
+        encoded = variant.encode(x)
         e = float((encoded.decode() - x).double().square().sum())
-        told.append((encoded.nbytes, e, rung.rounding))
+        told.append((encoded.nbytes, e, variant.rounding))
     for (a, e, kind), (b, f, other) in itertools.pairwise(told):
         assert a < b
         assert f < e or kind != other
@@ -198,5 +198,5 @@ def test_it_beats_dither_on_smooth_maps_at_equal_bits():
 def test_rungs_are_in_order_of_rate_on_all_usual_maps():
     """But 4 x 4, where the card says that they are not."""
     for shape in ((64, 64, 28, 28), (16, 64, 128, 128), (64, 32, 14, 14), (64, 64, 7, 7)):
-        sizes = [rung.encoded_nbytes(shape, torch.float32) for rung in RUNGS]
+        sizes = [variant.encoded_nbytes(shape, torch.float32) for variant in VARIANTS]
         assert sizes == sorted(set(sizes))

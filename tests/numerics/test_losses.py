@@ -203,7 +203,7 @@ OF_LOG_PROBABILITIES = {
 
 @pytest.mark.parametrize("name", OF_LOG_PROBABILITIES)
 def test_nothing_is_made_of_log_probabilities_that_a_code_has_cut_off(name: str) -> None:
-    """What was made again of those from -24 up had a gErr2 of 0.8 to 300, whatever the levels."""
+    """What was rebuilt from those from -24 up had a gErr2 of 0.8 to 300, whatever the levels."""
     assert noise_of(net(), OF_LOG_PROBABILITIES[name], inputs()) <= 0.03
 
 

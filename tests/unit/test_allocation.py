@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import elbowroom as er
 from elbowroom.errors import PlanError
 from elbowroom.plan.allocation import CodeChoice, cheapest, quietest
-from elbowroom.plan.rungs import ladder_of, rungs_of
+from elbowroom.plan.variants import ladder_of, variants_of
 
 options = st.lists(
     st.builds(CodeChoice, st.integers(1, 40).map(float), st.integers(0, 40).map(float)),
@@ -59,9 +59,9 @@ def test_quietest_keeps_the_bytes_where_that_can_be(tensors, allowed):
 
 
 def test_what_is_sensitive_stays_mild():
-    rungs = [(8.0, 1.0), (4.0, 16.0), (2.0, 64.0)]
-    quiet = [CodeChoice(b, v) for b, v in rungs]
-    loud = [CodeChoice(b, 100 * v) for b, v in rungs]
+    variants = [(8.0, 1.0), (4.0, 16.0), (2.0, 64.0)]
+    quiet = [CodeChoice(b, v) for b, v in variants]
+    loud = [CodeChoice(b, 100 * v) for b, v in variants]
     assert cheapest([quiet, loud], 200.0) == [2, 0]
     assert quietest([quiet, loud], 12.0) == [1, 0]
     assert cheapest([], 1.0) == []
@@ -70,11 +70,13 @@ def test_what_is_sensitive_stays_mild():
 @pytest.mark.parametrize("name", ["dither", "group", "division", "comet", "fdsr"])
 def test_ladders_hold_the_codec_and_run_from_mild_to_lean(name):
     codec = er.codec(name)
-    ladder = rungs_of(codec)
+    ladder = variants_of(codec)
     assert codec in ladder
     assert len(set(ladder)) == len(ladder) > 2
     if name != "comet":  # its size depends on the data
-        sizes = [rung.encoded_nbytes((4, 8, 56, 56), er.codec("cast").dtypes[0]) for rung in ladder]
+        sizes = [
+            variant.encoded_nbytes((4, 8, 56, 56), er.codec("cast").dtypes[0]) for variant in ladder
+        ]
         assert sizes == sorted(sizes, reverse=True)
 
 
@@ -91,11 +93,13 @@ def test_a_setting_between_two_rungs_stands_between_them(name, fields):
     """At the front, where it seems the mildest, no alarm of a guard could help it."""
     codec = er.codec(name, **fields)
     ladder = ladder_of(codec)
-    sizes = [rung.encoded_nbytes((4, 8, 56, 56), er.codec("cast").dtypes[0]) for rung in ladder]
+    sizes = [
+        variant.encoded_nbytes((4, 8, 56, 56), er.codec("cast").dtypes[0]) for variant in ladder
+    ]
     assert ladder.index(codec) > 0
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_a_codec_with_one_setting_has_no_ladder():
     with pytest.raises(PlanError, match="no ladder of settings"):
-        rungs_of(er.codec("cast"))
+        variants_of(er.codec("cast"))

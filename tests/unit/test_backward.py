@@ -364,18 +364,20 @@ def estimated(name: str) -> tuple[int, int, int]:
     make, shape = NETS[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
-    owned = ModelState(model, None)
-    static = owned.nbytes
+    model_state = ModelState(model, None)
+    static = model_state.nbytes
     model(x).backward()
     model.zero_grad()
     took = static + peak(lambda: model(x).backward())
     model.zero_grad()
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
-    planning.begin(owned.memory(), Signature(None))
-    heard = rehearsed(planning, owned, lambda: model(x))
-    assert heard is not None
-    born = owned.unallocated_gradients(), 0
-    likely, careful = (plain_peak(with_backward(heard, *born, care)) for care in (LIKELY, CAREFUL))
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
+    planning.begin(model_state.memory(), Signature(None))
+    forward_profile = rehearsed(planning, model_state, lambda: model(x))
+    assert forward_profile is not None
+    born = model_state.unallocated_gradients(), 0
+    likely, careful = (
+        plain_peak(with_backward(forward_profile, *born, care)) for care in (LIKELY, CAREFUL)
+    )
     return took, likely, careful
 
 
@@ -398,12 +400,12 @@ def test_nothing_is_made_again_of_what_only_signs_are_held_of():
     wide = [nn.Linear(64, 64) for _ in range(3)]
     model = nn.Sequential(wide[0], nn.LeakyReLU(), wide[1], nn.LeakyReLU(), wide[2])
     x = torch.randn(512, 64)
-    owned = ModelState(model, None)
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
-    planning.begin(owned.memory(), Signature(None))
-    heard = rehearsed(planning, owned, lambda: model(x))
-    assert heard is not None
-    built = build_problem(with_backward(heard, (), 0), exact=True, recompute=False)
+    model_state = ModelState(model, None)
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
+    planning.begin(model_state.memory(), Signature(None))
+    forward_profile = rehearsed(planning, model_state, lambda: model(x))
+    assert forward_profile is not None
+    built = build_problem(with_backward(forward_profile, (), 0), exact=True, recompute=False)
     least = sum(min(option.nbytes for option in item.options) for item in built.problem.items)
     with er.saving() as saved:
         loss = model(x).sum()
@@ -413,9 +415,9 @@ def test_nothing_is_made_again_of_what_only_signs_are_held_of():
 
 def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
     """Else it would stand in the next moment, and be counted twice by plans that keep it."""
-    owned = ModelState(model := nn.Linear(8, 8), None)
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1), owned, Context())
-    planning.begin(owned.memory(), Signature(None))
+    model_state = ModelState(model := nn.Linear(8, 8), None)
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
+    planning.begin(model_state.memory(), Signature(None))
     gone = []
 
     def forward() -> Tensor:
@@ -426,7 +428,7 @@ def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
         gone.append(storage.expired())
         return out
 
-    assert rehearsed(planning, owned, forward) is not None
+    assert rehearsed(planning, model_state, forward) is not None
     assert gone == [True]
 
 
@@ -450,12 +452,12 @@ class Leaks(nn.Module):
 def test_a_rehearsal_makes_nothing_again_from_bits_alone():
     """A plan that counted on that kept the tensor, which it had no room for."""
     model, x = Leaks(), torch.randn(256, 64)
-    owned = ModelState(model, None)
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1, exact=True), owned, Context())
-    planning.begin(owned.memory(), Signature(None))
-    heard = rehearsed(planning, owned, lambda: model(x))
-    assert heard is not None
-    sites = [save.site for storage in heard.profile.storages for save in storage.saves]
+    model_state = ModelState(model, None)
+    planning = Planning(FitOptions(1 << 40, min_nbytes=1, exact=True), model_state, Context())
+    planning.begin(model_state.memory(), Signature(None))
+    forward_profile = rehearsed(planning, model_state, lambda: model(x))
+    assert forward_profile is not None
+    sites = [save.site for storage in forward_profile.profile.storages for save in storage.saves]
     (read,) = [one for one in sites if one.consumer == "mul" and one.shape == (256, 64)]
     assert read.producer == "leaky_relu"
     assert read.rebuildable is Rebuildable.NO

@@ -181,25 +181,27 @@ def test_states_of_several_optimizers_count_once_a_parameter():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False))
     first = torch.optim.AdamW(model[0].parameters())
     second = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
-    owned = ModelState(model, first)
+    model_state = ModelState(model, first)
     for optimizer in (first, second, torch.optim.SGD(model[0].parameters(), lr=1)):
-        owned.add(optimizer)
-    assert owned.unallocated_state_nbytes() == 4 * (2 * 16 + 32)
+        model_state.add(optimizer)
+    assert model_state.unallocated_state_nbytes() == 4 * (2 * 16 + 32)
     model(torch.ones(1, 4)).sum().backward()
     first.step()
-    assert owned.unallocated_state_nbytes() == 4 * 32
+    assert model_state.unallocated_state_nbytes() == 4 * 32
     second.step()
-    assert owned.unallocated_state_nbytes() == 0
+    assert model_state.unallocated_state_nbytes() == 0
     weights = 4 * (16 + 32)
-    assert owned.nbytes == 2 * weights + 4 * (2 * 16 + 32 + 1)  # gradients, states, AdamW's count
+    assert model_state.nbytes == 2 * weights + 4 * (
+        2 * 16 + 32 + 1
+    )  # gradients, states, AdamW's count
 
 
 def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=3)
-    owned, n = ModelState(model, optimizer), sum(p.numel() for p in model.parameters())
+    model_state, n = ModelState(model, optimizer), sum(p.numel() for p in model.parameters())
     full = 4 * n * (2 * 3 + 2)
-    assert owned.unallocated_state_nbytes() == full
+    assert model_state.unallocated_state_nbytes() == full
 
     def closure():
         optimizer.zero_grad()
@@ -209,9 +211,9 @@ def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
 
     for _ in range(4):
         optimizer.step(closure)
-        states = owned.nbytes - 8 * n
+        states = model_state.nbytes - 8 * n
         assert (
-            full - 64 <= states + owned.unallocated_state_nbytes() <= full + 64
+            full - 64 <= states + model_state.unallocated_state_nbytes() <= full + 64
         )  # and a few scalars
-    assert owned.unallocated_state_nbytes() == 0
-    assert abs(owned.standing().states_nbytes - full) <= 64
+    assert model_state.unallocated_state_nbytes() == 0
+    assert abs(model_state.resident_bytes().states_nbytes - full) <= 64

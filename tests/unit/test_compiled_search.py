@@ -181,8 +181,8 @@ def test_a_code_that_is_tried_and_undone_leaves_what_was_known() -> None:
         ]
         before, names = joint.analysis, [n.name for n in gm.graph.nodes]
         levels = []
-        for is_tried in (True, True, False):
-            rewriting = Rewriting(joint, {*saved, *inputs}, coded, is_tried=is_tried)
+        for is_tentative in (True, True, False):
+            rewriting = Rewriting(joint, {*saved, *inputs}, coded, is_tentative=is_tentative)
             assert joint.facts == facts_of(gm.graph)
             step = joint.step(rewriting.saved)
             assert step is not None

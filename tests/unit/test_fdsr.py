@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elbowroom.codecs import codec
 from elbowroom.codecs.facts import Maps
-from elbowroom.codecs.fdsr import RUNGS
+from elbowroom.codecs.fdsr import VARIANTS
 from elbowroom.errors import CodecError, UnknownField
 
 
@@ -147,5 +147,5 @@ def test_maps_that_do_not_fit_the_shape_are_refused():
 
 
 def test_rungs_are_fdsr_settings_that_can_be_told_apart():
-    assert len(set(RUNGS)) == len(RUNGS) >= 8
-    assert all(codec(**rung.config()) == rung for rung in RUNGS)
+    assert len(set(VARIANTS)) == len(VARIANTS) >= 8
+    assert all(codec(**variant.config()) == variant for variant in VARIANTS)

@@ -21,7 +21,7 @@ CEILINGS = {
 
 @pytest.fixture(scope="module")
 def ways():
-    """As in a process that compiles nothing: beside Dynamo calls of modules are looked at, too.
+    """As in a process that compiles nothing: beside Dynamo calls of modules are examined, too.
 
     PyTorch's functions that Dynamo leaves alone import it when they are called for the first time.
     A second Dynamo would fail later tests, so those functions are called before it is hidden.

@@ -1,4 +1,4 @@
-"""Files of somebody else's: a profile or a plan with wrong fields, and names with brackets."""
+"""Files of unknown origin: a profile or a plan with wrong fields, and names with brackets."""
 
 import copy
 import json

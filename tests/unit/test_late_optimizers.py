@@ -24,14 +24,14 @@ def fitted() -> tuple[nn.Module, Fitting]:
 
 def test_states_of_an_optimizer_that_is_added_later_are_counted() -> None:
     model, fitting = fitted()
-    assert fitting.owned.unallocated_state_nbytes() == 0
+    assert fitting.model_state.unallocated_state_nbytes() == 0
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # twice is once
         er.add_optimizer(model, optimizer)
-        assert fitting.owned.unallocated_state_nbytes() >= 2 * sum(
+        assert fitting.model_state.unallocated_state_nbytes() >= 2 * sum(
             p.nbytes for p in model.parameters()
         )
-    assert fitting.owned.optimizers() == [optimizer]
+    assert fitting.model_state.optimizers() == [optimizer]
     er.release(model)
 
 
@@ -43,7 +43,7 @@ def test_an_optimizer_that_nobody_told_of_is_found_as_it_steps() -> None:
         model(torch.randn(4, 256)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-        assert fitting.owned.optimizers() == optimizers[:1]
+        assert fitting.model_state.optimizers() == optimizers[:1]
     er.release(model)
 
 
@@ -52,7 +52,7 @@ def test_one_whose_format_is_to_be_chosen_has_to_be_given() -> None:
     optimizer = er.optim.AdamW(model.parameters(), state="auto")
     model(torch.randn(4, 256)).sum().backward()
     optimizer.step()
-    assert fitting.owned.optimizers() == []
+    assert fitting.model_state.optimizers() == []
     er.release(model)
 
 

@@ -71,7 +71,7 @@ def test_an_optimizer_that_the_script_makes_late_is_counted(tmp_path: Path) -> N
         "model(torch.ones(2, 64)).sum().backward()\n"
         "late = torch.optim.AdamW(model.parameters())\n"
         "other = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())\n"
-        "assert opener_of(model).owned.optimizers() == [first, late]\n"
+        "assert opener_of(model).model_state.optimizers() == [first, late]\n"
     )
     assert _Run("64MiB", True, None, None).of(script, []) == 0
 

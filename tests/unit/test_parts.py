@@ -27,8 +27,8 @@ GENERATOR, FIRST = forward(10, 0), forward(20, 1)
 AGAIN = forward(40, 2, Node(0, "Mul", (10,), ((-1, 0),), is_older=True))
 
 
-def whole(heard):
-    return with_backward(heard, [], 0, LIKELY)
+def whole(forward_profile):
+    return with_backward(forward_profile, [], 0, LIKELY)
 
 
 def test_a_step_of_one_part_is_that():

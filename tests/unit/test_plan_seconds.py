@@ -29,7 +29,7 @@ _WORK_S = {"first": 3.0, "second": 5.0}
 
 
 class Turned:
-    """A clock that goes on only when somebody says so."""
+    """A clock that goes on only when the user says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -229,7 +229,7 @@ class Attending(nn.Module):
         return x + out.transpose(1, 2).reshape(x.shape)
 
 
-_AGAIN_S, _RATE = 0.05, 1e8  # of an attention's forward; bytes a second that are looked at
+_AGAIN_S, _RATE = 0.05, 1e8  # of an attention's forward; bytes a second that are examined
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Products and casts are made again from their factors, to the bit."""
+"""Products and casts are rebuilt from their factors, to the bit."""
 
 from collections import Counter
 

@@ -41,9 +41,9 @@ def test_a_budget_is_said_to_be_below_what_a_step_needs_only_if_it_is(budget_nby
     preset = SimpleNamespace(name="exact", exact=True)
     options = SimpleNamespace(budget_nbytes=budget_nbytes, presets=(preset,), exact=True)
     states = SimpleNamespace(lossy_helps=lambda: "")
-    owned = SimpleNamespace(weight_nbytes=40, states=states)
+    model_state = SimpleNamespace(weight_nbytes=40, states=states)
     memory = SimpleNamespace(static_nbytes=70, unallocated_nbytes=0)
-    error = refusal(saving, options, owned, memory, 30)
+    error = refusal(saving, options, model_state, memory, 30)
     assert error.least_nbytes > budget_nbytes
     assert error.least_nbytes == {90: 100, 130: 160, 170: 171}[budget_nbytes]
     assert f"give budget={error.least_nbytes}" in str(error)

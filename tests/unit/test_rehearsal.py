@@ -24,9 +24,11 @@ def of(*storages: Storage) -> Profile:
     return Profile(level, level, (0.0,) * moments, moments - 1, 1.0, STATIC, storages, ())
 
 
-def levels(heard: ForwardProfile, care: float = LIKELY, *gradients: Unallocated) -> list[int]:
+def levels(
+    forward_profile: ForwardProfile, care: float = LIKELY, *gradients: Unallocated
+) -> list[int]:
     """Of backward, without what is restored for a moment, above what stood before."""
-    step = with_backward(heard, gradients, 0, care)
+    step = with_backward(forward_profile, gradients, 0, care)
     found = [level - STATIC for level in step.level[step.backward :]]
     for storage in step.storages:
         if not storage.saves[0].left:
@@ -52,9 +54,9 @@ def test_a_mask_or_an_index_has_no_gradient():
 
 
 def test_an_op_with_a_workspace_takes_another_for_its_backward():
-    heard = ForwardProfile(of(saved(10, 0), saved(100, 1, dtype=torch.uint8)))
-    assert levels(heard, LIKELY) == [10 + 50, 10]
-    assert levels(heard, CAREFUL) == [12 + 75, 12]
+    forward_profile = ForwardProfile(of(saved(10, 0), saved(100, 1, dtype=torch.uint8)))
+    assert levels(forward_profile, LIKELY) == [10 + 50, 10]
+    assert levels(forward_profile, CAREFUL) == [12 + 75, 12]
 
 
 def test_a_loss_outside_of_forward_takes_its_input_three_times_before_backward_begins():

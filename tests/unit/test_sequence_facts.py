@@ -40,7 +40,7 @@ def sequences(module, x):
 
     def policy(site):
         found.setdefault(site.consumer, site.facts.sequence)
-        return Keep("only looked at")
+        return Keep("only examined")
 
     with er.saving(policy, min_nbytes=0):
         y = module(x)

@@ -297,7 +297,7 @@ BOMBS = {
     "a key of 2**60 tuples": b"\x80\x04})" + b"2\x86" * 60 + b"Ns.",
     "a key of a million tuples": b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
     "a key that is a set": b"\x80\x04}" + b"(" * 60 + b"\x91" * 60 + b"Ns.",
-    "a class that somebody has registered": b"\x80\x04\x82\x01.",
+    "a class that the user has registered": b"\x80\x04\x82\x01.",
 }
 
 

@@ -1,9 +1,9 @@
 """Settings that move with the training: a policy that looks at what its own codes do.
 
-Each lossy tensor has a rung of its own on the ladder of one codec (`plan/rungs.py`). The policy is
-its own observer: a meter watches a few steps, and after each of them `_move` may choose other
-rungs. What it chooses follows from what it measured, and its noise from seeds: a run can be
-repeated, and `state_dict` goes into a checkpoint.
+Each lossy tensor has a variant of its own on the ladder of one codec (`plan/variants.py`). The
+policy is its own observer: a meter watches a few steps, and after each of them `_move` may choose
+other variants. What it chooses follows from what it measured, and its noise from seeds: a run can
+be repeated, and `state_dict` goes into a checkpoint.
 
     with er.saving(control) as saved:
         loss = loss_fn(model(x), y)
@@ -21,7 +21,7 @@ from elbowroom.measure.noise import HeldNoise, NoiseTable, Trial
 from elbowroom.plan import Action, Lossy, Site, SiteName
 from elbowroom.plan.allocation import CodeChoice
 from elbowroom.plan.precision_floor import at_precision_floor
-from elbowroom.plan.rungs import ladder_of
+from elbowroom.plan.variants import ladder_of
 from elbowroom.runtime.observer import Watch
 
 
@@ -43,8 +43,8 @@ class Adaptive(ABC):
         self.ladder = ladder_of(codec)
         self.start = self.ladder.index(codec)
         self.rebuild = rebuild
-        self.rungs: dict[SiteName, int] = {}
-        self.meter = NoiseMeter(every, rungs=self._tried)
+        self.variants: dict[SiteName, int] = {}
+        self.meter = NoiseMeter(every, variants=self._candidates)
         self._seen = 0
 
     @property
@@ -58,7 +58,7 @@ class Adaptive(ABC):
 
     def codec_of(self, name: SiteName) -> Codec:
         """Returns the current codec of a tensor."""
-        return self.ladder[self.rungs.get(name, self.start)]
+        return self.ladder[self.variants.get(name, self.start)]
 
     def begin(self) -> Watch | None:
         """Begins a forward, as the observer of a context."""
@@ -78,9 +78,9 @@ class Adaptive(ABC):
 
     @abstractmethod
     def _move(self) -> None:
-        """Chooses rungs after a step that was watched."""
+        """Chooses variants after a step that was watched."""
 
-    def _tried(self, site: Site) -> tuple[Codec, ...]:
+    def _candidates(self, site: Site) -> tuple[Codec, ...]:
         return tuple(codec for codec in self.ladder if site.dtype in codec.dtypes)
 
     def _movable(self) -> list[HeldNoise]:
@@ -89,7 +89,7 @@ class Adaptive(ABC):
         return [h for h in held if possible(h) and self.table.variance_of(h.site.name) is not None]
 
     def _options(self, held: HeldNoise) -> list[CodeChoice]:
-        """Returns, by rung, what would be held and what noise added.
+        """Returns, by variant, what would be held and what noise added.
 
         It is the measured variance, in the ratio of the trials.
         """
@@ -100,15 +100,15 @@ class Adaptive(ABC):
         return [CodeChoice(t.bits * held.numel / 8, unit * t.error) for t in possible(held)]
 
     def _take(self, held: HeldNoise, option: int) -> None:
-        self.rungs[held.site.name] = self.ladder.index(possible(held)[option].codec)
+        self.variants[held.site.name] = self.ladder.index(possible(held)[option].codec)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is needed to resume with the same choices."""
         self._adapt()
-        rungs = [[*name, rung] for name, rung in self.rungs.items()]
+        variants = [[*name, variant] for name, variant in self.variants.items()]
         return {
             "ladder": [str(codec.config()) for codec in self.ladder],
-            "rungs": rungs,
+            "rungs": variants,
             "seen": self._seen,
             "meter": self.meter.state_dict(),
         }
@@ -127,8 +127,10 @@ class Adaptive(ABC):
                 f"this state is of another ladder than that of {self.ladder[self.start]}; load it "
                 "into a controller of the same codec"
             )
-        rungs = {SiteName(module, op, nth): rung for module, op, nth, rung in state["rungs"]}
-        self.rungs, self._seen = rungs, state["seen"]
+        variants = {
+            SiteName(module, op, nth): variant for module, op, nth, variant in state["rungs"]
+        }
+        self.variants, self._seen = variants, state["seen"]
         self.meter.load_state_dict(state["meter"])
 
 

@@ -85,7 +85,7 @@ class CometBounds(Adaptive):
         prediction = self.predictions.get(name, self.codec.prediction)
         return replace(self.codec, bound=bound, prediction=prediction)
 
-    def _tried(self, site: Site) -> tuple[Codec, ...]:
+    def _candidates(self, site: Site) -> tuple[Codec, ...]:
         """Returns the predictions to try; what another bound would do is computed from them."""
         now = self.codec_of(site.name)
         return tuple(replace(now, prediction=name) for name in PREDICTIONS)

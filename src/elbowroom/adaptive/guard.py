@@ -5,13 +5,13 @@ After FDSR's adaptive parameters, re-designed from its abstract (its text is not
     alarm   fast average of the loss > (1 + tolerance) x slow average,
             or added variance > `noise` x sampling variance
       ->    what went down last goes back up, and will not go there again; where nothing did, the
-            most sensitive quarter of all tensors goes one rung up
+            most sensitive quarter of all tensors goes one variant up
     calm    for `patience` steps
-      ->    the least sensitive quarter goes one rung down
+      ->    the least sensitive quarter goes one variant down
 
 A tensor's sensitivity is the variance that it adds, predicted, for each byte that it takes. All
-start where `codec` stands on its ladder: the default stands in the middle of seven rungs of `fdsr`,
-the three mildest of which are unbiased, so that an alarm can help.
+start where `codec` stands on its ladder: the default stands in the middle of seven variants of
+`fdsr`, the three mildest of which are unbiased, so that an alarm can help.
 """
 
 import logging
@@ -69,7 +69,7 @@ class Guard(Adaptive):
         self._fast = self._slow = 0.0
         self._order: list[SiteName] = []  # of all tensors, the most variance for a byte first
         self._leaner: list[SiteName] = []  # what went down last
-        self._limits: dict[SiteName, int] = {}  # the leanest rung that a tensor still goes to
+        self._limits: dict[SiteName, int] = {}  # the leanest variant that a tensor still goes to
         self._deaf = 0  # looks in a row before any loss was told
 
     def loss(self, value: float | Tensor) -> None:
@@ -112,8 +112,8 @@ class Guard(Adaptive):
             self._leaner = self._order[-self._quarter() :]
             self._shift(self._leaner, 1)
 
-    def _tried(self, site: Site) -> tuple[Codec, ...]:
-        return ()  # it moves by one rung, whatever that does
+    def _candidates(self, site: Site) -> tuple[Codec, ...]:
+        return ()  # it moves by one variant, whatever that does
 
     def _move(self) -> None:
         tensors = sorted(self.table.held.values(), key=self._price, reverse=True)
@@ -135,13 +135,13 @@ class Guard(Adaptive):
             self.start = max(self.start - 1, 0)
         guilty, self._leaner = self._leaner, []
         self._shift(guilty or self._order[: self._quarter()], -1)
-        self._limits |= {name: self.rungs[name] for name in guilty}
+        self._limits |= {name: self.variants[name] for name in guilty}
 
     def _shift(self, names: list[SiteName], by: int) -> None:
         for name in names:
-            rung = self.rungs.get(name, self.start) + by
+            variant = self.variants.get(name, self.start) + by
             leanest = self._limits.get(name, len(self.ladder) - 1)
-            self.rungs[name] = min(max(rung, 0), leanest)
+            self.variants[name] = min(max(variant, 0), leanest)
 
     def _price(self, held: HeldNoise) -> float:
         return (self.table.variance_of(held.site.name) or 0.0) / held.nbytes
@@ -164,7 +164,7 @@ class Guard(Adaptive):
             "alarms": self.alarms,
             "order": [list(name) for name in self._order],
             "leaner": [list(name) for name in self._leaner],
-            "limits": [[*name, rung] for name, rung in self._limits.items()],
+            "limits": [[*name, variant] for name, variant in self._limits.items()],
             "start": self.start,
         }
         return state | {"guard": mine}
@@ -178,5 +178,5 @@ class Guard(Adaptive):
         self._fast, self._slow = mine["fast"], mine["slow"]
         self._order = [SiteName(*name) for name in mine["order"]]
         self._leaner = [SiteName(*name) for name in mine["leaner"]]
-        self._limits = {SiteName(m, op, nth): rung for m, op, nth, rung in mine["limits"]}
+        self._limits = {SiteName(m, op, nth): variant for m, op, nth, variant in mine["limits"]}
         self.start = mine["start"]

@@ -33,7 +33,7 @@ class LeanBudget(NoiseBudget):
         levels = _levels(self.codec_of(site.name))
         return replace(self.lean, upper=levels, plain=levels)(site)
 
-    def _tried(self, site: Site) -> tuple[Codec, ...]:
+    def _candidates(self, site: Site) -> tuple[Codec, ...]:
         return ()
 
     def _movable(self) -> list[HeldNoise]:
@@ -54,7 +54,7 @@ class LeanBudget(NoiseBudget):
         return found
 
     def _take(self, held: HeldNoise, option: int) -> None:
-        self.rungs[held.site.name] = option
+        self.variants[held.site.name] = option
 
 
 def _levels(codec: Codec) -> int:

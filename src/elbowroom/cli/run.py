@@ -347,7 +347,7 @@ class _Run:
         fitting = opener_of(called)
         assert isinstance(fitting, Fitting | CompiledFitting)
         for optimizer in optimizers:
-            fitting.owned.add(optimizer)
+            fitting.model_state.add(optimizer)
         if isinstance(fitting, Fitting):
             fitting.expects_others = self.discovery.trains_more([*self._fitted(), model])
         self._models.append(_Model(name, fitting, weakref.ref(model)))
@@ -391,7 +391,7 @@ class _Run:
         for one in self._models:
             model = one.module()
             if model is not None and optimizer in self.discovery.optimizers_of(model):
-                one.fitting.owned.add(optimizer)
+                one.fitting.model_state.add(optimizer)
 
     def _refuse_unseen(self) -> None:
         """Raises an error if an optimizer takes its first step and no model was found."""

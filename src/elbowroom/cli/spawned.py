@@ -223,7 +223,7 @@ def before_exit(act: Callable[[int], int]) -> Iterator[None]:
     try:
         yield
     finally:
-        if os._exit is leave:  # else somebody has replaced it since
+        if os._exit is leave:  # else other code has replaced it since
             os._exit = plain
 
 

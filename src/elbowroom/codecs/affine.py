@@ -3,7 +3,7 @@
     x --affine--> y --encode--> codes --decode--> y~ --affine, then 0 where no bit--> what is asked
 
 A norm's input is encoded as (x - mean) * rstd, and restored by what undoes that; or, where the norm
-is to be made again from it, by the undoing and the norm composed (`then`).
+is to be rebuilt from it, by the undoing and the norm composed (`then`).
 """
 
 from typing import NamedTuple

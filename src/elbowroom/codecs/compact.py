@@ -72,7 +72,7 @@ class Coder:
         return cls(codec, x, facts, kernels)
 
     def is_watched(self) -> bool:
-        """Return whether somebody wants to see ops, or several threads are worth it now."""
+        """Return whether the user wants to see ops, or several threads are worth it now."""
         return _watchers() > 0 or not (self.is_small or self.is_serial(self.numel))
 
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:

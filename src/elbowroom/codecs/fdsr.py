@@ -38,8 +38,8 @@ class Fdsr(Codec):
     These are stored raw, exactly: tensors of fewer than `min_numel` elements; maps of fewer than 4
     rows or columns, and so all tensors of fewer than four dimensions; and, on the CPU, tensors with
     a NaN, an Inf or a coefficient beyond 2^120. On a GPU, where this check would be a sync, the
-    group of 16 to 128 tiles decodes to NaN. No float16 decodes beyond 65504. RUNGS has settings in
-    the order of their bits.
+    group of 16 to 128 tiles decodes to NaN. No float16 decodes beyond 65504. VARIANTS has settings
+    in the order of their bits.
     """
 
     id: ClassVar[str] = "fdsr"
@@ -68,7 +68,7 @@ class Fdsr(Codec):
 
     @classmethod
     def settings(cls) -> tuple[Codec, ...]:
-        return RUNGS
+        return VARIANTS
 
     def _levels(self, bands: str) -> list[int]:
         """Levels by band, the last one repeated."""
@@ -137,7 +137,7 @@ class Fdsr(Codec):
 # 2.32, 2.97, 4.30 (unbiased). None reuses tiles: it takes twice the time for no better error at its
 # rate (docs/codecs/fdsr.md). At the turn to unbiased the squared error of one code rises, though
 # that of an average over steps falls.
-RUNGS: tuple[Fdsr, ...] = (
+VARIANTS: tuple[Fdsr, ...] = (
     *(Fdsr(bands) for bands in ("6/3/0", "6/4/3/0", "6/3/1.6/1.6/1.6/0", "6/4/3/1.6/1.6/1.6/0")),
     Fdsr("4/1.6/1.6/1.6/1.6/1.6/1.6/1", rounding="dither"),
     *(Fdsr(bands, rounding="dither") for bands in ("4/1.6", "5/2", "5/2.67", "6/4")),

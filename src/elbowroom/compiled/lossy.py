@@ -39,7 +39,7 @@ _WIDTHS = (8, 4, 2)  # bits of codes that are weighed, half a bit of metadata no
 _FINE = 1e-3  # squared error that a bent value may have
 _LEAST_NBYTES = 32768
 _LEAST_AWAY = 65536  # bytes: smaller values are not worth a file
-_TRIED = 16  # values that might stay, once it is known that something has to leave
+_MOST = 16  # values that might stay, once it is known that something has to leave
 _MOST_BASES = 8
 _LEAST_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,15 +123,15 @@ def code(
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
     moves = [(None, True)] if offloads else []
-    rungs = () if exact else ladder(menu)
-    lossy = [(rung, offloads) for rung in rungs]
-    for rung, leaves in [(None, False), *moves, *lossy]:
+    variants = () if exact else ladder(menu)
+    lossy = [(variant, offloads) for variant in variants]
+    for variant, leaves in [(None, False), *moves, *lossy]:
         bound = bar
         for base in sorted(_bases(search, step), key=lambda one: one.seconds):
             if base.seconds >= bound:  # codes do not make it faster
                 continue
-            coded = list(_coded(search.joint, base, rung, leaves))
-            quiet = _quiet(reach, base, coded, noise, rungs)
+            coded = list(_coded(search.joint, base, variant, leaves))
+            quiet = _quiet(reach, base, coded, noise, variants)
             if quiet is None or _held_at_least(search.joint, base, quiet) > max(room_nbytes, least):
                 continue
             judged = _judged(search.joint, base, quiet)
@@ -164,7 +164,7 @@ def _quiet(
     base: Step,
     coded: list[Coded],
     noise: float | None,
-    rungs: Sequence[Codec],
+    variants: Sequence[Codec],
 ) -> list[Coded] | None:
     """Gives the largest values finer codes, as few as keep the variance to `noise`.
 
@@ -173,7 +173,7 @@ def _quiet(
     if noise is None or reach.variance(base, coded) <= noise:
         return coded
     order = sorted(range(len(coded)), key=lambda at: -reach.variance(base, [coded[at]]))
-    for finer in reversed(rungs):
+    for finer in reversed(variants):
         first, last = 0, len(order)
         while first < last:  # how many need this code, by bisection
             middle = (first + last) // 2
@@ -224,7 +224,7 @@ def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
     if not coded:
         return None
     saved = {*base.saved, *(one.node for one in coded)}
-    rewriting = Rewriting(joint, saved, coded, is_tried=True)
+    rewriting = Rewriting(joint, saved, coded, is_tentative=True)
     step = joint.step(rewriting.saved)
     rewriting.undo()
     return step
@@ -257,7 +257,7 @@ def _fewer(
         else:
             last = middle - 1
     chosen = [*large[first:], *exact]
-    for one in [one for one in chosen if one.codec is None][:_TRIED]:  # each is far dearer
+    for one in [one for one in chosen if one.codec is None][:_MOST]:  # each is far dearer
         fewer = [other for other in chosen if other is not one]
         if fewer and fits(fewer):
             chosen = fewer

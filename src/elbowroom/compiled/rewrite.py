@@ -74,11 +74,11 @@ class Rewriting:
         saved: Collection[fx.Node],
         coded: Sequence[Coded],
         *,
-        is_tried: bool = False,
+        is_tentative: bool = False,
     ) -> None:
-        """Rewrite. is_tried: to be judged and undone."""
+        """Rewrite. is_tentative: to be judged and undone."""
         self._joint = joint
-        self._is_tried = is_tried
+        self._is_tentative = is_tentative
         self._analysis = joint.analysis
         self._made: list[fx.Node] = []
         self._moved: list[tuple[fx.Node, fx.Node, fx.Node]] = []
@@ -181,7 +181,7 @@ class Rewriting:
         with self._joint.graph.inserting_after(place):
             node = self._joint.graph.call_function(op, args, kwargs)
         given = fx.map_arg(args, lambda a: a.meta["val"])
-        if not self._is_tried:
+        if not self._is_tentative:
             node.meta["val"] = self._run(op, given, kwargs)
         else:
             skipped = _NUMBERED.get(op, -1)

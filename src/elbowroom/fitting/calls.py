@@ -229,30 +229,30 @@ class Rest:
     def may_refuse(self) -> bool:
         return False
 
-    def stray(self) -> None:
+    def diverge(self) -> None:
         pass  # the user has been warned already that the step may exceed the budget
 
 
-def plan_rest(step: Profile, making: PlannerSettings) -> Plan | None:
+def plan_rest(step: Profile, settings: PlannerSettings) -> Plan | None:
     """Plans one forward of a step, with the backward of the whole step; None if nothing fits.
 
     step: its static bytes include what earlier forwards hold
     """
-    exact = making.options.exact
+    exact = settings.options.exact
     allowed = (True, None) if exact is None else (exact,)
     for some, recompute in ((some, again) for some in allowed for again in (False, True)):
-        plan = making.plan_for(step, 0, exact=some, recompute=recompute)
+        plan = settings.plan_for(step, 0, exact=some, recompute=recompute)
         if plan is not None:
             return plan
     return None
 
 
-def least_rest(step: Profile, making: PlannerSettings, *, exact: bool | None) -> Plan:
+def least_rest(step: Profile, settings: PlannerSettings, *, exact: bool | None) -> Plan:
     """Returns the plan of the least peak."""
-    finest = making.options.budget_nbytes >> 8
-    none = replace(making, options=making.options.within(1), finest=finest)
+    finest = settings.options.budget_nbytes >> 8
+    none = replace(settings, options=settings.options.within(1), finest=finest)
     try:
         return none.make(step, 0, exact=exact)
     except BudgetTooSmall as error:
-        least = making.options.within(error.least_nbytes)
-    return replace(making, options=least).make(step, 0, exact=exact)
+        least = settings.options.within(error.least_nbytes)
+    return replace(settings, options=least).make(step, 0, exact=exact)

@@ -25,14 +25,14 @@ class Neighbours:
     learns: some of the model's forwards are not settled yet
     """
 
-    def __init__(self, owned: ModelState) -> None:
-        self._owned = owned
+    def __init__(self, model_state: ModelState) -> None:
+        self._model_state = model_state
         self._graphs: list[Ledger | Tally] = []
         self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()
         self._began = next(_clock)
         self._ran_inside: weakref.WeakSet[Neighbours] = weakref.WeakSet()
         self.learns = True
-        self._thread, self._state_nbytes = threading.get_ident(), owned.nbytes
+        self._thread, self._state_nbytes = threading.get_ident(), model_state.nbytes
         _fitted.add(self)
 
     @property
@@ -48,7 +48,7 @@ class Neighbours:
                 self._turns[other] = self._turns.get(other, 0) + 1
         self._began, self._thread = next(_clock), threading.get_ident()
         if any(other._thread != self._thread for other in self._other_models()):
-            self._state_nbytes = self._owned.nbytes
+            self._state_nbytes = self._model_state.nbytes
 
     def opened(self, graph: Ledger | Tally) -> None:
         """Adds the graph of a forward that begins, unless it continues the last forward's step."""
@@ -94,8 +94,8 @@ class Neighbours:
             return graphs
         here = [one for one in beside if one._thread == self._thread]
         graphs += sum(one._state_nbytes for one in beside if one not in here)
-        mine = self._owned.tensors()
-        theirs = [tensor for one in here for tensor in one._owned.tensors()]
+        mine = self._model_state.tensors()
+        theirs = [tensor for one in here for tensor in one._model_state.tensors()]
         return graphs + storage_nbytes([*mine, *theirs]) - storage_nbytes(mine)
 
     @property
@@ -110,5 +110,5 @@ class Neighbours:
 
     def _other_models(self) -> Iterator["Neighbours"]:
         for one in list(_fitted):
-            if one is not self and one._owned.device == self._owned.device:
+            if one is not self and one._model_state.device == self._model_state.device:
                 yield one

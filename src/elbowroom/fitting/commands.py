@@ -89,7 +89,7 @@ class MakeSmallest:
 class PlanByForward:
     """Command: plan by a rehearsed forward, and adopt it -> Rehearsed or RehearsedInVain."""
 
-    heard: "ForwardProfile"
+    forward_profile: "ForwardProfile"
 
 
 @dataclass(frozen=True)

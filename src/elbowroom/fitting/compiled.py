@@ -66,7 +66,7 @@ from elbowroom.runtime.compiler import (
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_at_least, show_nbytes
 
-STANDING = "weights, buffers and optimizer states"  # the name of resident bytes in an error
+RESIDENT = "weights, buffers and optimizer states"  # the name of resident bytes in an error
 _MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
 _MOST_WAITING = 64  # forwards that are counted
@@ -105,7 +105,7 @@ class _Twin:
     regions   the decision for each compiled region
     limit     the most elements of inputs that graphs with symbols may serve
     stands    whether its room is beside gradients that stand
-    standing  resident bytes beside its room
+    resident  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
     """
 
@@ -121,7 +121,7 @@ class _Twin:
         runs: int = 1,
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
-        self.standing = 0
+        self.resident = 0
         options = fitting.options
         self.regions = Regions(
             Settings(
@@ -153,7 +153,7 @@ class _Twin:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""
         room = self._fitting.room_nbytes()
-        self.standing = self._fitting.options.budget_nbytes - room
+        self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
         compiled = None
@@ -165,7 +165,7 @@ class _Twin:
         except BudgetTooSmall as error:
             budget = self._fitting.options.budget_nbytes
             noise = self.regions.settings.limit
-            self.refused = in_whole(error, budget, {STANDING: budget - room}, noise)
+            self.refused = in_whole(error, budget, {RESIDENT: budget - room}, noise)
             raise self.refused from None
         if symbolic:
             peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
@@ -214,7 +214,7 @@ class _Twin:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
     ) -> Callable[..., Any]:
         offload = self._fitting.options.offload
-        moves = offload is not None and offload == place_of(self._fitting.owned.device)
+        moves = offload is not None and offload == place_of(self._fitting.model_state.device)
         self.regions.restrict(room, offloads=moves)
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
@@ -236,7 +236,7 @@ class CompiledFitting:
         how: CompileSettings,
     ) -> None:
         self.options, self.how = options, how
-        self.owned = ModelState(original(model), optimizer)
+        self.model_state = ModelState(original(model), optimizer)
         self.steps = 0
         self.forwards = 1
         self._waiting: list[weakref.ref[Any]] = []  # nodes of forwards before their backward
@@ -262,13 +262,13 @@ class CompiledFitting:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states in regions that are compiled from now on."""
-        self.owned.add(optimizer)
+        self.model_state.add(optimizer)
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        memory = self.owned.memory()
-        standing = memory.static_nbytes + memory.unallocated_state_nbytes
-        return max(self.options.budget_nbytes - standing, 0)
+        memory = self.model_state.memory()
+        resident = memory.static_nbytes + memory.unallocated_state_nbytes
+        return max(self.options.budget_nbytes - resident, 0)
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
         """Counts a shape that is compiled, and notes the advice for many shapes."""
@@ -437,10 +437,10 @@ class CompiledFitting:
 
     def _begin_eager(self, model: nn.Module) -> None:
         has_said()
-        optimizers = self.owned.optimizers()
+        optimizers = self.model_state.optimizers()
         self._eager = Fitting(model, self.options, optimizers[0] if optimizers else None)
         for other in optimizers[1:]:
-            self._eager.owned.add(other)
+            self._eager.model_state.add(other)
 
     def passes(self, forward: Callable[[], Any]) -> Any:
         """Runs a forward without gradients as the user has compiled it."""
@@ -460,8 +460,8 @@ class CompiledFitting:
 
     def summary(self, model: str) -> Summary:
         """Returns a summary of the plans at the end of training; nothing is measured."""
-        summary = planned(model, self.owned, self.options, 0, self.regions, self.steps)
-        each = [(twin.standing, one) for twin in self._twins for one in twin.regions.decisions]
+        summary = planned(model, self.model_state, self.options, 0, self.regions, self.steps)
+        each = [(twin.resident, one) for twin in self._twins for one in twin.regions.decisions]
         return replace(
             summary,
             plain_nbytes=max((beside + one.plain_nbytes for beside, one in each), default=None),
@@ -471,9 +471,9 @@ class CompiledFitting:
 
 def planned(
     model: str,
-    owned: ModelState,
+    model_state: ModelState,
     options: FitOptions,
-    standing_nbytes: int,
+    resident_nbytes: int,
     regions: Sequence[Decision],
     steps: int,
 ) -> Summary:
@@ -482,10 +482,10 @@ def planned(
     peak = max((one.peak_nbytes for one in regions), default=None)
     return Summary(
         model=model,
-        device=owned.device.type,
+        device=model_state.device.type,
         budget_nbytes=options.budget_nbytes,
-        plain_nbytes=None if plain is None else standing_nbytes + plain,
-        predicted_nbytes=None if peak is None else standing_nbytes + peak,
+        plain_nbytes=None if plain is None else resident_nbytes + plain,
+        predicted_nbytes=None if peak is None else resident_nbytes + peak,
         last_nbytes=None,
         last_setting="compiled",
         highest_nbytes=None,

@@ -81,51 +81,56 @@ _LINES: dict[Line, Callable[..., None]] = {
 }
 
 
-def execute(kind: "Planning", command: Command) -> Observation | None:
+def execute(planning: "Planning", command: Command) -> Observation | None:
     """Executes the commands of one kind of forward; returns the observation that results.
 
     Raises BudgetTooSmall if that is the command.
     """
     match command:
         case Say(line, values):
-            _LINES[line](kind.options, **values)
+            _LINES[line](planning.options, **values)
         case ForgetScripts():
-            kind.forget_scripts()
+            planning.forget_scripts()
         case BeginPlan():
-            kind.forget_scripts()
-            kind.try_modules()
+            planning.forget_scripts()
+            planning.try_modules()
         case ForgetCalls(calls):
-            kind.calls.forget(calls)
+            planning.calls.forget(calls)
         case BlameNoClasses():
-            kind.context.blames_classes = False
+            planning.context.blames_classes = False
         case RunLayersAgain():
-            kind.context.runs_again = True
+            planning.context.runs_again = True
         case TakeSmall():
-            kind.context.takes_small = True
+            planning.context.takes_small = True
         case StartMeter():
-            kind.meter = menu_meter(probes=1)
+            planning.meter = menu_meter(probes=1)
         case Refuse(least):
-            raise _measured_refusal(kind, least)
+            raise _measured_refusal(planning, least)
         case RefusePresets(saving):
             assert saving is not None
-            transient_nbytes, memory = kind.state.headroom.transient_nbytes, kind.memory
+            transient_nbytes, memory = planning.state.headroom.transient_nbytes, planning.memory
             later_nbytes = 0  # where nothing was measured, those to come are part of the estimate
             if transient_nbytes is not None:
-                later_nbytes = max(kind.state.gradient_nbytes - memory.gradient_nbytes, 0)
+                later_nbytes = max(planning.state.gradient_nbytes - memory.gradient_nbytes, 0)
             raise messages.refusal(
-                saving, kind.options, kind.owned, memory, transient_nbytes, later_nbytes
+                saving,
+                planning.options,
+                planning.model_state,
+                memory,
+                transient_nbytes,
+                later_nbytes,
             )
         case Raise(error):
             raise error
         case Then(observation):
             return observation
         case _:
-            return _planned(kind, command)
+            return _planned(planning, command)
     return None
 
 
 def _planned(
-    kind: "Planning",
+    planning: "Planning",
     command: HoldAsGiven
     | MakePlan
     | CheckPlan
@@ -138,47 +143,51 @@ def _planned(
     """Gets the answer to a command from the planner or from the optimizer's states."""
     match command:
         case HoldAsGiven():
-            assert kind.given is not None
-            kind.owned.states.begin_with(kind.given, kind, kind.options)
-            return GivenHeld(_memory_of(kind))
+            assert planning.given is not None
+            planning.model_state.states.begin_with(planning.given, planning, planning.options)
+            return GivenHeld(_memory_of(planning))
         case MakePlan(again, fits):
             try:
-                chosen = _chosen(kind)
+                chosen = _chosen(planning)
             except BudgetTooSmall as error:
-                return NoPlan(messages.without_frames(error), fallbacks_of(kind), again)
-            return PlanMade(*_taken(kind, chosen), fits)
+                return NoPlan(messages.without_frames(error), fallbacks_of(planning), again)
+            return PlanMade(*_taken(planning, chosen), fits)
         case CheckPlan():
-            _chosen(kind, estimated=False)
+            _chosen(planning, estimated=False)
             return None
         case TakePlan(chosen):
-            return PlanTaken(*_taken(kind, chosen))
+            return PlanTaken(*_taken(planning, chosen))
         case MakeSmallest():
-            states, settings = kind.owned.states, settings_of(kind)
+            states, settings = planning.model_state.states, settings_of(planning)
             return SmallestMade(
-                *kind.state.attempts.next_smallest(
-                    lambda step, again: states.smallest(step, kind, settings, recompute=again)
+                *planning.state.attempts.next_smallest(
+                    lambda step, again: states.smallest(step, planning, settings, recompute=again)
                 )
             )
-        case PlanByForward(heard):
-            return _planned_by_forward(kind, heard)
+        case PlanByForward(forward_profile):
+            return _planned_by_forward(planning, forward_profile)
         case MakeRoomToWatch(margin_nbytes):
-            assert kind.profile is not None
-            exact = kind.options.exact
-            return RoomToWatch(settings_of(kind).plan_for(kind.profile, margin_nbytes, exact=exact))
+            assert planning.profile is not None
+            exact = planning.options.exact
+            return RoomToWatch(
+                settings_of(planning).plan_for(planning.profile, margin_nbytes, exact=exact)
+            )
         case ReadMeter():
-            return _noise_measured(kind)
+            return _noise_measured(planning)
 
 
 def observed(
-    kind: "Planning", last: "FittedSaving", step: "Measurement", memory: MemoryState
+    planning: "Planning", last: "FittedSaving", step: "Measurement", memory: MemoryState
 ) -> StepMeasured:
     """Returns the observation of a step that has ended.
 
     last: the saving of its last forward; memory: as the next step begins
     """
-    presets, profile = kind.options.presets, step.profile
+    presets, profile = planning.options.presets, step.profile
     if profile is not None:
-        profile = replace(repeatable(kind, profile), standing=kind.owned.standing())
+        profile = replace(
+            repeatable(planning, profile), standing=planning.model_state.resident_bytes()
+        )
     return StepMeasured(
         memory,
         step.memory.static_nbytes,
@@ -193,18 +202,18 @@ def observed(
         before_nbytes=last.ledger.before_nbytes,
         after_nbytes=last.ledger.after_nbytes,
         most_nbytes=last.ledger.most_nbytes,
-        strangers=kind.plan is not None and bool(kind.plan.strangers),
-        watched=kind.meter is not None and kind.meter.step >= STEPS,
-        may_measure=may_measure(kind.owned.device),
-        fallbacks=fallbacks_of(kind),
+        strangers=planning.plan is not None and bool(planning.plan.strangers),
+        watched=planning.meter is not None and planning.meter.step >= STEPS,
+        may_measure=may_measure(planning.model_state.device),
+        fallbacks=fallbacks_of(planning),
         preset_within=lambda allowed_nbytes: choose(presets, last.storages, allowed_nbytes),
         saving=last,
     )
 
 
-def fallbacks_of(kind: "Planning") -> Fallbacks:
+def fallbacks_of(planning: "Planning") -> Fallbacks:
     """Returns the relaxations that are still possible where no plan fits."""
-    context = kind.context
+    context = planning.context
     blamed = bool(context.unrepeatable) and context.blames_classes
     # A layer that runs again as a whole holds as much then as it would have saved.
     gains = not context.keeps_bits or context.recurrent_layers > 1
@@ -212,10 +221,10 @@ def fallbacks_of(kind: "Planning") -> Fallbacks:
     return Fallbacks(blamed, layers, small=not context.takes_small)
 
 
-def settings_of(kind: "Planning") -> PlannerSettings:
+def settings_of(planning: "Planning") -> PlannerSettings:
     """Returns the planner settings for this kind of forward."""
-    state = kind.state
-    helps = kind.owned.states.lossy_helps() or LOSSY_HELPS
+    state = planning.state
+    helps = planning.model_state.states.lossy_helps() or LOSSY_HELPS
     return PlannerSettings(
         state.options,
         state.ratio,
@@ -226,83 +235,89 @@ def settings_of(kind: "Planning") -> PlannerSettings:
     )
 
 
-def repeatable(kind: "Planning", profile: Profile) -> Profile:
+def repeatable(planning: "Planning", profile: Profile) -> Profile:
     """Returns the profile without recomputation of modules that cannot be recomputed."""
-    context = kind.context
+    context = planning.context
     return profile.never_again(context.unrepeatable, alike=context.blames_classes)
 
 
-def step_of(kind: "Planning", heard: ForwardProfile, care: float) -> Profile:
+def step_of(planning: "Planning", forward_profile: ForwardProfile, care: float) -> Profile:
     """Returns the whole step of a rehearsed forward: its backward is an estimate."""
-    born = kind.owned.unallocated_gradients(), kind.memory.unallocated_state_nbytes
-    return with_backward(replace(heard, profile=repeatable(kind, heard.profile)), *born, care)
+    born = planning.model_state.unallocated_gradients(), planning.memory.unallocated_state_nbytes
+    return with_backward(
+        replace(forward_profile, profile=repeatable(planning, forward_profile.profile)), *born, care
+    )
 
 
-def _chosen(kind: "Planning", *, estimated: bool | None = None) -> Chosen:
-    assert kind.profile is not None
-    estimated = kind.state.rehearsed if estimated is None else estimated
-    return kind.owned.states.choose(kind.profile, kind, settings_of(kind), estimated=estimated)
+def _chosen(planning: "Planning", *, estimated: bool | None = None) -> Chosen:
+    assert planning.profile is not None
+    estimated = planning.state.rehearsed if estimated is None else estimated
+    return planning.model_state.states.choose(
+        planning.profile, planning, settings_of(planning), estimated=estimated
+    )
 
 
-def _taken(kind: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
+def _taken(planning: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
     """Converts states to a plan's format; returns the plan and the bytes resident since then."""
-    taken = kind.owned.states.take(chosen, kind, kind.options)
-    return taken, _memory_of(kind)
+    taken = planning.model_state.states.take(chosen, planning, planning.options)
+    return taken, _memory_of(planning)
 
 
-def _memory_of(kind: "Planning") -> MemoryState:
+def _memory_of(planning: "Planning") -> MemoryState:
     """Returns the memory after states were converted to another format."""
-    return kind.owned.memory().beside(kind.memory.beside_nbytes)
+    return planning.model_state.memory().beside(planning.memory.beside_nbytes)
 
 
 def chosen_by_forward(
-    kind: "Planning", heard: ForwardProfile
+    planning: "Planning", forward_profile: ForwardProfile
 ) -> tuple[Chosen, dict[float, Profile]]:
     """Returns a plan for a step whose first forward was rehearsed, and the steps by their care.
 
     Raises BudgetTooSmall where no plan is worth a measurement.
     """
-    heard = heard.beside(kind.state.beside_nbytes)
-    parts, standing = kind.calls.parts(heard), kind.owned.standing()
+    forward_profile = forward_profile.beside(planning.state.beside_nbytes)
+    parts, resident = planning.calls.parts(forward_profile), planning.model_state.resident_bytes()
 
     def step(care: float) -> Profile:
-        found = step_of_parts(parts, lambda part: step_of(kind, part, care))
-        return replace(found, standing=standing)
+        found = step_of_parts(parts, lambda part: step_of(planning, part, care))
+        return replace(found, standing=resident)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
-    more = fallbacks_of(kind)
-    may_gain = kind.state.may_gain(layers=more.layers, small=more.small)
+    more = fallbacks_of(planning)
+    may_gain = planning.state.may_gain(layers=more.layers, small=more.small)
     chosen = plan_by_forward(
         steps.__getitem__,
-        kind.owned.states,
-        kind,
-        settings_of(kind),
+        planning.model_state.states,
+        planning,
+        settings_of(planning),
         measures=not may_gain,
-        spares=kind.spares,
-        gradient_nbytes=kind.owned.largest_gradient_nbytes(),
+        leaves_room=planning.leaves_room,
+        gradient_nbytes=planning.model_state.largest_gradient_nbytes(),
     )
     return chosen, steps
 
 
-def _planned_by_forward(kind: "Planning", heard: ForwardProfile) -> Observation:
+def _planned_by_forward(planning: "Planning", forward_profile: ForwardProfile) -> Observation:
     try:
-        chosen, steps = chosen_by_forward(kind, heard)
+        chosen, steps = chosen_by_forward(planning, forward_profile)
     except BudgetTooSmall as error:
         return RehearsedInVain(messages.without_frames(error))
     known = tuple(KnownStep(step, rehearsed=True) for step in steps.values())
-    return Rehearsed(*_taken(kind, chosen), known)
+    return Rehearsed(*_taken(planning, chosen), known)
 
 
-def _noise_measured(kind: "Planning") -> NoiseMeasured:
-    assert kind.meter is not None
-    kind.meter.harvest()
-    return NoiseMeasured(shares_of(kind.meter.table))
+def _noise_measured(planning: "Planning") -> NoiseMeasured:
+    assert planning.meter is not None
+    planning.meter.harvest()
+    return NoiseMeasured(shares_of(planning.meter.table))
 
 
-def _measured_refusal(kind: "Planning", least: Taken) -> BudgetTooSmall:
+def _measured_refusal(planning: "Planning", least: Taken) -> BudgetTooSmall:
     """Returns the refusal that names the least measured peak, which suffices as a budget."""
-    least = kind.state.attempts.least_of_smallest or least
+    least = planning.state.attempts.least_of_smallest or least
     plan, nbytes = least.chosen.plan, least.peak_nbytes
     if not plan.exact:  # the bytes of codes vary a little with the data
         nbytes += plan.held_nbytes // 256
-    return messages.measured_refusal(kind.options, kind.owned, kind.memory, plan, nbytes)
+    return messages.measured_refusal(
+        planning.options, planning.model_state, planning.memory, plan, nbytes
+    )

@@ -24,7 +24,7 @@ from elbowroom.runtime.identity import is_parameter, is_touchable
 from elbowroom.runtime.kept import Beside, Deferred, Lone, last_node
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
-from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import storage_nbytes
 
@@ -49,7 +49,7 @@ class Fit(Protocol):
     def surely_allowed_nbytes(self) -> int: ...
     @property
     def may_refuse(self) -> bool: ...
-    def stray(self) -> None: ...
+    def diverge(self) -> None: ...
     def lets_layers_run_again(self) -> bool: ...
 
 
@@ -63,7 +63,7 @@ class FittedSaving(Saving):
     storages    what the step has saved, once the context is closed
     saved_by    autograd's numbers of the nodes that saved each slot; in a first forward only
     beside_nbytes  stand until forward has ended: copies of what it may change
-    spares         it may hold half of what is allowed: nobody knows how many forwards will follow
+    leaves_room    it may hold half of what is allowed: nobody knows how many forwards will follow
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FittedSaving(Saving):
         may_climb: bool = True,
         counts: bool = False,
         after: "FittedSaving | None" = None,
-        scribe: Scribe | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """may_climb: else it only counts once it has to. counts: it only counts from the start.
 
@@ -97,7 +97,7 @@ class FittedSaving(Saving):
             recompute=fit.recompute,
             observer=fit.meter,
             after=after,
-            scribe=scribe,
+            tracer=tracer,
         )
         self.climbed: bool = after is not None and after.climbed
         self.preset: int = after.preset if after is not None and after.climbed else fit.preset
@@ -105,9 +105,9 @@ class FittedSaving(Saving):
         self.too_much = counts
         self._may_climb, self._only_counts = may_climb, counts
         self.largest_nbytes = self.beside_nbytes = 0
-        self.spares = False
+        self.leaves_room = False
         self._limit: tuple[int, int] | None = None
-        self._has_strayed = self._begins_again = False
+        self._has_diverged = self._begins_again = False
         self._recurrent_layers = 0
         self._saved: list[tuple[weakref.ref[Slot], SavedStorage]] = []
         self._saved += [] if after is None else after._saved
@@ -272,18 +272,18 @@ class FittedSaving(Saving):
             # stricter than necessary.
             guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
             guessed = max(guessed, self.beside_nbytes + self.largest_nbytes * USUAL)
-            allowed = self._fit.allowed_nbytes(guessed) >> self.spares
+            allowed = self._fit.allowed_nbytes(guessed) >> self.leaves_room
             self._limit = allowed, self._fit.surely_allowed_nbytes()
         return self._limit
 
-    def stray(self) -> None:
+    def diverge(self) -> None:
         """Reports once that this forward differs from the plan, and holds unexamined tensors.
 
         These can be neither encoded nor released now, so the step may exceed the budget.
         """
-        if not self._has_strayed:
-            self._has_strayed = True
-            self._fit.stray()
+        if not self._has_diverged:
+            self._has_diverged = True
+            self._fit.diverge()
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
@@ -300,7 +300,7 @@ class FittedSaving(Saving):
                 break
         if self.ledger.held_nbytes > surely_allowed:
             if not self._fit.may_refuse:
-                self.stray()
+                self.diverge()
             else:
                 self.impossible = True
         if self.impossible:

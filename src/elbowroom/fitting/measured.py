@@ -180,15 +180,15 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     peak_nbytes, budget_nbytes = _at_largest(state, seen, own_nbytes), state.options.budget_nbytes
     said = say(Line.MEASURED, plan=plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
-    strayed = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
+    diverged = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
     if state.profile is None and peak_nbytes > budget_nbytes:
         state, commands = _correct_given(state, peak_nbytes, strangers=seen.strangers)
-    elif strayed and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:
+    elif diverged and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:
         # Its forwards climb in each step: they may not hold as much as the plan assumes.
         margin = max(peak_nbytes - plan.peak, int(_LEFT_FREE * budget_nbytes))
         state = replace(state, rounds=state.rounds + 1).with_margin(margin)
         commands = (MakePlan(),)
-    elif strayed or (seen.makes_states and peak_nbytes <= budget_nbytes):
+    elif diverged or (seen.makes_states and peak_nbytes <= budget_nbytes):
         # A step that creates the optimizer's states has another peak, so the next step is measured.
         state, commands = _try_again(state, seen)
     elif state.profile is None:

@@ -32,7 +32,7 @@ class Measurement:
     @classmethod
     def start(
         cls,
-        owned: ModelState,
+        model_state: ModelState,
         memory: MemoryState,
         *,
         writes: bool,
@@ -44,9 +44,11 @@ class Measurement:
         """
         running: Interval | Recording | None
         if writes:
-            running = Recording.start(owned.tensors(), owned.device)
+            running = Recording.start(model_state.tensors(), model_state.device)
         else:
-            running = Interval.start(memory.static_nbytes, owned.device, owned.gradients())
+            running = Interval.start(
+                memory.static_nbytes, model_state.device, model_state.gradients()
+            )
         if running is None:
             return None
         running.until(until)

@@ -302,7 +302,7 @@ def say_unscripted(why: str) -> None:
 def refusal(
     saving: "FittedSaving",
     options: FitOptions,
-    owned: "ModelState",
+    model_state: "ModelState",
     memory: MemoryState,
     transient_nbytes: int | None,
     gradient_nbytes: int = 0,
@@ -323,23 +323,23 @@ def refusal(
     other, kind = transient_nbytes, "measured"
     if other is None:  # an estimate, and rather too large than too small
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
-    standing = memory.static_nbytes + gradient_nbytes
-    least = standing + saved + other
+    resident = memory.static_nbytes + gradient_nbytes
+    least = resident + saved + other
     # More was held at some moment than at the end, or than at this preset from the start, because a
     # plan was followed before.
     if least <= options.budget_nbytes:
         saved = saving.ledger.most_nbytes
-        least = max(standing + saved + other, options.budget_nbytes + 1)
-    weight_nbytes = owned.weight_nbytes
+        least = max(resident + saved + other, options.budget_nbytes + 1)
+    weight_nbytes = model_state.weight_nbytes
     parts = (
         ("weights", weight_nbytes),
-        ("gradients and optimizer states", standing - weight_nbytes),
+        ("gradients and optimizer states", resident - weight_nbytes),
         ("saved for backward", saved),
         ("transients and what the first step will create", other),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
     helps = LOSSY_HELPS if lossy_helps else ""
-    helps = (options.exact and owned.states.lossy_helps()) or helps
+    helps = (options.exact and model_state.states.lossy_helps()) or helps
     more = f"{helps[0].upper()}{helps[1:]}, or h" if helps else "H"
     return BudgetTooSmall(
         f"budget {show_nbytes(options.budget_nbytes)} is below the {show_nbytes(least)} that this "
@@ -351,21 +351,25 @@ def refusal(
 
 
 def measured_refusal(
-    options: FitOptions, owned: "ModelState", memory: MemoryState, plan: Plan, least_nbytes: int
+    options: FitOptions,
+    model_state: "ModelState",
+    memory: MemoryState,
+    plan: Plan,
+    least_nbytes: int,
 ) -> BudgetTooSmall:
     """Returns the error for a budget that no plan has kept to.
 
     least_nbytes: the measured peak under `plan`, which took the least memory.
     """
-    weight_nbytes, saved = owned.weight_nbytes, plan.held_nbytes
-    standing = memory.static_nbytes - weight_nbytes
+    weight_nbytes, saved = model_state.weight_nbytes, plan.held_nbytes
+    resident = memory.static_nbytes - weight_nbytes
     parts = {
         "weights": weight_nbytes,
-        "gradients and optimizer states": standing,
+        "gradients and optimizer states": resident,
         "saved for backward": saved,
-        "transients and gradients of the step": least_nbytes - weight_nbytes - standing - saved,
+        "transients and gradients of the step": least_nbytes - weight_nbytes - resident - saved,
     }
-    ways = [owned.states.lossy_helps() or LOSSY_HELPS] if options.exact else []
+    ways = [model_state.states.lossy_helps() or LOSSY_HELPS] if options.exact else []
     if options.offload is None:
         ways.append(OFFLOAD_HELPS)
     return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")

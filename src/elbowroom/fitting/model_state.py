@@ -39,7 +39,7 @@ class ModelState:
         self._guests: list[weakref.ref[ModelState]] = []
         self.is_fitted = True
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self.states = States(self.optimizers, self.standing)
+        self.states = States(self.optimizers, self.resident_bytes)
         if optimizer is not None:
             self.add(optimizer)
 
@@ -157,7 +157,7 @@ class ModelState:
                     states[id(p)] = max(expected_nbytes(one, p), states.get(id(p), 0))
         return sum(states.values()) + sum(map(growing_nbytes, optimizers))
 
-    def standing(self) -> ResidentBytes | None:
+    def resident_bytes(self) -> ResidentBytes | None:
         """Returns the bytes that are resident between steps; None if the model is gone."""
         models = self._models()
         return resident_bytes_of(models, self._all_optimizers()) if models else None

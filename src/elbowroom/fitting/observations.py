@@ -241,10 +241,10 @@ class NothingToDo:
 
 
 @dataclass(frozen=True)
-class ForwardHeard:
+class ForwardProfiled:
     """Observation: a forward has run without holding tensors."""
 
-    heard: "ForwardProfile"
+    forward_profile: "ForwardProfile"
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ Observation = (
     | NoPlan
     | SmallestMade
     | NothingToDo
-    | ForwardHeard
+    | ForwardProfiled
     | Rehearsed
     | RehearsedInVain
 )

@@ -22,10 +22,14 @@ class PlanCache:
     """
 
     def __init__(
-        self, options: FitOptions, owned: ModelState, context: Context, plan: Plan | None = None
+        self,
+        options: FitOptions,
+        model_state: ModelState,
+        context: Context,
+        plan: Plan | None = None,
     ) -> None:
         """plan: the plan with which the first kind begins."""
-        self._options, self._owned, self._context = options, owned, context
+        self._options, self._model_state, self._context = options, model_state, context
         self._first = self._given = plan
         self._known: OrderedDict[Hashable, Planning] = OrderedDict()
         self._learned = 0
@@ -64,9 +68,9 @@ class PlanCache:
         if not learns and nearest is not None:
             return nearest
         if not learns:
-            return Planning(self._options, self._owned, self._context, learns=False)
+            return Planning(self._options, self._model_state, self._context, learns=False)
         given, self._given = self._given, None
-        made = Planning(self._options, self._owned, self._context, given)
+        made = Planning(self._options, self._model_state, self._context, given)
         if nearest is not None:
             made.inherit(nearest)
         self._learned += 1

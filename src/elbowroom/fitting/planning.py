@@ -64,7 +64,7 @@ from elbowroom.fitting.messages import (
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
     ForwardEnded,
-    ForwardHeard,
+    ForwardProfiled,
     LargerKnown,
     LayersHeldTooMuch,
     ModelJoined,
@@ -89,17 +89,17 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.repeats import TRIED
+from elbowroom.runtime.repeats import TESTED_CALLS
 from elbowroom.runtime.replay.generalize import generalized
-from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.undo import Undo
 
 _MOST_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
 _MOST_GENERAL = 16  # times that two scripts become one
 _GROWN = 1.25  # times the nodes of an earlier forward: a loop runs longer now
-_LOOKS_AGAIN = 256  # forwards that are known, until one is looked at all the same
-_MOST_UNWRITTEN = 4  # forwards without a script, or that strayed from it, until none is written
+_LOOKS_AGAIN = 256  # forwards that are known, until one is examined all the same
+_MOST_UNWRITTEN = 4  # forwards without a script, or that diverged from it, until none is written
 
 
 class Planning(Followed):
@@ -108,7 +108,8 @@ class Planning(Followed):
     calls   the forwards of a step
     meter   measures the noise of codes; None: it is not measured
     redoes  the current forward can begin again, if the plan turns out not to fit
-    spares  other models may share this step, of which nothing is known yet: it is planned for the
+    leaves_room  other models may share this step, of which nothing is known yet: it is planned for
+                 the
             least memory
     said    the setting that was logged last, and whether it is exact
     """
@@ -116,7 +117,7 @@ class Planning(Followed):
     def __init__(
         self,
         options: FitOptions,
-        owned: ModelState,
+        model_state: ModelState,
         context: Context,
         given: Plan | None = None,
         *,
@@ -127,12 +128,12 @@ class Planning(Followed):
         super().__init__(
             FitState(options, MemoryState(0), nothing, nothing, phase=phase, given=given)
         )
-        self.owned, self.context = owned, context
+        self.model_state, self.context = model_state, context
         self.calls = Calls()
         self.meter: NoiseMeter | None = None
-        self.redoes = self.spares = False
+        self.redoes = self.leaves_room = False
         self.said: tuple[str, bool] | None = None
-        self._untried = 0  # forwards in which recomputed modules are tested (`repeats.py`)
+        self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._running = 0, nothing  # which forward of a step runs, and its signature
         self.forget_scripts()
 
@@ -160,7 +161,7 @@ class Planning(Followed):
 
     def try_modules(self) -> None:
         """Tests in the next forwards whether a second run of a module gives the same result."""
-        self._untried = TRIED if self.recompute else 0
+        self._untested = TESTED_CALLS if self.recompute else 0
 
     def inherit(self, larger: "Planning") -> None:
         """Bounds transients by those of a larger kind of forward until they are measured."""
@@ -181,15 +182,15 @@ class Planning(Followed):
     @property
     def has_trials(self) -> bool:
         """True if modules are tested in the next forward (`takes_trials`)."""
-        return self._untried > 0
+        return self._untested > 0
 
     def takes_trials(self) -> bool:
         """Returns whether this forward tests if a second run of a module gives the same result.
 
         Call this once a forward.
         """
-        self._untried -= 1
-        return self._untried >= 0
+        self._untested -= 1
+        return self._untested >= 0
 
     def leave_out_unrepeatable(self) -> None:
         """Replans without modules whose second run was found to give another result."""
@@ -207,8 +208,8 @@ class Planning(Followed):
 
         after: the context of the one before it in the same step.
         """
-        scribe = Scribe() if self._is_written_down(recorder, after) else None
-        return FittedSaving(self, recorder, may_climb=may_climb, after=after, scribe=scribe)
+        tracer = Tracer() if self._is_written_down(recorder, after) else None
+        return FittedSaving(self, recorder, may_climb=may_climb, after=after, tracer=tracer)
 
     def _is_written_down(self, recorder: StepRecorder | None, after: FittedSaving | None) -> bool:
         """Returns whether the forward that begins is recorded as a script, to be replayed."""
@@ -250,7 +251,7 @@ class Planning(Followed):
     def has_run(self, nodes: int) -> None:
         """Notes that a forward was not compared with its script, and how many nodes it has made.
 
-        If these are many more than before, the next forward is looked at.
+        If these are many more than before, the next forward is examined.
         """
         before = self._nodes.setdefault(self._running, nodes)
         if nodes > _GROWN * before:
@@ -276,9 +277,9 @@ class Planning(Followed):
         is_inside: backward continues into the waiting graph of another fitted model. Raises
         BudgetTooSmall where no plan fits. Does nothing where the forward cannot be measured.
         """
-        heard = rehearsed(self, self.owned, forward, is_inside=is_inside)
-        if heard is not None:
-            self._tell(ForwardHeard(heard))
+        forward_profile = rehearsed(self, self.model_state, forward, is_inside=is_inside)
+        if forward_profile is not None:
+            self._tell(ForwardProfiled(forward_profile))
 
     def rehearse_until_planned(
         self, forward: Callable[[], Any], undo: Undo, *, is_inside: bool = False
@@ -337,37 +338,37 @@ class Planning(Followed):
         last: FittedSaving,
         given: object = (),
         *,
-        spares: bool = False,
+        leaves_room: bool = False,
     ) -> Rest:
         """Records an unplanned forward of the step, and plans it within the rest of the budget.
 
-        last: the saving of the one before; given: its inputs, if they stand anyway; spares: more
-        forwards may follow, so the plan is the one of the least peak. Raises BudgetTooSmall where
-        the first of all steps has two like forwards, and no plan of both is known.
+        last: the saving of the one before; given: its inputs, if they stand anyway; leaves_room:
+        more forwards may follow, so the plan is the one of the least peak. Raises BudgetTooSmall
+        where the first of all steps has two like forwards, and no plan of both is known.
         """
         is_blind = False
         try:
-            heard = rehearsed(self, self.owned, forward, after=last, given=given)
-            is_blind = heard is None
+            forward_profile = rehearsed(self, self.model_state, forward, after=last, given=given)
+            is_blind = forward_profile is None
         except NothingHeld:  # backward runs inside of forward
-            heard = None
-        self.calls.note(signature, heard)
+            forward_profile = None
+        self.calls.note(signature, forward_profile)
         self.calls.grew = True
-        if heard is None:
+        if forward_profile is None:
             rest = Rest(self.options, self.context, None)
-            self._warn_unheard(rest, is_blind=is_blind)
+            self._warn_unprofiled(rest, is_blind=is_blind)
             return rest
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
 
         def beside(care: float) -> Profile:
-            return step_of(self, heard.beside(last.ledger.held_nbytes), care)
+            return step_of(self, forward_profile.beside(last.ledger.held_nbytes), care)
 
         plan = plan_rest(beside(CAREFUL), settings)
-        if plan is not None and spares:
+        if plan is not None and leaves_room:
             plan = least_rest(beside(CAREFUL), settings, exact=plan.exact or self.options.exact)
         if plan is not None:
             return Rest(self.options, self.context, plan)
-        self._refuse_two(heard, signature)
+        self._refuse_two(forward_profile, signature)
         least = least_rest(beside(CAREFUL), settings, exact=self.options.exact)
         above_nbytes = least.peak - self.options.budget_nbytes
         encoded = last.encode_held(last.ledger.held_nbytes - above_nbytes)
@@ -387,7 +388,7 @@ class Planning(Followed):
             warn_unexpected(self.options, least)
         self.calls.was_said = True
 
-    def _warn_unheard(self, rest: Rest, *, is_blind: bool) -> None:
+    def _warn_unprofiled(self, rest: Rest, *, is_blind: bool) -> None:
         """Warns of a forward that was not rehearsed; once, where that is so in every step."""
         if not is_blind:
             self._warn_unexpected(None)
@@ -395,36 +396,36 @@ class Planning(Followed):
             self.calls.was_said_blind = True
             warn_unmeasured(self.options, self.options.presets[rest.preset].name)
 
-    def _refuse_two(self, heard: ForwardProfile, signature: Signature) -> None:
+    def _refuse_two(self, forward_profile: ForwardProfile, signature: Signature) -> None:
         """Raises BudgetTooSmall where no plan of two such forwards is known.
 
         Otherwise the next step would be refused. A step that may be an exception is not refused.
         """
         state, more = self.state, fallbacks_of(self)
-        known = state.knowing(heard.profile)
+        known = state.knowing(forward_profile.profile)
         may_try_more = more.blamed_classes or known.may_gain(layers=more.layers, small=more.small)
         alike = state.now == signature and self.calls.at == 1
         is_first = state.tries == 0 and state.given is None
         if alike and is_first and state.may_refuse and not may_try_more:
-            chosen_by_forward(self, heard)
+            chosen_by_forward(self, forward_profile)
 
-    def stray(self) -> None:
+    def diverge(self) -> None:
         """Learns again after a step that differs from those before, and holds more."""
         self._tell(UnexpectedStep())
 
     def forward_ended(self, saving: FittedSaving) -> None:
         """Records how far this forward climbed; refuses a budget that cannot be met."""
         self._tell(ForwardEnded(saving.preset, saving.impossible, saving))
-        scribe = saving.scribe
-        if scribe is None:
+        tracer = saving.tracer
+        if tracer is None:
             return
-        if scribe.script is None or saving.climbed:
+        if tracer.script is None or saving.climbed:
             self._unwritten -= 1
-            say_unscripted(scribe.why)
+            say_unscripted(tracer.why)
             return
         while len(self._scripts) >= _MOST_SCRIPTS:
             del self._scripts[next(iter(self._scripts))]
-        self._scripts[self._running] = self._general_of(scribe.script)
+        self._scripts[self._running] = self._general_of(tracer.script)
 
     def _general_of(self, script: Script) -> Script:
         """Returns a script of this forward, and of one before that had other numbers of rows."""

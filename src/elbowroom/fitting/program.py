@@ -27,7 +27,7 @@ from elbowroom.compiled import (
     refusal,
 )
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.compiled import STANDING, planned
+from elbowroom.fitting.compiled import RESIDENT, planned
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.summary import Summary
@@ -51,7 +51,7 @@ class CompiledProgram:
         self.options = options
         self._optimizers, self._held = optimizers, held
         self._regions = Regions(Settings(exact=options.exact, noise=options.noise))
-        self._standing = 0
+        self._resident = 0
         self.compiled = 0  # regions, also those from a cache
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class CompiledProgram:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if _inductor.__call__ is self._ours:  # else somebody has wrapped it since
+        if _inductor.__call__ is self._ours:  # else other code has wrapped it since
             _inductor.__call__ = self._plain
 
     @property
@@ -80,30 +80,30 @@ class CompiledProgram:
 
     def summary(self) -> Summary:
         """Returns a summary of what was planned, for the end of a training; nothing is measured."""
-        owned, _holder = self._owned()
+        model_state, _holder = self._model_state()
         name = "compiled code"
-        return planned(name, owned, self.options, self._standing, self.regions, self.compiled)
+        return planned(name, model_state, self.options, self._resident, self.regions, self.compiled)
 
-    def _owned(self) -> tuple[ModelState, nn.ParameterList]:
+    def _model_state(self) -> tuple[ModelState, nn.ParameterList]:
         """Returns the optimizers' parameters and states, and the holder that keeps them alive."""
         optimizers = self._optimizers()
         found = {
             id(p): p for one in optimizers for group in one.param_groups for p in group["params"]
         }
         holder = nn.ParameterList(found.values())
-        owned = ModelState(holder, None)
+        model_state = ModelState(holder, None)
         for one in optimizers:
-            owned.add(one)
-        return owned, holder
+            model_state.add(one)
+        return model_state, holder
 
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
     ) -> Any:
-        owned, holder = self._owned()
-        memory = owned.memory()
-        standing = memory.static_nbytes + memory.unallocated_state_nbytes + self._held()
-        self._standing = self._standing or standing
-        room = max(self.options.budget_nbytes - standing, 0)
+        model_state, holder = self._model_state()
+        memory = model_state.memory()
+        resident = memory.static_nbytes + memory.unallocated_state_nbytes + self._held()
+        self._resident = self._resident or resident
+        room = max(self.options.budget_nbytes - resident, 0)
         self.compiled += 1
         place, offload = place_of(device_of_inputs(example_inputs)), self.options.offload
         moves = offload is not None and offload == place
@@ -111,5 +111,5 @@ class CompiledProgram:
         try:
             return compile_region(gm, example_inputs, self._regions, options, True)
         except BudgetTooSmall as error:
-            held, noise = {STANDING: standing}, self._regions.settings.limit
+            held, noise = {RESIDENT: resident}, self._regions.settings.limit
             return refusal(in_whole(error, self.options.budget_nbytes, held, noise))

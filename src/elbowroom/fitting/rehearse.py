@@ -51,7 +51,7 @@ _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is
 
 def rehearsed(
     fit: Fit,
-    owned: ModelState,
+    model_state: ModelState,
     forward: Callable[[], Any],
     after: FittedSaving | None = None,
     *,
@@ -68,8 +68,8 @@ def rehearsed(
     given: what takes no more memory where the forward saves it, since it stands already
     """
     Background.interrupt()
-    stood, held = _addresses(owned.tensors()), _addresses(tree_leaves(given))
-    recording = Recording.start(owned.tensors(), owned.device)
+    stood, held = _addresses(model_state.tensors()), _addresses(tree_leaves(given))
+    recording = Recording.start(model_state.tensors(), model_state.device)
     if recording is None:
         return None
     is_whole = after is not None or not is_inside
@@ -87,8 +87,8 @@ def rehearsed(
     if seen is None:
         return None
     on = recording.recorder.on
-    heard = ForwardProfile(seen, graph, loss_nbytes, out_nbytes, on(stood), on(outs))
-    return heard.given(on(held)) if held else heard
+    forward_profile = ForwardProfile(seen, graph, loss_nbytes, out_nbytes, on(stood), on(outs))
+    return forward_profile.given(on(held)) if held else forward_profile
 
 
 def _addresses(values: Iterable[object]) -> set[int]:
@@ -113,51 +113,51 @@ Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 def plan_by_forward(
     step: Step,
     states: States,
-    who: object,
-    making: PlannerSettings,
+    owner: object,
+    settings: PlannerSettings,
     *,
     measures: bool,
-    spares: bool = False,
+    leaves_room: bool = False,
     gradient_nbytes: int = 0,
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
 
-    who              the planning it is for
+    owner            the planning it is for
     measures         the smallest is worth a step
-    spares           the smallest exact plan is taken if it fits: others share the step
+    leaves_room      the smallest exact plan is taken if it fits: others share the step
     gradient_nbytes  of the largest gradient of a parameter
 
     Raises BudgetTooSmall where none can be expected to fit.
     """
-    if spares and making.options.exact is not False:
-        exactly = replace(making, options=replace(making.options, exact=True))
-        smallest = states.smallest(step(CAREFUL), who, exactly)
-        if smallest is not None and smallest.plan.peak <= making.options.budget_nbytes:
+    if leaves_room and settings.options.exact is not False:
+        exactly = replace(settings, options=replace(settings.options, exact=True))
+        smallest = states.smallest(step(CAREFUL), owner, exactly)
+        if smallest is not None and smallest.plan.peak <= settings.options.budget_nbytes:
             return smallest
-    for one in _tries(making.options.exact):
+    for one in _tries(settings.options.exact):
         profile = step(one.care)
-        for candidate in states.candidates(profile, who)[one.state : one.state + 1]:
-            plan = making.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
+        for candidate in states.candidates(profile, owner)[one.state : one.state + 1]:
+            plan = settings.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care < CAREFUL:
-                    _warn_optimistic(making, who)
+                    _warn_optimistic(settings, owner)
                 return Chosen(candidate, plan)
-    smallest = states.smallest(step(LIKELY), who, making) if measures else None
+    smallest = states.smallest(step(LIKELY), owner, settings) if measures else None
     if smallest is not None:
-        profile, budget_nbytes = smallest.candidate.profile, making.options.budget_nbytes
+        profile, budget_nbytes = smallest.candidate.profile, settings.options.budget_nbytes
         free = budget_nbytes - profile.static
         might = _SURE * (smallest.plan.peak - profile.static) <= free
         if might and profile.forward_peak <= _FIRST * budget_nbytes:
-            _warn_optimistic(making, who)
+            _warn_optimistic(settings, owner)
             return smallest
-    raise _refusal(step, states, who, making, gradient_nbytes)
+    raise _refusal(step, states, owner, settings, gradient_nbytes)
 
 
-def _warn_optimistic(making: PlannerSettings, who: object) -> None:
+def _warn_optimistic(settings: PlannerSettings, owner: object) -> None:
     """Warns once: some steps teach nothing, and are planned by a rehearsal again."""
-    if who not in _warned:
-        _warned.add(who)
-        warn_optimistic(making.options)
+    if owner not in _warned:
+        _warned.add(owner)
+        warn_optimistic(settings.options)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 
 def _refusal(
-    step: Step, states: States, who: object, making: PlannerSettings, gradient_nbytes: int
+    step: Step, states: States, owner: object, settings: PlannerSettings, gradient_nbytes: int
 ) -> BudgetTooSmall:
     """Returns a refusal that names a budget that should do; a smaller one may do, too.
 
@@ -188,15 +188,15 @@ def _refusal(
     named than that takes by the graph at its word, with room for a gradient of a parameter that is
     made in another layout, or before it is added to one that is there.
     """
-    exact = making.options.exact
+    exact = settings.options.exact
 
     def profile_of(care: float) -> Profile:
-        return states.candidates(step(care), who)[0 if exact else -1].profile
+        return states.candidates(step(care), owner)[0 if exact else -1].profile
 
     def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
         profile = profile_of(care)
-        finest = making.options.budget_nbytes >> 8  # an estimate is not known better than that
-        asked = replace(making, least_is=least_is, finest=finest)
+        finest = settings.options.budget_nbytes >> 8  # an estimate is not known better than that
+        asked = replace(settings, least_is=least_is, finest=finest)
         try:
             plan = asked.make(profile, margin, exact=exact)
         except BudgetTooSmall as error:

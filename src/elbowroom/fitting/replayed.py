@@ -42,7 +42,7 @@ class ReplayedSaving(Replay):
         self.entry = self.rest.ledger.open("", "replayed", "", int(share * before + more))
         self.entry.hold(int(share * held + more))
         if self.surplus > self.spare:  # what is held already can be made no smaller
-            self.rest.stray()
+            self.rest.diverge()
         return self.rest
 
 

@@ -63,11 +63,11 @@ class _Attempt:
         self._fittings = fittings
         self._began = [fitting.context.step for fitting in fittings]
         self._undos = [
-            Undo(model, fitting.owned.optimizers())
+            Undo(model, fitting.model_state.optimizers())
             for model, fitting in zip(models, fittings, strict=True)
         ]
         for fitting, undo in zip(fittings, self._undos, strict=True):
-            fitting.owned.states.around = undo.states_change
+            fitting.model_state.states.around = undo.states_change
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +79,7 @@ class _Attempt:
         trace: TracebackType | None,
     ) -> bool:
         for fitting, undo in zip(self._fittings, self._undos, strict=True):
-            fitting.owned.states.around = nullcontext
+            fitting.model_state.states.around = nullcontext
             undo.close()
         ran = [
             fitting

@@ -91,8 +91,8 @@ class Fitting(MeasuredSteps):
         self._shared = OpenStep()
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
-        rates(self.owned.device.type, lossy=not options.exact)
-        self._plannings = PlanCache(options, self.owned, self.context, plan)
+        rates(self.model_state.device.type, lossy=not options.exact)
+        self._plannings = PlanCache(options, self.model_state, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
         self._foreign = ForeignHooks()
@@ -104,12 +104,12 @@ class Fitting(MeasuredSteps):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states from the next step on; if it has any, learning begins anew."""
         before_nbytes = self._state_nbytes()
-        self.owned.add(optimizer)
+        self.model_state.add(optimizer)
         if self._state_nbytes() > before_nbytes:
             self._plannings.forget()
             self._parameters = None
             for one in list(_fittings):
-                if one.owned.has_guest(self.owned):
+                if one.model_state.has_guest(self.model_state):
                     one._learn_with_guests()
 
     def _learn_with_guests(self) -> None:
@@ -119,7 +119,7 @@ class Fitting(MeasuredSteps):
             self.planning.calls.grew = True
 
     def _state_nbytes(self) -> int:
-        memory = self.owned.memory()
+        memory = self.model_state.memory()
         return memory.static_nbytes + memory.unallocated_state_nbytes
 
     def meet(self, optimizer: Optimizer) -> None:
@@ -128,7 +128,7 @@ class Fitting(MeasuredSteps):
         An optimizer whose state format `fit` is to choose must be passed to it, or to
         `er.add_optimizer`.
         """
-        if self.owned.is_trained_by(optimizer) and not is_auto(optimizer):
+        if self.model_state.is_trained_by(optimizer) and not is_auto(optimizer):
             self.add_optimizer(optimizer)
 
     def run(
@@ -185,20 +185,21 @@ class Fitting(MeasuredSteps):
         return self.host is not None and not self.context.step
 
     @property
-    def _spares(self) -> bool:
+    def _leaves_room(self) -> bool:
         """True if other models may share the step that begins, and none has been known to."""
-        if self.owned.has_guests or self._has_given or self._closed:
+        if self.model_state.has_guests or self._has_given or self._closed:
             return False
         others = [one for one in list(_fittings) if one is not self and not one._closed]
         return self.expects_others or any(
-            one._asked == self._asked and one.owned.device == self.owned.device for one in others
+            one._asked == self._asked and one.model_state.device == self.model_state.device
+            for one in others
         )
 
     def _may_take_in(self, guest: "Fitting") -> bool:
         alike = self._asked == guest._asked and not (self._has_given or self._closed)
         if not alike or self._last is None or not self._shared.may_take_in:
             return False
-        same_device = self.owned.device == guest.owned.device
+        same_device = self.model_state.device == guest.model_state.device
         return same_device and self.planning.calls.may_go_on
 
     def _run_guest(
@@ -214,9 +215,9 @@ class Fitting(MeasuredSteps):
         assert last is not None
         self.ran_at, guest._host = next(_forwards), weakref.ref(self)
         self._shared.has_guests = True
-        if self.owned.join(guest.owned):
+        if self.model_state.join(guest.model_state):
             self._joined(guest)
-        title = self.owned.title_of(guest.owned)
+        title = self.model_state.title_of(guest.model_state)
         own = signature_of(model, args, kwargs)
         signature = replace(own, structure=(title, own.structure))
         with self._failures(), modules.titled(title):
@@ -229,8 +230,8 @@ class Fitting(MeasuredSteps):
         self._stop()  # it has begun with what this model holds alone
         beside_nbytes = self.planning.memory.beside_nbytes
         if self._beside.takes_turns_with(guest._beside):
-            beside_nbytes = max(beside_nbytes - guest.owned.nbytes, 0)
-        self.planning.join(self.owned.memory().beside(beside_nbytes))
+            beside_nbytes = max(beside_nbytes - guest.model_state.nbytes, 0)
+        self.planning.join(self.model_state.memory().beside(beside_nbytes))
         self._learn_with_guests()
 
     def run_more(
@@ -438,8 +439,8 @@ class Fitting(MeasuredSteps):
             is_other = has_guests and planning.calls.is_other(signature)
             # Where the next step is to be planned by a rehearsal, all of its forwards are.
             tries = is_other or (learns and not (has_guests and planning.calls.grew))
-            spares = has_guests and learns and not (is_other or is_known)
-            kept = self._kept(forward, last, spares=spares) if tries else None
+            leaves_room = has_guests and learns and not (is_other or is_known)
+            kept = self._kept(forward, last, leaves_room=leaves_room) if tries else None
             if kept is not None and is_other:
                 planning.calls.note_other(signature)
             elif kept is not None:
@@ -450,7 +451,9 @@ class Fitting(MeasuredSteps):
             self._stop()
             try:
                 stands = given if has_guests else ()
-                rest = planning.rehearse_more(forward, signature, last, stands, spares=spares)
+                rest = planning.rehearse_more(
+                    forward, signature, last, stands, leaves_room=leaves_room
+                )
             except BaseException as error:
                 undo.back()
                 if _is_ours(error):
@@ -471,8 +474,8 @@ class Fitting(MeasuredSteps):
     def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
         """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal."""
         if not (self.planning.state.infeasible or self.planning.calls.are_seen):
-            self.planning.spares = self._spares
-            kept = self._kept(forward, undo=undo, spares=self.planning.spares)
+            self.planning.leaves_room = self._leaves_room
+            kept = self._kept(forward, undo=undo, leaves_room=self.planning.leaves_room)
             self._copies = undo.changed_large
             if kept is not None:
                 return kept[0]
@@ -517,17 +520,17 @@ class Fitting(MeasuredSteps):
         after: FittedSaving | None = None,
         undo: Undo | None = None,
         *,
-        spares: bool = False,
+        leaves_room: bool = False,
     ) -> tuple[Any] | None:
         """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
 
         undo: copies of what the forward may change; those it leaves unchanged are dropped
-        spares: others of the same step follow, of which nothing is known
+        leaves_room: others of the same step follow, of which nothing is known
         """
         since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
             saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
-            saving.spares = spares
+            saving.leaves_room = leaves_room
             try:
                 out = forward()
             except NothingHeld:
@@ -544,7 +547,7 @@ class Fitting(MeasuredSteps):
 
         since: autograd's number of the first node of this model
         """
-        if not may_measure(self.owned.device) and self._step is None:
+        if not may_measure(self.model_state.device) and self._step is None:
             return False
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
         highest = peak_of_backward(made, saving, self.planning.memory, since)
@@ -577,7 +580,7 @@ class Fitting(MeasuredSteps):
         else:
             with ReplayedSaving(self.planning, script, after) as saving:
                 out = forward()
-            if saving.strayed:
+            if saving.diverged:
                 self.planning.forget_script()
             if saving.rest is not None and saving.entry is not None:
                 known.ledger.follow(out)

@@ -54,30 +54,30 @@ class States:
     def __init__(
         self,
         optimizers: Callable[[], list[Optimizer]],
-        standing: Callable[[], ResidentBytes | None],
+        resident: Callable[[], ResidentBytes | None],
     ) -> None:
         """Both callables are evaluated each time they are needed."""
-        self._optimizers, self._standing = optimizers, standing
+        self._optimizers, self._resident = optimizers, resident
         self._needs: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
         self.around: Around = nullcontext
 
-    def candidates(self, profile: Profile, who: object) -> list[Candidate]:
-        """Returns the state formats that planning `who` may choose from, the mildest first."""
-        standing = self._standing()
-        if profile.standing is None or standing is None or not self.auto():
+    def candidates(self, profile: Profile, owner: object) -> list[Candidate]:
+        """Returns the state formats that planning `owner` may choose from, the mildest first."""
+        resident = self._resident()
+        if profile.standing is None or resident is None or not self.auto():
             return [Candidate("", profile)]
-        others = [CHOICES.index(state) for one, state in self._needs.items() if one is not who]
+        others = [CHOICES.index(state) for one, state in self._needs.items() if one is not owner]
         found: list[Candidate] = []
         least = None
         for state in CHOICES[max(others, default=0) :]:
             nbytes = self._nbytes_as(state)
             if least is None or nbytes < least:
                 least = nbytes
-                found.append(self._candidate(state, profile, standing))
+                found.append(self._candidate(state, profile, resident))
         return found
 
     def choose(
-        self, profile: Profile, who: object, making: PlannerSettings, *, estimated: bool = False
+        self, profile: Profile, owner: object, settings: PlannerSettings, *, estimated: bool = False
     ) -> Chosen:
         """Returns a plan and a state format by the rule above.
 
@@ -85,9 +85,9 @@ class States:
 
         estimated: the profile is; then states stay as they are, if any plan fits beside them
         """
-        candidates, exact = self.candidates(profile, who), making.options.exact
+        candidates, exact = self.candidates(profile, owner), settings.options.exact
         if exact is None and len(candidates) > 1:
-            plan = making.exact_plan(candidates[0].profile)
+            plan = settings.exact_plan(candidates[0].profile)
             if plan is not None:
                 return Chosen(candidates[0], plan)
         if exact:
@@ -99,7 +99,7 @@ class States:
         refusals: list[BudgetTooSmall] = []
         for candidate in candidates:
             try:
-                found.append(Chosen(candidate, making.best_plan(candidate.profile)))
+                found.append(Chosen(candidate, settings.best_plan(candidate.profile)))
             except BudgetTooSmall as error:
                 refusals.append(error)
                 continue
@@ -110,7 +110,7 @@ class States:
         return found[0] if len(found) == 1 else min(found, key=self._cost_s)
 
     def smallest(
-        self, profile: Profile, who: object, making: PlannerSettings, *, recompute: bool = True
+        self, profile: Profile, owner: object, settings: PlannerSettings, *, recompute: bool = True
     ) -> Chosen | None:
         """Returns the plan of the least predicted peak, for the user's budget.
 
@@ -118,46 +118,46 @@ class States:
 
         recompute: modules may be recomputed
         """
-        candidates, exact = self.candidates(profile, who), making.options.exact
+        candidates, exact = self.candidates(profile, owner), settings.options.exact
         one = candidates[0 if exact else -1]
         try:
-            finest = making.options.budget_nbytes >> 8
-            replace(making, options=making.options.within(1), finest=finest).make(
+            finest = settings.options.budget_nbytes >> 8
+            replace(settings, options=settings.options.within(1), finest=finest).make(
                 one.profile, 0, exact=exact, recompute=recompute
             )
         except BudgetTooSmall as error:
-            least = making.options.within(error.least_nbytes)
-        made = replace(making, options=least)
+            least = settings.options.within(error.least_nbytes)
+        made = replace(settings, options=least)
         plan = made.plan_for(one.profile, 0, exact=exact, recompute=recompute)
         if plan is None:
             return None
-        return Chosen(one, replace(plan, budget=making.options.budget_nbytes))
+        return Chosen(one, replace(plan, budget=settings.options.budget_nbytes))
 
-    def take(self, chosen: Chosen, who: object, options: FitOptions) -> Chosen:
+    def take(self, chosen: Chosen, owner: object, options: FitOptions) -> Chosen:
         """Holds auto states in the format that the plan was made for, and returns the plan.
 
-        From now on planning `who` needs that format. The plan gets the bytes that are resident
+        From now on planning `owner` needs that format. The plan gets the bytes that are resident
         then.
         """
         one = chosen.candidate
         if not one.state:
             return chosen
-        self._needs[who] = one.state
+        self._needs[owner] = one.state
         self._hold(one.state, options, _CHOSEN[options.exact])
-        standing = self._standing()
-        profile = replace(one.profile, standing=standing)
-        return Chosen(replace(one, profile=profile), replace(chosen.plan, standing=standing))
+        resident = self._resident()
+        profile = replace(one.profile, standing=resident)
+        return Chosen(replace(one, profile=profile), replace(chosen.plan, standing=resident))
 
-    def begin_with(self, given: Plan, who: object, options: FitOptions) -> None:
+    def begin_with(self, given: Plan, owner: object, options: FitOptions) -> None:
         """Holds states as a given plan was made for, if that needs fewer bytes.
 
-        who: the planning that follows it.
+        owner: the planning that follows it.
         """
         state = "" if given.standing is None else given.standing.states
         if options.exact or state not in CHOICES or not self.auto():
             return
         if CHOICES.index(state) > CHOICES.index(self._now()):
-            self._needs[who] = state
+            self._needs[owner] = state
             self._hold(state, options, "lossy, as the plan that was given has them")
 
     def make_room(self, options: FitOptions, memory: MemoryState) -> bool:

@@ -47,10 +47,10 @@ class MeasuredSteps:
 
     _step: Measurement | None = None
 
-    def __init__(self, owned: ModelState, options: FitOptions) -> None:
-        self.owned, self.options = owned, options
+    def __init__(self, model_state: ModelState, options: FitOptions) -> None:
+        self.model_state, self.options = model_state, options
         self.context = Context(keeps_bits=bool(options.exact))
-        self.planning = Planning(options, owned, self.context)
+        self.planning = Planning(options, model_state, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
@@ -58,7 +58,7 @@ class MeasuredSteps:
         self.ran_backward = False
         self._last: FittedSaving | ReplayedForward | None = None
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
-        self._beside = Neighbours(owned)
+        self._beside = Neighbours(model_state)
         self._said_lossy = False
         self._said_blind = False
         self._gives_way = False  # the next step is measured of a model that runs inside
@@ -82,9 +82,9 @@ class MeasuredSteps:
 
         States that the step will create get a format that fits.
         """
-        memory = self.owned.memory()
-        if self.owned.states.make_room(self.options, memory):
-            memory = self.owned.memory()
+        memory = self.model_state.memory()
+        if self.model_state.states.make_room(self.options, memory):
+            memory = self.model_state.memory()
         return memory.beside(self._beside.nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
@@ -104,7 +104,9 @@ class MeasuredSteps:
         if not inside or self._closed or self._insides >= _MOST_INSIDE or self._has_ample_room:
             return forward()
         self._insides += 1
-        running = Interval.start(self.owned.nbytes + self._beside.nbytes, self.owned.device)
+        running = Interval.start(
+            self.model_state.nbytes + self._beside.nbytes, self.model_state.device
+        )
         try:
             return forward()
         finally:
@@ -140,7 +142,9 @@ class MeasuredSteps:
         self._gives_way = step.peak is None and self._beside.others_learn
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
             self._note_peak(step.peak, last)
-        planning.learn(last, step, self.owned.memory(), others_learn=self._beside.others_learn)
+        planning.learn(
+            last, step, self.model_state.memory(), others_learn=self._beside.others_learn
+        )
 
     def _measure(self, given: object = ()) -> None:
         """Starts to measure the step that begins, if there is something to learn from it.
@@ -158,7 +162,7 @@ class MeasuredSteps:
         leaves = tree_leaves(given) if self._beside.is_inside else []
         until = [x for x in leaves if isinstance(x, Tensor)]
         self._step = Measurement.start(
-            self.owned, state.memory, writes=state.wants_writing, until=until
+            self.model_state, state.memory, writes=state.wants_writing, until=until
         )
         waits = Background.running is not None  # backward is another model's; measure after it
         blind = self._step is None and self.highest_nbytes is None
@@ -176,7 +180,7 @@ class MeasuredSteps:
         self.context.begin_step()
         self._were_aside += 1
         if self._were_aside <= _MOST_ASIDE and not self._closed:
-            self._step = Measurement.start(self.owned, self._memory(), writes=False)
+            self._step = Measurement.start(self.model_state, self._memory(), writes=False)
 
     def _follow_aside(self, out: object) -> None:
         """Follows the graph of such a forward."""
@@ -228,7 +232,7 @@ class MeasuredSteps:
     def foreseen(self) -> list[Foreseen]:
         """Returns what a step like the last one would take at each setting, by its forward alone.
 
-        Empty if nothing was looked at.
+        Empty if nothing was examined.
         """
         opened = self._opened
         if not isinstance(opened, FittedSaving) or not opened.storages:
@@ -253,7 +257,7 @@ class MeasuredSteps:
         """Ends a measurement that runs, since the model is not fitted any more."""
         self.interrupt()
         self._closed = True
-        self.owned.is_fitted = False
+        self.model_state.is_fitted = False
         self._beside.leave()
 
     def interrupt(self) -> None:

@@ -112,7 +112,7 @@ def summary(fitting: Fitting, model: str) -> Summary:
         plain, known = plan.plain_peak, True
     return Summary(
         model=model,
-        device=fitting.owned.device.type,
+        device=fitting.model_state.device.type,
         budget_nbytes=fitting.options.budget_nbytes,
         plain_nbytes=plain,
         predicted_nbytes=None if plan is None else plan.peak,

@@ -26,7 +26,7 @@ from elbowroom.fitting.commands import (
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
     ForwardEnded,
-    ForwardHeard,
+    ForwardProfiled,
     GivenHeld,
     LargerKnown,
     LayersHeldTooMuch,
@@ -93,15 +93,15 @@ def advance(state: FitState, seen: Observation) -> Step:
         case NotRepeatable(profile):
             return _not_repeatable(state, profile)
         case UnexpectedStep():
-            return _strayed(state)
+            return _diverged(state)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state)
         case NoPlanLeft(fallbacks):
             return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():
             return state.fresh(), (ForgetScripts(),)
-        case ForwardHeard():
-            return _forward_heard(state, seen)
+        case ForwardProfiled():
+            return _forward_profiled(state, seen)
         case Rehearsed():
             return rehearsed(state, seen)
         case RehearsedInVain():
@@ -218,7 +218,7 @@ def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
     return _plan_again(replace(state, profile=profile), 1.0)
 
 
-def _strayed(state: FitState) -> Step:
+def _diverged(state: FitState) -> Step:
     """Learns again after a step that differs from those before, and holds more.
 
     Some models take another path in each step, so this happens a limited number of times.
@@ -248,8 +248,8 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
     return state, ()
 
 
-def _forward_heard(state: FitState, seen: ForwardHeard) -> Step:
+def _forward_profiled(state: FitState, seen: ForwardProfiled) -> Step:
     """Plans the step by a forward that was rehearsed."""
     beside_nbytes = max(state.memory.beside_nbytes, state.most_beside_nbytes)
     state = replace(state, profiled=state.now, beside_nbytes=beside_nbytes)
-    return state.knowing(seen.heard.profile), (PlanByForward(seen.heard),)
+    return state.knowing(seen.forward_profile.profile), (PlanByForward(seen.forward_profile),)

@@ -7,7 +7,7 @@ compiler may contract a product and a sum into one rounding (Triton does): a val
 that rounding of the edge between two codes may then take the other one, and x~ differs by some 1e-7
 of the range of its group.
 
-Nothing is looked at: what has a NaN, an Inf, or a value beyond 2^125 decodes to NaN with its group
+Nothing is examined: what has a NaN, an Inf, or a value beyond 2^125 decodes to NaN with its group
 (`group`, `fp8`), tile (`dither`) or range (`division`).
 """
 

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_values(x: Tensor) -> bool:
-    """Returns whether x has elements that may be looked at."""
+    """Returns whether x has elements that may be examined."""
     return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 

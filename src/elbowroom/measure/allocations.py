@@ -80,7 +80,7 @@ class _Event(Protocol):
 class Allocations:
     """Record of allocations and releases, from its creation to `stop`.
 
-    One may begin and end while another runs that lets it: a step whose peak somebody asks for is
+    One may begin and end while another runs that lets it: a step whose peak the user asks for is
     that of a model that is fitted, and measures by itself. They share the profiler, which is read
     whenever one begins or ends; each is given what came meanwhile.
 
@@ -125,7 +125,7 @@ class Allocations:
         if not cls._running:
             return
         nbytes = _MARK_NBYTES + 2 * (len(cls._marked) % _MARKS)
-        # A storage, not a tensor: no mode that somebody has opened may see it.
+        # A storage, not a tensor: no mode that the user has opened may see it.
         block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
         cls._marked[block.data_ptr(), nbytes] = name
 
@@ -211,7 +211,7 @@ def _read(results: Any) -> tuple[list[Change], list[Mark]]:
 
 
 def is_busy() -> bool:
-    """Returns whether a profiler runs, or has been prepared by somebody else."""
+    """Returns whether a profiler runs, or has been prepared by other code."""
     return bool(Allocations._running) or _Others.prepared or _is_enabled()
 
 

@@ -1,4 +1,4 @@
-"""The measurement that runs in the background, which gives way to one that somebody asks for."""
+"""The measurement that runs in the background, which gives way to one that the user asks for."""
 
 from typing import Protocol
 

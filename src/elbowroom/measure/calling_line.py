@@ -1,4 +1,4 @@
-"""The line of somebody's program that an op was called from."""
+"""The line of the user's program that an op was called from."""
 
 import os
 import sys

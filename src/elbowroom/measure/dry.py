@@ -33,7 +33,7 @@ from elbowroom.measure.resident_bytes import resident_bytes_of
 from elbowroom.measure.roofline import Speed, speed_of
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.identity import standing_in
+from elbowroom.runtime.identity import taken_for_plain
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _NEED_VALUES = (
@@ -90,7 +90,7 @@ def _pretending() -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            standing_in(FakeTensor),
+            taken_for_plain(FakeTensor),
             FakeTensorMode(allow_non_fake_inputs=True),
         ):
             yield

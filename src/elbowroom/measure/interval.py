@@ -1,4 +1,4 @@
-"""The peak between two moments of somebody else's program: from one forward of a model to the next.
+"""The peak between two moments of the user's program: from one forward of a model to the next.
 
 Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's counter, reset at
 the start. On a CPU: what the allocator reports (`allocations.py`). That belongs to one thread and
@@ -7,7 +7,7 @@ beside a profiler of the user's: `start` then gives None, and one tries again la
 that is not needed any more must be closed. Where it cannot end (on another thread, or within a
 backward, in which its model may be collected as garbage) it is abandoned: the next measurement ends
 it, or the next collection of garbage that finds the main thread outside of a backward. A peak that
-somebody asks for (`er.peak`) and a profiler that the user starts end one that runs; inside of such
+the user asks for (`er.peak`) and a profiler that the user starts end one that runs; inside of such
 a peak one may begin.
 
 The CPU's allocator does not report the release of what was there before. Of gradients it matters:

@@ -6,7 +6,7 @@ from typing import Any
 
 from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.noise import NoiseTable
-from elbowroom.measure.watching import Rungs, StepWatch
+from elbowroom.measure.watching import StepWatch, Variants
 from elbowroom.plan import SiteName
 from elbowroom.runtime.observer import Watch
 
@@ -23,13 +23,13 @@ class NoiseMeter:
                 Errors are read in the last step of a run, and all along the very first;
                 the others only tell how gradients vary. So codes stay what they are in a run.
     probes      ops that are probed in such a step
-    rungs       codecs to try on a sample of each held tensor
+    variants    codecs to try on a sample of each held tensor
     """
 
     def __init__(
-        self, every: int = 50, run: int = 4, probes: int = 2, rungs: Rungs | None = None
+        self, every: int = 50, run: int = 4, probes: int = 2, variants: Variants | None = None
     ) -> None:
-        self.every, self.run, self.probes, self.rungs = every, run, probes, rungs
+        self.every, self.run, self.probes, self.variants = every, run, probes, variants
         self.table = NoiseTable()
         self.step = 0
         self._first, self._unprobed = 2 * run, (0, 0)  # steps of the first run; how many, and when
@@ -42,7 +42,7 @@ class NoiseMeter:
         self.harvest()
         if self._is_watched(self.step):
             full = self._is_full(self.step)
-            self._watch = StepWatch(self.table, self.probed, self.probes, self.rungs, full=full)
+            self._watch = StepWatch(self.table, self.probed, self.probes, self.variants, full=full)
         self.step += 1
         return self._watch
 

@@ -44,7 +44,7 @@ class HeldNoise:
     """One tensor that is held by a lossy code.
 
     energy  sum of squared errors of all its elements
-    trials  what the meter's `rungs` would do to it
+    trials  what the meter's `variants` would do to it
     """
 
     site: Site

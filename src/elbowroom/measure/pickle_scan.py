@@ -13,7 +13,7 @@ no more than what `pickle.dump` writes of dicts, lists, strings and numbers, by 
 Whatever names something to import ends the scan, for the unpickler refuses it there.
 
 One regular expression takes as many opcodes as it can in C, some millions a second. Only strings of
-256 bytes or more, and places of the memo in protocols 2 and 3, are looked at one by one.
+256 bytes or more, and places of the memo in protocols 2 and 3, are examined one by one.
 """
 
 import re

@@ -91,7 +91,7 @@ class _Storage:
 
 
 class _Alive(NamedTuple):
-    """Storage that somebody holds, a local variable of forward, say; what the slot holds apart.
+    """Storage that the user holds, a local variable of forward, say; what the slot holds apart.
 
     weak    the storage itself
     slot    what is held for it
@@ -103,7 +103,7 @@ class _Alive(NamedTuple):
     record: _Storage
 
     def is_held(self) -> bool:
-        """Returns whether somebody besides the slot holds the storage."""
+        """Returns whether anything besides the slot holds the storage."""
         slot = self.slot()
         return slot is not None and self.weak.is_held_by_more(isinstance(slot.value, KeepHandle))
 
@@ -162,7 +162,7 @@ class StepRecorder:
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
         self._resumed = False  # after a backward, the step goes on with another forward
-        # Of each pair of somebody else's hooks: what packs, and the nodes that were made meanwhile.
+        # Of each pair of the user's hooks: what packs, and the nodes that were made meanwhile.
         self._hidden: list[tuple[Callable[[], object], list[tuple[int, int]]]] = []
         self._nodes = torch._C._autograd._get_sequence_nr()
         self._last = self._timer.read()  # as the op before this one ended
@@ -179,7 +179,7 @@ class StepRecorder:
     def saved(
         self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
     ) -> View:
-        """Records that a node saves x, which could be made again from these sources."""
+        """Records that a node saves x, which could be rebuilt from these sources."""
         index = self._index.get(view.slot)
         if index is None:
             index = self._new(view.slot, x, site, is_planned=not why)
@@ -383,7 +383,7 @@ class StepRecorder:
         return frozenset(i for (address, _), i in self._at.items() if address in addresses)
 
     def hidden(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Returns, for each pair of somebody else's hooks, the nodes whose tensors they hold.
+        """Returns, for each pair of the user's hooks, the nodes whose tensors they hold.
 
         As ranges of autograd's numbers. Inside of a checkpoint another one may begin and end.
         """
@@ -445,7 +445,7 @@ class StepRecorder:
 
         The value that an assignment replaces dies after the op that makes the new one, so moments
         alone would not tell. What the step has let go of, it cannot take up again. A network of
-        dense blocks holds a hundred of them for long: a few are looked at in each moment, in turn,
+        dense blocks holds a hundred of them for long: a few are examined in each moment, in turn,
         and what is gone is taken to have gone just now.
         """
         if self._is_forward:
@@ -456,7 +456,7 @@ class StepRecorder:
         return self._resumed or (self.backward is None and self._task == -1)
 
     def _look_at(self, most: int) -> None:
-        """Looks whether those that were not looked at for longest are there still."""
+        """Looks whether those that were not examined for longest are there still."""
         alive, now = self._alive, self._now
         for _ in range(min(most, len(alive))):
             one = alive.popleft()
@@ -538,7 +538,7 @@ def _is_large(buffer: Tensor | None) -> bool:
 
 
 def _others() -> object:
-    """Returns what packs the tensor that is saved next, if hooks of somebody else lie over ours."""
+    """Returns what packs the tensor that is saved next, if hooks of other code lie over ours."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
     return None if isinstance(getattr(pack, "__self__", None), Saving) else pack

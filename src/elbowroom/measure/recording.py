@@ -1,4 +1,4 @@
-"""A step of somebody else's program, from one forward of a model to the next, as a `Profile`.
+"""A step of the user's program, from one forward of a model to the next, as a `Profile`.
 
 Like `record`, in one run instead of several: times carry the cost of the memory profiler, which is
 alike for all, and enough to compare actions by.
@@ -20,9 +20,11 @@ from elbowroom.plan.profile import Profile
 class Recording:
     """Record of one step, which runs from `start` to `finish` or `close`."""
 
-    def __init__(self, interval: Interval, owned: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, interval: Interval, model_state: Iterable[Tensor], device: torch.device
+    ) -> None:
         self._interval, self._device = interval, device
-        self._held = Held(owned)
+        self._held = Held(model_state)
         self._static = self._held.nbytes()
         self._clock = StepClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
@@ -30,13 +32,13 @@ class Recording:
         self.recorder = StepRecorder(self, self._clock.stopwatch)
 
     @classmethod
-    def start(cls, owned: list[Tensor], device: torch.device) -> "Recording | None":
+    def start(cls, model_state: list[Tensor], device: torch.device) -> "Recording | None":
         """Starts a recording; None if this cannot be measured now.
 
-        owned: what is held at this moment.
+        model_state: what is held at this moment.
         """
         interval = Interval.start(0, device)
-        return None if interval is None else cls(interval, owned, device)
+        return None if interval is None else cls(interval, model_state, device)
 
     def until(self, inputs: Iterable[Tensor]) -> None:
         """Counts no further than to where backward has given these their gradients (on a CPU)."""

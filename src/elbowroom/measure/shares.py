@@ -25,7 +25,7 @@ _WATCHED = Lossy(Dither(levels=16))
 
 def menu_meter(probes: int = 2) -> NoiseMeter:
     """A meter that tries the codes of the menu. probes: as in `NoiseMeter`; each takes memory."""
-    return NoiseMeter(run=STEPS // 2, probes=probes, rungs=_codes)
+    return NoiseMeter(run=STEPS // 2, probes=probes, variants=_codes)
 
 
 def watch_noise(step: Callable[[], object], *, min_nbytes: int) -> NoiseShares | None:

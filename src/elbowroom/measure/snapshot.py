@@ -15,8 +15,8 @@ The level over time is told backwards, from the blocks at the end. A block is
     for backward      allocated elsewhere, and freed in backward: what autograd has saved, mostly
     else              outputs, workspaces, weights and data that were made meanwhile
 
-A file of somebody else's is read by an unpickler that can make numbers, strings, lists, tuples and
-dicts, and nothing else: no code of it runs. Its opcodes are looked at before (`pickle_scan.py`), so
+A file of unknown origin is read by an unpickler that can make numbers, strings, lists, tuples and
+dicts, and nothing else: no code of it runs. Its opcodes are examined before (`pickle_scan.py`), so
 that it takes memory and time in proportion to its size.
 """
 

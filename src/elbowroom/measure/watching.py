@@ -26,7 +26,7 @@ from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import version_of
 
-Rungs = Callable[[Site], Sequence[Codec]]
+Variants = Callable[[Site], Sequence[Codec]]
 _SAMPLE = 32768  # elements on which other codecs are tried
 _CHECK_EVERY = 4  # every so many watched steps, closed forms are checked
 
@@ -68,7 +68,7 @@ class StepWatch:
     table   what is known; hears of the gradients
     probed  how often each op was probed
     probes  ops that may be probed in this step
-    rungs   codecs to try on a sample of each held tensor
+    variants  codecs to try on a sample of each held tensor
     full    errors are read, not only how gradients vary
     """
 
@@ -77,11 +77,11 @@ class StepWatch:
         table: NoiseTable,
         probed: Counter[SiteName],
         probes: int,
-        rungs: Rungs | None,
+        variants: Variants | None,
         *,
         full: bool,
     ) -> None:
-        self._table, self._probed, self._rungs, self._full = table, probed, rungs, full
+        self._table, self._probed, self._variants, self._full = table, probed, variants, full
         self._probes_left = probes
         self._ops: dict[SiteName, _Op] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -219,12 +219,12 @@ class StepWatch:
         return not turn or (op.name in turn and probed[op.name] <= min(probed[n] for n in turn))
 
     def _trials(self, whole: Tensor, site: Site) -> tuple[tuple[Codec, float, Tensor], ...]:
-        if self._rungs is None:
+        if self._variants is None:
             return ()
         each = max(whole.numel() // max(len(whole), 1), 1)
         sample = whole[: -(-_SAMPLE // each)]
         trials = []
-        for codec in self._rungs(site):
+        for codec in self._variants(site):
             encoded = codec.encode(sample, 0, site.facts)
             error = energy(encoded.decode().sub_(sample)) / sample.numel()
             trials.append((codec, 8 * encoded.nbytes / sample.numel(), error))

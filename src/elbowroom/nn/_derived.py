@@ -1,4 +1,4 @@
-"""Classes made at run time: a behavior of ours in front of somebody else's class of module.
+"""Classes made at run time: a behavior of ours in front of the user's class of module.
 
     derived(Fp8Norm, LlamaRMSNorm)     isinstance of both; the name of the second
 

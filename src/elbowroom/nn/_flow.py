@@ -3,7 +3,7 @@
     codes   x8 = E4M3 of x, a bf16 scale for each run of 128 elements (stage one: what non-linear
             ops read and save)
     node    y = f(x~), x~ being what x8 stands for: x8 is saved, and no other tensor
-    source  how y is made again from what its node has saved: the same bits, for x~ is the same
+    source  how y is rebuilt from what its node has saved: the same bits, for x~ is the same
     layer   y8 = E4M3 of y, one scale a tensor (stage two); saved is the source and that scale
 
 So a norm, an activation, a product or attention's inputs are saved once, in 8 bits, by the node
@@ -97,7 +97,7 @@ class _Entry(NamedTuple):
 
 
 def remember(y: Tensor, source: Source | None) -> None:
-    """Records how y can be made again; None: y itself is saved, and so is every view of it."""
+    """Records how y can be rebuilt; None: y itself is saved, and so is every view of it."""
     _known[y] = _Entry(version_of(y), source, _hooks())
 
 
@@ -128,7 +128,7 @@ def is_known(x: Tensor) -> bool:
 
 
 def source_of(x: Tensor) -> Source | None:
-    """Returns how x can be made again from what is saved here anyway; None if that is not known.
+    """Returns how x can be rebuilt from what is saved here anyway; None if that is not known.
 
     It is not known of what autograd has not made: that may have changed unseen (`x.data`, a NumPy
     view). Nor is it known across the border of a checkpointed region: when that runs again, it is
@@ -328,7 +328,7 @@ class _Factors:
     a: Make
     b: Make
     n: int  # tensors of a
-    known: tuple[bool, bool]  # whether a, b are what is made again, bit for bit
+    known: tuple[bool, bool]  # whether a, b are what is rebuilt, bit for bit
 
     def each(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.a(tensors[: self.n]), self.b(tensors[self.n :])
@@ -339,7 +339,7 @@ class _Factors:
 
 
 class _Product(torch.autograd.Function):
-    """a, b, and what both are made again from -> a~ * b~."""
+    """a, b, and what both are rebuilt from -> a~ * b~."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, make: _Factors, *tensors: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ class _Product(torch.autograd.Function):
 def multiply(a: Tensor, b: Tensor) -> Tensor | None:
     """The product of two tensors of one shape, of which a node has given one; None if it has not.
 
-    The other is read in FP8. Of the first is saved what it is made again from, or itself.
+    The other is read in FP8. Of the first is saved what it is rebuilt from, or itself.
     """
     given = is_known(a), is_known(b)
     if not any(given):

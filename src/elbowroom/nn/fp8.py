@@ -271,7 +271,7 @@ class Fp8Linear(_Fp8, nn.Linear):
 
 
 class Fp8Rows(_Fp8, Derived):
-    """Somebody else's linear layer, x W^T + b, in FP8."""
+    """The user's linear layer, x W^T + b, in FP8."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -282,7 +282,7 @@ class Fp8Rows(_Fp8, Derived):
 
 
 class Fp8Columns(Fp8Rows):
-    """Somebody else's linear layer, x W + b (GPT-2's Conv1D), in FP8."""
+    """The user's linear layer, x W + b (GPT-2's Conv1D), in FP8."""
 
     transposed = True
 

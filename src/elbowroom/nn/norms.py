@@ -8,7 +8,7 @@ goes by, is freed. n comes back with y's rounding: relative error 2^-9 in bf16, 
 1 + abs(bias / weight).
 
 Where a weight is near 0 (below 1e-3) or a bias more than 8 times its weight, n cannot be had from
-y, and x is saved, as torch does. Whether that is so is looked at in each forward on a CPU; on a GPU
+y, and x is saved, as torch does. Whether that is so is examined in each forward on a CPU; on a GPU
 when the parameters' versions have changed: one sync for each norm and optimizer step. (What writes
 to `p.data` changes no version: there convert again.) (Idea: MS-norm, arXiv 2406.16282, which merges
 the weight into the next layer instead.)

@@ -1,4 +1,4 @@
-"""Checks what a state_dict must be to be loaded; everything is looked at before anything changes.
+"""Checks what a state_dict must be to be loaded; everything is examined before anything changes.
 
 Refused, as StateMismatch: a newer version, other groups, settings that are not possible, what
 belongs to another optimizer or to a variant that is not offered, and values that no step has made.

@@ -120,7 +120,7 @@ def _check(facts: Facts, weights: str) -> None:
 def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str) -> None:
     """Raises UnsupportedParameter where p has no values, or its states are another parameter's.
 
-    Of those the shape and the device of the first moment are looked at, and whether it is there.
+    Of those the shape and the device of the first moment are examined, and whether it is there.
     """
     if p.is_meta:
         raise UnsupportedParameter(

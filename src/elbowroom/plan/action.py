@@ -49,7 +49,7 @@ class Encode:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Action: the tensor is dropped, and made again from what its producer saves."""
+    """Action: the tensor is dropped, and rebuilt from what its producer saves."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Node:
     takes   bytes of the gradient of each tensor that the op made
     gives   (node, which of its tensors) for each input of the op; node -1: it needs no gradient
     stays   what it takes is the gradient of a leaf, which has none yet
-    reads   (node, which of its tensors) of what it has saved, where somebody else's hooks hold it
+    reads   (node, which of its tensors) of what it has saved, where the user's hooks hold it
     workspace  bytes that it is known to take beside gradients
     is_older   its op ran before the forward that the graph is of
     copies_maps  a convolution's library copies what it reads and makes into layouts of its own
@@ -142,7 +142,7 @@ class Moment:
     nth      its number
     nbytes   gradients that wait, that it makes, and what lies between
     stay     of gradients that stay: those so far, its own counted
-    hidden   of what somebody else's hooks have put back for it: a checkpoint of the user's
+    hidden   of what the user's hooks have put back for it: a checkpoint of the user's
     """
 
     nth: int

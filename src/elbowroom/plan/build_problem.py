@@ -35,7 +35,7 @@ class BuiltProblem:
 
     modules  of each region, by index
     exact    no bit of any gradient may change
-    apart    storages that are not made again, as in `build_problem`
+    apart    storages that are not rebuilt, as in `build_problem`
     """
 
     problem: Problem
@@ -62,7 +62,7 @@ def build_problem(
     offload    "file" or "host": a place for tensors outside of the device's memory
     whole      tensors may be moved there as they are, not only their codes
     codecs     the settings of codes that are allowed where it is not exact; None: all
-    apart      storages that have codes of their own where they could be made again, by index
+    apart      storages that have codes of their own where they could be rebuilt, by index
     """
     weighed = all_settings() if codecs is None and not exact else codecs
     # More may be registered meanwhile.
@@ -150,7 +150,7 @@ def profiled_level(storage: Storage, moments: int, *, at_start: bool = False) ->
 def _made_from(profile: Profile) -> Counter[int]:
     """Returns, for each storage, how often it is restored for what can be made from it.
 
-    That is nearly always made again where its source is not kept: it then holds nothing.
+    That is nearly always rebuilt where its source is not kept: it then holds nothing.
     """
     found: Counter[int] = Counter()
     for storage in profile.storages:
@@ -167,12 +167,12 @@ def _not_made(storage: Storage) -> Storage:
 
 
 def as_planned(profile: Profile, apart: Collection[int], *, exact: bool) -> Profile:
-    """Returns the profile, in which nothing is made again from what only its signs are held of.
+    """Returns the profile, in which nothing is rebuilt from what only its signs are held of.
 
-    A rehearsal notes that a leaky ReLU's output could be made again from its input; but of that,
+    A rehearsal notes that a leaky ReLU's output could be rebuilt from its input; but of that,
     each preset below "keep" holds the bits that its backward reads, and the output as it is.
 
-    apart: storages that are not made again either, by index
+    apart: storages that are not rebuilt either, by index
     exact: nor what is made of exact tensors alone, unless all are
     """
     lost: set[int] = set()

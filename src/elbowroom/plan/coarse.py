@@ -1,6 +1,6 @@
-"""Tensors that a solver would have made again of codes that are too coarse for their readers.
+"""Tensors that a solver would have rebuilt from codes that are too coarse for their readers.
 
-A solver chooses for each tensor by itself. A product that is made again of a factor holds nothing;
+A solver chooses for each tensor by itself. A product that is rebuilt from a factor holds nothing;
 but if the factor's code has 4 levels, and a reader of the product needs 16, the runtime gives the
 product a code of its own (`runtime/sites.py`), and the step takes more than was promised. Likewise
 for `lean`'s code of a norm's input, which needs the mask of a ReLU that keeps its output as it is.
@@ -17,7 +17,7 @@ from elbowroom.plan.menu import KEEP, Chosen, is_made_of, preset_named
 from elbowroom.plan.problem import Choice, Problem, Solution, held_options
 from elbowroom.plan.profile import Profile
 
-_MOST_ROUNDS = 4  # after which all that could be made again of codes is set apart
+_MOST_ROUNDS = 4  # after which all that could be rebuilt from codes is set apart
 
 
 def solve_apart(
@@ -27,7 +27,7 @@ def solve_apart(
 ) -> tuple[BuiltProblem, Solution]:
     """Returns a problem and its solution, in which nothing is made of codes that are too coarse.
 
-    build: makes the problem in which the storages `apart`, by index, are not made again
+    build: makes the problem in which the storages `apart`, by index, are not rebuilt
     """
     apart: frozenset[int] = frozenset()
     for _ in range(_MOST_ROUNDS):
@@ -50,7 +50,7 @@ def checked(profile: Profile, built: BuiltProblem, found: Solution) -> Solution:
 
 
 def made_of_coarse(profile: Profile, built: BuiltProblem, choice: Choice) -> frozenset[int]:
-    """Returns the storages that are made again of codes which are too coarse, by index.
+    """Returns the storages that are rebuilt from codes which are too coarse, by index.
 
     And those whose code needs a mask that is not held.
     """

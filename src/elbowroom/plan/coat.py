@@ -3,10 +3,10 @@
     attention's q, k, v, output, statistics   kept
     norms, activations, products              E4M3, a scale for each `group_size` elements
     linear layers, matmuls, convolutions      E4M3, a scale for each `wide` elements
-    what can be made again from any of these  not held
+    what can be rebuilt from any of these     not held
 
 What is held of a Llama block is then attention's part and the codes of its two residual inputs, of
-gate and of up; normed inputs, silu(gate) and the product are made again. The error of an 8-bit
+gate and of up; normed inputs, silu(gate) and the product are rebuilt. The error of an 8-bit
 float is relative, at most 2^-4 of any value down to 2^-14 of its group's largest, and that is why
 products may carry it.
 

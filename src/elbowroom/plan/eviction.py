@@ -2,7 +2,7 @@
 
 A trace is the ops of a step in order. Each reads tensors and makes some; a tensor dies after its
 last reader. Memory is a line of `budget` bytes; a tensor takes the narrowest gap that it
-fits. Where none does, tensors that can be made again are evicted; when an op reads one of
+fits. Where none does, tensors that can be rebuilt are evicted; when an op reads one of
 those, its own op runs again first, and so on.
 
     dtr   evicts the tensor with the least  seconds / (bytes * staleness),  again and again, until

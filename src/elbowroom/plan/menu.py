@@ -122,7 +122,7 @@ class _Held:
     value  "" for nothing, "exact", "lossy"
     codec  of the code that the value comes from, if it does
     zeros  that code has a bitmap of them, which serves as bits
-    mapped it is made again from a code, element by element
+    mapped it is rebuilt from a code, element by element
     rows   that were normalized before, each by its own mean and std
     travels bytes of the code that are moved over `link`; None: those of the tensor
     """
@@ -235,7 +235,7 @@ Chosen = tuple[Storage, Preset, bool]  # with a preset, and whether it is gated 
 
 
 def is_made_of(profile: Profile, one: Chosen, sources: Sequence[Chosen]) -> bool:
-    """Returns whether a storage is made again as its preset says, of sources by theirs.
+    """Returns whether a storage is rebuilt as its preset says, of sources by theirs.
 
     It is not where one of these has a code that is too coarse for a reader of it, nor, where it is
     exact, where one has a code that is not.
@@ -250,10 +250,10 @@ def is_made_of(profile: Profile, one: Chosen, sources: Sequence[Chosen]) -> bool
 
 
 def _beside(profile: Profile, storage: Storage) -> int:
-    """Returns the bytes that stand beside a storage while it is made again of others.
+    """Returns the bytes that stand beside a storage while it is rebuilt from others.
 
     One of these becomes the result if it is as large. What stood there in the profiled step, if
-    the storage was made again in it, is part of `base`: all that was not kept then.
+    the storage was rebuilt in it, is part of `base`: all that was not kept then.
     """
     was_made = not storage.kept and storage.held <= storage.nbytes // 8
     sources = [profile.storages[i] for i in storage.made_of]
@@ -270,7 +270,7 @@ def runs_of(moments: Sequence[int]) -> int:
 def shared_s(profile: Profile) -> tuple[float, ...]:
     """Returns the seconds that codes of what an attention saves add once: two of each module.
 
-    Its forward runs again as soon as q, k, v or its output is a code, and values are looked at, on
+    Its forward runs again as soon as q, k, v or its output is a code, and values are examined, on
     a CPU, as soon as q, k or v is: for how many levels they need.
     """
     rate = profile.rates.get(ATTENTION_LOOK, _UNMEASURED)

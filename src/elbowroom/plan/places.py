@@ -41,14 +41,14 @@ def with_codes(
     """
     places = [(offload, True), (offload, False), (None, False)] if offload else [(None, False)]
     may_skip = solver not in BASELINES and len(places) > 1
-    tried: list[tuple[BuiltProblem, Solution, int]] = []
+    attempts: list[tuple[BuiltProblem, Solution, int]] = []
     builds: list[Callable[..., BuiltProblem]] = []
     for tier, whole in places:
-        fitting = [one for one in tried if one[1].feasible]
+        fitting = [one for one in attempts if one[1].feasible]
         best_s = min((cost(built.problem, one.choice) for built, one, _ in fitting), default=inf)
         if fitting and may_skip:
             freely = Limits(budget, variance)  # as if nothing were on its way
-            if is_nearly_best(tried[0][0].problem, freely, best_s):
+            if is_nearly_best(attempts[0][0].problem, freely, best_s):
                 break
         build = partial(
             build_problem,
@@ -75,17 +75,17 @@ def with_codes(
                 least=None if may_skip else least,
             ),
         )
-        tried.append((built, found, travels))
+        attempts.append((built, found, travels))
         builds.append(build)
-    if least and may_skip and not any(found.feasible for _, found, _ in tried):
+    if least and may_skip and not any(found.feasible for _, found, _ in attempts):
         search = partial(solve, variance=variance, solver=solver)
-        tried = _least(profile, tried, builds, budget, variance, search)
-    return min(tried, key=_rank)
+        attempts = _least(profile, attempts, builds, budget, variance, search)
+    return min(attempts, key=_rank)
 
 
 def _least(
     profile: Profile,
-    tried: list[tuple[BuiltProblem, Solution, int]],
+    attempts: list[tuple[BuiltProblem, Solution, int]],
     builds: list[Callable[..., BuiltProblem]],
     budget: int,
     variance: float,
@@ -94,13 +94,13 @@ def _least(
     """Searches for the least peak of each that may have the least of all, by their bounds."""
     bounds = [
         least_bound(built.problem, Limits(budget - travels, variance)) + travels
-        for built, _, travels in tried
+        for built, _, travels in attempts
     ]
     found: list[tuple[BuiltProblem, Solution, int]] = []
-    for at in sorted(range(len(tried)), key=bounds.__getitem__):
+    for at in sorted(range(len(attempts)), key=bounds.__getitem__):
         least = min((one.peak + travels for _, one, travels in found), default=inf)
         if bounds[at] < least:
-            travels = tried[at][2]
+            travels = attempts[at][2]
             apart = solve_apart(profile, builds[at], partial(search, budget=budget - travels))
             found.append((*apart, travels))
     return found

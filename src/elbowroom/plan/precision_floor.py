@@ -74,7 +74,7 @@ ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MOST_LEVELS = 256
 LEAST_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
-UNSEEN_LEVELS = 32  # of v, where its values are not looked at
+UNSEEN_LEVELS = 32  # of v, where its values are not examined
 _FINE, _SHARED, _TAIL = 16, 32, 128
 LEAST_AGAIN = 32  # of the inputs of what runs again
 FEW = 256  # summed elements, of which errors do not average out
@@ -158,7 +158,7 @@ def _floor_of(site: Site) -> int:
     if site.consumer in (CHECKPOINT, RECOMPUTE):
         return LEAST_AGAIN
     if site.formula is Formula.MATRIX and site.facts.has_zeros:
-        # One that is made again has its zeros by bits, and the levels of its source.
+        # One that is rebuilt has its zeros by bits, and the levels of its source.
         return MOST_LEVELS if site.rebuildable is Rebuildable.NO else _FINE
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]

@@ -116,7 +116,7 @@ def weighed(
 ) -> tuple[Codec, ...]:
     """Returns the codecs that a planner takes for tensors of one kind, the mildest first.
 
-    named: somebody has asked for these
+    named: the user has asked for these
     """
     shape = _SHAPES[maps]
     facts = Facts(has_zeros=facts.has_zeros)

@@ -52,7 +52,7 @@ class ForwardProfile:
     loss_nbytes  of the largest tensor that the loss may be taken of, and of the smallest; 0: the
                  loss is part of forward
     out_nbytes   of all that forward gives
-    standing     storages, by index, that stood before it: the model's buffers, which take no more
+    resident     storages, by index, that stood before it: the model's buffers, which take no more
     outs         storages, by index, that what forward gives lies in: there until backward
     """
 
@@ -60,12 +60,12 @@ class ForwardProfile:
     graph: Graph = EMPTY
     loss_nbytes: tuple[int, int] = (0, 0)
     out_nbytes: int = 0
-    standing: frozenset[int] = frozenset()
+    resident: frozenset[int] = frozenset()
     outs: frozenset[int] = frozenset()
 
     @property
     def left_nbytes(self) -> int:
-        """The bytes left behind that were not noted: inputs of somebody's checkpoints, mostly."""
+        """The bytes left behind that were not noted: inputs of the user's checkpoints, mostly."""
         profile = self.profile
         noted = sum(self.profile.storages[i].nbytes for i in self.small)
         left = profile.floor[-1] - profile.static if profile.floor else 0
@@ -75,7 +75,7 @@ class ForwardProfile:
     def small(self) -> tuple[int, ...]:
         """The storages, by index, that autograd holds by itself, and that forward has made."""
         storages = enumerate(self.profile.storages)
-        return tuple(i for i, one in storages if i not in self.standing and not is_planned(one))
+        return tuple(i for i, one in storages if i not in self.resident and not is_planned(one))
 
     def beside(self, nbytes: int) -> "ForwardProfile":
         """Returns the same with so many bytes more held before it, and all the while."""
@@ -98,7 +98,7 @@ class ForwardProfile:
             graph,
             (most + later.loss_nbytes[0], least + later.loss_nbytes[1]),
             self.out_nbytes + later.out_nbytes,
-            self.standing.union(i + shift for i in later.standing),
+            self.resident.union(i + shift for i in later.resident),
             self.outs.union(i + shift for i in later.outs),
         )
 
@@ -111,7 +111,7 @@ class ForwardProfile:
             for i, one in enumerate(self.profile.storages)
         )
         profile = replace(self.profile, storages=tuple(storages))
-        return replace(self, profile=profile, standing=self.standing.union(indices))
+        return replace(self, profile=profile, resident=self.resident.union(indices))
 
 
 @dataclass
@@ -124,7 +124,7 @@ class _Moment:
 
 
 def with_backward(
-    heard: ForwardProfile,
+    forward_profile: ForwardProfile,
     gradients: Iterable[Unallocated],
     state_nbytes: int,
     care: float = CAREFUL,
@@ -134,17 +134,17 @@ def with_backward(
     state_nbytes  of the optimizer's, which the step will create
     care          times what the graph says that backward takes
     """
-    profile = heard.profile.shifted(state_nbytes)
+    profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
-    graph = heard.graph if heard.graph.roots else _chain(storages)
-    loss_nbytes = _LOSS * heard.loss_nbytes[0]
+    graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
+    loss_nbytes = _LOSS * forward_profile.loss_nbytes[0]
     if care == LIKELY:  # the loss may read one tensor, and be all that holds it
         graph = replace(graph, roots=graph.last_roots or graph.roots)
-        loss_nbytes = (_LOSS - 1) * heard.loss_nbytes[1]
+        loss_nbytes = (_LOSS - 1) * forward_profile.loss_nbytes[1]
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
-    small = _small({i: storages[i].nbytes for i in heard.small}, moments)
-    stands = profile.static + heard.left_nbytes
+    small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)
+    stands = profile.static + forward_profile.left_nbytes
     base = []
     asked: dict[tuple[int, int], int] = {}
     for k, moment in enumerate(moments):
@@ -216,7 +216,7 @@ def _moments(graph: Graph, care: float) -> list[_Moment]:
 def _requests(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:
     """(storage, save) that each op of backward asks for, by its number. there: of all, ascending.
 
-    What no op of the graph has saved is the input of somebody's checkpoint, whose ops come between
+    What no op of the graph has saved is the input of the user's checkpoint, whose ops come between
     that save and the next: the first of them that runs asks for it. Or it is a branch that leads
     nowhere, and is let go of at the latest by the op that was made before it.
     """

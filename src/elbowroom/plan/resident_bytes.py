@@ -41,14 +41,14 @@ class ResidentBytes:
 
 
 def resident_bytes_from(data: dict[str, Any] | None) -> ResidentBytes | None:
-    """Reads it from JSON. Raises TypeError for what is no standing."""
+    """Reads it from JSON. Raises TypeError for what is no such object."""
     if data is None:
         return None
-    standing = ResidentBytes(**data)
-    numbers = [value for name, value in vars(standing).items() if name != "states"]
+    resident = ResidentBytes(**data)
+    numbers = [value for name, value in vars(resident).items() if name != "states"]
     if not all(isinstance(value, int) for value in numbers):
         raise TypeError("bytes and elements are whole numbers")
-    return standing
+    return resident
 
 
 def _per_element(nbytes: int, elements: int) -> str:

@@ -104,11 +104,11 @@ class Reads(Enum):
     CODE = "code"  # a dithered code, a tile at a time (batch norm)
     SAMPLES = "samples"  # what is decoded, a few samples at a time (convolution)
     GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
-    PLACE = "place"  # the tensor, decoded or made again to where the gradient will be (products)
+    PLACE = "place"  # the tensor, decoded or rebuilt to where the gradient will be (products)
 
 
 class Rebuildable(Enum):
-    """Tells whether the tensor can be made again from what its producer saves anyway."""
+    """Tells whether the tensor can be rebuilt from what its producer saves anyway."""
 
     NO = "no"
     LOSSY = "lossy"  # yes, but what it is made from is held by a lossy code

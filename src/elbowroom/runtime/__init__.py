@@ -21,7 +21,7 @@ replay/     the script of a forward, and its replay
 
 For both:
 
-observer    the observers of each op: the scribe, a recorder, or none
+observer    the observers of each op: the tracer, a recorder, or none
 masks       ops whose backward reads one bit per element, and which bit
 storage     a storage seen from outside: whether it is alive and unchanged
 arena       memory that restored tensors use in turns

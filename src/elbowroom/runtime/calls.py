@@ -95,7 +95,7 @@ def _uninstall() -> None:
     global _users
     with _lock:
         _users -= 1
-        if not _users and nn.Module.__call__ is _call:  # else somebody has wrapped it since
+        if not _users and nn.Module.__call__ is _call:  # else other code has wrapped it since
             nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
 
@@ -175,7 +175,7 @@ def _keep_in_step() -> None:
     wanted = _wanted - {optimized}
     for cls in _ours - wanted:
         _ours.discard(cls)
-        if cls.__dict__.get("__call__") is _call_known:  # else somebody has wrapped it since
+        if cls.__dict__.get("__call__") is _call_known:  # else other code has wrapped it since
             del cls.__call__
     for cls in wanted - _ours:
         _ours.add(cls)

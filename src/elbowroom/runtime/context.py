@@ -21,7 +21,7 @@ from elbowroom.runtime.slot import MadeAgain
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
-OUTLIVED = "somebody else held it until backward"  # so that encoding it frees nothing
+OUTLIVED = "other code held it until backward"  # so that encoding it frees nothing
 
 
 class Context:

@@ -67,7 +67,7 @@ from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
-from elbowroom.runtime.replay.scribe import Scribe
+from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saturated import EXPONENTIAL, SATURATING
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.sites import Request, classify, left_alone, site_of
@@ -92,7 +92,7 @@ class Saving:
     recompute   names of modules whose forward runs again in backward
     idle        there is nothing to do: open no hooks at all
     after       context of the forward before in the same step, whose ledger and watch continue
-    scribe      records the script for the next forwards
+    tracer      records the script for the next forwards
     shares      a tensor that is rebuilt for one reader is held for the next: less time, a higher
                 peak
     """
@@ -108,12 +108,12 @@ class Saving:
         recompute: Container[str] = (),
         idle: bool = False,
         after: "Saving | None" = None,
-        scribe: Scribe | None = None,
+        tracer: Tracer | None = None,
         shares: bool = False,
     ) -> None:
         self.policy = policy
         self._shares = shares
-        self.scribe = scribe
+        self.tracer = tracer
         self.recorder = recorder
         self._looking = nullcontext if recorder is None else recorder.looking
         self.recompute = recompute
@@ -169,7 +169,7 @@ class Saving:
         if self.observer is not None:
             after = self._after
             self._watch = self.observer.begin() if after is None else after._watch
-        self._listener = self.scribe or NOBODY
+        self._listener = self.tracer or NOBODY
         known = self.policy, self.context, self.min_nbytes, self._identity
         self._serving = Serving(
             *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
@@ -177,7 +177,7 @@ class Saving:
         )
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
-        if self.scribe is not None:
+        if self.tracer is not None:
             self._identity.told = self._copied
 
     def __exit__(

@@ -54,7 +54,7 @@ _Copies = dict[tuple[int, int], tuple[WeakStorage, Slot]]  # by address and vers
 # Classes of tensors with plain memory, which may be changed: torch's own two, and in a dry run the
 # class of stand-ins.
 PLAIN: set[type] = {Tensor, nn.Parameter}
-_standing_in_lock = threading.Lock()
+_taken_for_plain_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -430,9 +430,9 @@ def covering(x: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def standing_in(kind: type[Tensor]) -> Iterator[None]:
+def taken_for_plain(kind: type[Tensor]) -> Iterator[None]:
     """Treats tensors of this class as plain ones inside this context; one thread at a time."""
-    with _standing_in_lock:
+    with _taken_for_plain_lock:
         PLAIN.add(kind)
         try:
             yield

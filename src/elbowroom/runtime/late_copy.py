@@ -6,7 +6,7 @@ the gathered tensor. So x is referred to weakly until a recipe uses it:
 
     x is there, unchanged         it is copied when it is asked for
     x dies before                 it is copied then, if what was gathered lives on
-    x was changed in place        there is no copy, so nothing is made again from it
+    x was changed in place        there is no copy, so nothing is rebuilt from it
 """
 
 import weakref
@@ -18,7 +18,7 @@ from elbowroom.runtime.ledger import Entry
 from elbowroom.runtime.slot import CountedSlot, Handle, KeepHandle
 from elbowroom.runtime.storage import WeakStorage
 
-CONSTANT = "a constant: something is made again with it"
+CONSTANT = "a constant: something is rebuilt with it"
 
 
 class LateCopy(CountedSlot):

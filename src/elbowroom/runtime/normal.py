@@ -5,7 +5,7 @@ follows each channel's own. Encoded as it is, an input whose channels differ in 
 the small ones: with 8 of 64 channels scaled by 0.01, gErr2 went from 0.0098 to 49 (NCHW, 10 x 10),
 1,173 (channels_last) and 15,255 (BatchNorm1d); docs/log.md. Normalized, all channels have the same
 spread, so the error of the code is the same share of each, on any layout and device, and no value
-has to be looked at. Codecs do it in the pass that quantizes (`codecs/affine.py`), and it costs no
+has to be examined. Codecs do it in the pass that quantizes (`codecs/affine.py`), and it costs no
 byte: mean and rstd are held by the norm itself.
 
 So is what has rows that a reader divides by their own size, where a code would not keep them apart

@@ -2,7 +2,7 @@
 
     Observer, Watch, Recorder    protocols, for a step that is watched; `measure` implements them
     Listener                     is notified of all actions. There always is one: usually `NOBODY`;
-                                 `replay/scribe.py` records a script
+                                 `replay/tracer.py` records a script
 
 A lower package does not import a higher one, so the hooks do not use `measure`; they know only that
 the errors of codes may be measured (`Observer`), or a profile recorded (`Recorder`). Most steps are

@@ -31,7 +31,7 @@ from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 from elbowroom.runtime.storage import version_of
 
-TRIED = 2  # calls
+TESTED_CALLS = 2  # calls
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ANOTHER = (
     "it gave another result when it was run again from the same inputs (it may count in Python, or "
@@ -45,18 +45,18 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
     """Returns why a module's call may not be run a second time in backward; "": it may."""
     if arguments.why_not:
         return arguments.why_not
-    if will_be_tried(module):
-        _left[module] = _left.get(module, TRIED) - 1
+    if will_be_tested(module):
+        _left[module] = _left.get(module, TESTED_CALLS) - 1
         with _unobserved():
-            why = _tried(module, call, arguments)
+            why = _tested(module, call, arguments)
         if why:
             _failed[module] = why
     return _failed.get(module, "")
 
 
-def will_be_tried(module: nn.Module) -> bool:
+def will_be_tested(module: nn.Module) -> bool:
     """Returns whether its next call will be a trial."""
-    return _left.get(module, TRIED) > 0 and module not in _failed
+    return _left.get(module, TESTED_CALLS) > 0 and module not in _failed
 
 
 class Observing(TorchFunctionMode):
@@ -93,7 +93,7 @@ class Unrepeatable(BaseException):
     """
 
 
-def _tried(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
+def _tested(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
     """Runs the module twice on copies; returns in words why it cannot run again, or ""."""
     state = State(module, arguments.sources)
     state.take(all_of_them=True)

@@ -346,8 +346,8 @@ class Serving:
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
             raise CodecError(f"{error} ({where})") from error
         slot.hold(handle)
-        remade = ready if isinstance(action, Rebuild) else None
-        self._listener.does(slot, name, need, action, ready=remade, norm=norm, drawn=drawn)
+        recipe = ready if isinstance(action, Rebuild) else None
+        self._listener.does(slot, name, need, action, ready=recipe, norm=norm, drawn=drawn)
         slot.drop_needless_bits()
         if self._watch is not None and not isinstance(action, Keep | Offload):
             codec = action.codec if isinstance(action, Encode) else None

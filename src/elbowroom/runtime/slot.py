@@ -210,7 +210,7 @@ class Slot:
     is_unseen        it was not first saved by a call from Python: no waiting tensor is rebuilt from
                      it
     shape_is_enough  so far every op needs the geometry only
-    most_depth       in a profiled step: ops that make it, if all on the way is made again; 0: none
+    most_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
     """
 
     # Most slots of a step have these values, so they are class attributes.

@@ -1,7 +1,7 @@
 """Weak access to a storage: whether it exists, whether it was changed, how large it is.
 
 WeakStorage           does not keep it alive; its address is not reused while this exists
-version_of, check_version, witness_of    its version counter, which a change in place moves
+version_of, check_version, counter_of    its version counter, which a change in place moves
 storage_nbytes        its size
 """
 
@@ -61,7 +61,7 @@ def _counted_always() -> int:
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")  # which most share
 
 
-def witness_of(x: Tensor) -> Tensor:
+def counter_of(x: Tensor) -> Tensor:
     """A tensor without memory that shares x's version counter.
 
     It shows in-place changes, and keeps nothing alive.

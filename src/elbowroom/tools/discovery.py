@@ -1,4 +1,4 @@
-"""Finding the model that somebody else's program trains, and its optimizers, without being told.
+"""Finding the model that the user's program trains, and its optimizers, without being told.
 
 A model is an outermost module that is called in training mode with gradients on, and of which an
 optimizer holds parameters; or, where a program updates them by hand, one that has gradients by now.
@@ -80,7 +80,7 @@ class Discovery:
     def __exit__(self, *_: object) -> None:
         discover(None)
         self._before_steps.remove()
-        if Optimizer.__init__ is self._init:  # else somebody has wrapped it since
+        if Optimizer.__init__ is self._init:  # else other code has wrapped it since
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
 
     def optimizers(self) -> list[Optimizer]:

@@ -269,7 +269,7 @@ def _remedies(total: int, saved: int, profile: Profile | None) -> list[str]:
         return [
             *lines,
             f"  of the {show_nbytes(total)}, {show_nbytes(saved)} are saved for backward, and can "
-            "be held in less or made again; the rest stays. To train inside of what there was: "
+            "be held in less or rebuilt; the rest stays. To train inside of what there was: "
             f"er.fit(model, budget={total}), or elbowroom run --budget {total}; the first step "
             "says whether a plan fits",
         ]

@@ -5,7 +5,7 @@ so nothing is paid for before, and no bit of a training can change. Autograd doe
 module a node belongs to. A node that uses a parameter is named after the module of the parameter;
 any other is named after the last such node before it.
 
-A saved tensor is looked at without unpacking it, since that may need memory: what somebody's hook
+A saved tensor is examined without unpacking it, since that may need memory: what the user's hook
 holds in its place is counted only if it is a tensor, or if the hook is elbowroom's.
 """
 

@@ -98,7 +98,7 @@ def find_largest(
             "release gradients again afterwards"
         )
     trial, budget = _Trial(model, make_batch, loss, options, optimizer), options.budget_nbytes
-    with _untouched(model, trial.owned), waiting("the largest batch") as tell:
+    with _untouched(model, trial.model_state), waiting("the largest batch") as tell:
         tell(f"a step with batch {_SMALL} is written down")
         pair = trial.pair(_SMALL)
         batch = _largest(pair, budget, options.exact)
@@ -166,7 +166,7 @@ class _Trial:
         options: FitOptions,
         optimizer: Optimizer | None,
     ) -> None:
-        self.owned = ModelState(model, optimizer)
+        self.model_state = ModelState(model, optimizer)
         self._model, self._make_batch, self._loss, self._options = model, make_batch, loss, options
 
     def pair(self, batch: int) -> TwoBatches:
@@ -180,7 +180,7 @@ class _Trial:
         The optimizer has its states by then. Returns _RAN_OUT if there was no memory for the step.
         """
         data = self._make_batch(batch)  # is no part of a budget
-        measurement = Measurement.start(self.owned, self._memory(), writes=False)
+        measurement = Measurement.start(self.model_state, self._memory(), writes=False)
         try:
             with _attached(self._model, _Following(plan, self._options.min_nbytes)):
                 self._run(data)
@@ -204,7 +204,7 @@ class _Trial:
     def _profile(self, batch: int) -> Profile:
         profiling = Profiling(
             self._model,
-            self.owned.optimizers(),
+            self.model_state.optimizers(),
             lambda: None,
             min_nbytes=0,  # what is small now need not be in a large batch
             warm_up=0,
@@ -219,7 +219,7 @@ class _Trial:
                 f"a step with batch {batch} cannot be profiled: it must run the model's forward "
                 "once and return a loss that depends on it, on the main thread, without a profiler"
             )
-        born = self.owned.unallocated_state_nbytes()
+        born = self.model_state.unallocated_state_nbytes()
         return replace(
             profile,
             static=profile.static + born,
@@ -229,7 +229,7 @@ class _Trial:
 
     def _memory(self) -> MemoryState:
         """Returns the memory as a step begins whose optimizer has its states."""
-        memory = self.owned.memory()
+        memory = self.model_state.memory()
         return MemoryState(memory.static_nbytes + memory.unallocated_state_nbytes)
 
     def _run(self, data: Any) -> None:
@@ -304,12 +304,12 @@ def _attached(model: nn.Module, around: Around) -> Iterator[None]:
 
 
 @contextmanager
-def _untouched(model: nn.Module, owned: ModelState) -> Iterator[None]:
+def _untouched(model: nn.Module, model_state: ModelState) -> Iterator[None]:
     """Removes gradients and what is attached inside this context; puts all back on exit."""
     fitting = detach(model)
     if isinstance(fitting, Fitting):
         fitting.interrupt()
-    undo = Undo(model, owned.optimizers())
+    undo = Undo(model, model_state.optimizers())
     gradients = [(p, p.grad) for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:

@@ -1,4 +1,4 @@
-"""Writing down one step of somebody else's program: some steps pass, one is recorded, that is all.
+"""Writing down one step of the user's program: some steps pass, one is recorded, that is all.
 
     forward 1       passes: the optimizer makes its states, caches fill
     forward 2       starts the record; backward and the optimizer run into it
@@ -47,9 +47,9 @@ class Profiling:
         min_nbytes: int = 65536,
         warm_up: int = 1,
     ) -> None:
-        self.owned = ModelState(model, None)
+        self.model_state = ModelState(model, None)
         for optimizer in optimizers:
-            self.owned.add(optimizer)
+            self.model_state.add(optimizer)
         self.profile: Profile | None = None
         self.steps = 0
         self._done = done
@@ -81,7 +81,7 @@ class Profiling:
         if self.steps > self._warm_up:
             self._tries += 1
             self._updates_before = self._updates
-            self._recording = Recording.start(self.owned.tensors(), self.owned.device)
+            self._recording = Recording.start(self.model_state.tensors(), self.model_state.device)
         if self._recording is None:
             return forward()
         with self._context():
@@ -100,7 +100,7 @@ class Profiling:
         try:
             found = recording.finish() if recording.has_backward else None
             if found is not None:
-                self.profile = replace(found, standing=self.owned.standing())
+                self.profile = replace(found, standing=self.model_state.resident_bytes())
                 self._is_whole = not self._waits or 0 < self._updates_before < self._updates
         finally:
             recording.close()
@@ -111,5 +111,5 @@ class Profiling:
             self._hook.remove()
 
     def _updated(self, optimizer: Optimizer, *_: object) -> None:
-        if not torch.compiler.is_compiling() and optimizer in self.owned.optimizers():
+        if not torch.compiler.is_compiling() and optimizer in self.model_state.optimizers():
             self._updates += 1

@@ -32,46 +32,46 @@ Rule = Literal["delta", "dtr", "capuchin"]
 
 def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
     """Returns what the rule evicts; it stays over the budget if nothing more can be evicted."""
-    draft = PartialSolution(problem, limits, keep_all(problem))
+    solution = PartialSolution(problem, limits, keep_all(problem))
     evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
     been: set[Choice] = set()  # a module inside of another is evicted in its place, and back
-    while draft.excess > 0 and draft.choice not in been:
-        been.add(draft.choice)
-        over = (draft.level > limits.budget).nonzero()[0].tolist()
-        if not any(evict(draft, moment) for moment in over):
+    while solution.excess > 0 and solution.choice not in been:
+        been.add(solution.choice)
+        over = (solution.level > limits.budget).nonzero()[0].tolist()
+        if not any(evict(solution, moment) for moment in over):
             break
     if rule == "delta":
-        _prefetch(draft)
-    return draft.choice
+        _prefetch(solution)
+    return solution.choice
 
 
 dtr = partial(delta, rule="dtr")
 capuchin = partial(delta, rule="capuchin")
 
 
-def _delta(draft: PartialSolution, moment: int) -> bool:
+def _delta(solution: PartialSolution, moment: int) -> bool:
     """Makes a move by DELTA's filter and director; returns whether there was one."""
-    stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
-    items = draft.problem.items
+    stale = {i: _stale_s(solution.problem, i, moment) for i in _idle(solution, moment)}
+    items = solution.problem.items
     for i in sorted(stale, key=lambda i: (-items[i].nbytes * stale[i], -items[i].nbytes, i)):
-        if _make_best(draft, moment, [*_offloads(draft, i), *_recomputes(draft, i)]):
+        if _make_best(solution, moment, [*_offloads(solution, i), *_recomputes(solution, i)]):
             return True
     return False
 
 
-def _dtr(draft: PartialSolution, moment: int) -> bool:
+def _dtr(solution: PartialSolution, moment: int) -> bool:
     """Makes a move by DTR's score; returns whether there was one.
 
     A region is as stale as the item in it that was read last.
     """
-    stale = {i: _stale_s(draft.problem, i, moment) for i in _idle(draft, moment)}
-    moves = [(stale[i], move) for i in stale for move in _rebuilds(draft, i)]
-    for r in sorted({r for i in stale for r in draft.regions_with.get(i, ())}):
-        inside = [stale[i] for i in draft.problem.regions[r].inside if i in stale]
-        moves.append((min(inside), draft.recompute(r)))
+    stale = {i: _stale_s(solution.problem, i, moment) for i in _idle(solution, moment)}
+    moves = [(stale[i], move) for i in stale for move in _rebuilds(solution, i)]
+    for r in sorted({r for i in stale for r in solution.regions_with.get(i, ())}):
+        inside = [stale[i] for i in solution.problem.regions[r].inside if i in stale]
+        moves.append((min(inside), solution.recompute(r)))
     scores = []
     for stale_s, move in moves:
-        _, effect, freed = _best(draft, moment, [move])
+        _, effect, freed = _best(solution, moment, [move])
         if effect is not None:
             scores.append(effect.seconds / (freed * stale_s) if stale_s else inf)
         else:
@@ -79,38 +79,38 @@ def _dtr(draft: PartialSolution, moment: int) -> bool:
     allowed = [k for k, score in enumerate(scores) if not isnan(score)]
     if not allowed:
         return False
-    return _make_best(draft, moment, [moves[min(allowed, key=lambda k: scores[k])][1]])
+    return _make_best(solution, moment, [moves[min(allowed, key=lambda k: scores[k])][1]])
 
 
-def _capuchin(draft: PartialSolution, moment: int) -> bool:
-    idle = sorted(_idle(draft, moment), key=lambda i: (-_idle_s(draft.problem, i), i))
+def _capuchin(solution: PartialSolution, moment: int) -> bool:
+    idle = sorted(_idle(solution, moment), key=lambda i: (-_idle_s(solution.problem, i), i))
     for i in idle:
-        hidden = [move for move in _offloads(draft, i) if _is_hidden(draft, move)]
-        if _make_best(draft, moment, hidden):
+        hidden = [move for move in _offloads(solution, i) if _is_hidden(solution, move)]
+        if _make_best(solution, moment, hidden):
             return True
-    regions = sorted({r for i in idle for r in draft.regions_with.get(i, ())})
-    recomputes = [m for i in idle for m in _rebuilds(draft, i)]
-    if _make_best(draft, moment, recomputes + [draft.recompute(r) for r in regions]):
+    regions = sorted({r for i in idle for r in solution.regions_with.get(i, ())})
+    recomputes = [m for i in idle for m in _rebuilds(solution, i)]
+    if _make_best(solution, moment, recomputes + [solution.recompute(r) for r in regions]):
         return True
-    return _make_best(draft, moment, [m for i in idle for m in _offloads(draft, i)])
+    return _make_best(solution, moment, [m for i in idle for m in _offloads(solution, i)])
 
 
-def _make_best(draft: PartialSolution, moment: int, moves: list[Move]) -> bool:
-    move, effect, _ = _best(draft, moment, moves)
+def _make_best(solution: PartialSolution, moment: int, moves: list[Move]) -> bool:
+    move, effect, _ = _best(solution, moment, moves)
     if move is None or effect is None:
         return False
-    draft.make(move, effect)
+    solution.make(move, effect)
     return True
 
 
 def _best(
-    draft: PartialSolution, moment: int, moves: list[Move]
+    solution: PartialSolution, moment: int, moves: list[Move]
 ) -> tuple[Move | None, Effect | None, int]:
     """The move with the fewest seconds per byte freed at a moment; none if none frees any."""
     best: tuple[Move | None, Effect | None, int] = None, None, 0
     least = inf
     for move in moves:
-        effect = draft.effect(move)
+        effect = solution.effect(move)
         if effect is None or not 0 <= moment - effect.first < len(effect.nbytes):
             continue
         freed = -int(effect.nbytes[moment - effect.first])
@@ -119,36 +119,36 @@ def _best(
     return best
 
 
-def _idle(draft: PartialSolution, moment: int) -> list[int]:
+def _idle(solution: PartialSolution, moment: int) -> list[int]:
     """Kept items that are held at a moment, and not read."""
     return [
         i
-        for i, item in enumerate(draft.problem.items)
+        for i, item in enumerate(solution.problem.items)
         if item.used < moment <= item.freed
-        and draft.options[i] == 0
-        and not draft.gone(i)
+        and solution.options[i] == 0
+        and not solution.gone(i)
         and not any(first <= moment <= last for first, last in item.needs)
     ]
 
 
-def _offloads(draft: PartialSolution, i: int) -> Iterator[Move]:
+def _offloads(solution: PartialSolution, i: int) -> Iterator[Move]:
     """Yields the first offload over each link: the others differ in how early they are back."""
     links = set()
-    for a, option in enumerate(draft.problem.items[i].options):
+    for a, option in enumerate(solution.problem.items[i].options):
         if a and option.exact and option.link and option.link not in links:
             links.add(option.link)
-            yield draft.hold(i, a)
+            yield solution.hold(i, a)
 
 
-def _recomputes(draft: PartialSolution, i: int) -> Iterator[Move]:
-    yield from _rebuilds(draft, i)
-    yield from (draft.recompute(r) for r in draft.regions_with.get(i, ()))
+def _recomputes(solution: PartialSolution, i: int) -> Iterator[Move]:
+    yield from _rebuilds(solution, i)
+    yield from (solution.recompute(r) for r in solution.regions_with.get(i, ()))
 
 
-def _rebuilds(draft: PartialSolution, i: int) -> Iterator[Move]:
-    for a, option in enumerate(draft.problem.items[i].options):
+def _rebuilds(solution: PartialSolution, i: int) -> Iterator[Move]:
+    for a, option in enumerate(solution.problem.items[i].options):
         if a and option.exact and not option.link:
-            yield draft.hold(i, a)
+            yield solution.hold(i, a)
 
 
 def _stale_s(problem: Problem, i: int, moment: int) -> float:
@@ -164,24 +164,24 @@ def _idle_s(problem: Problem, i: int) -> float:
     return problem.starts_s[due(item)] - problem.starts_s[item.used]
 
 
-def _is_hidden(draft: PartialSolution, move: Move) -> bool:
+def _is_hidden(solution: PartialSolution, move: Move) -> bool:
     """Returns whether an offload costs no more than its own handling: no link gets later."""
-    effect = draft.effect(move)
+    effect = solution.effect(move)
     ((i, a),) = move.options.items()
-    option = draft.problem.items[i].options[a]
+    option = solution.problem.items[i].options[a]
     handling = option.cost_s
     return effect is not None and effect.seconds <= handling * (1 + 1e-9) + 1e-12
 
 
-def _prefetch(draft: PartialSolution) -> None:
+def _prefetch(solution: PartialSolution) -> None:
     """Brings items back as early as there is room: the first needed first."""
-    items = draft.problem.items
-    offloaded = [i for i, a in enumerate(draft.options) if items[i].options[a].link]
+    items = solution.problem.items
+    offloaded = [i for i, a in enumerate(solution.options) if items[i].options[a].link]
     for i in sorted(offloaded, key=lambda i: (due(items[i]), i)):
-        chosen = items[i].options[draft.options[i]]
+        chosen = items[i].options[solution.options[i]]
         same = [a for a, o in enumerate(items[i].options) if o.link == chosen.link and o.exact]
         for a in sorted(same, key=lambda a: -items[i].options[a].ahead):
-            effect = draft.effect(draft.hold(i, a))
-            if effect and draft.freed(effect) >= 0:
-                draft.make(draft.hold(i, a), effect)
+            effect = solution.effect(solution.hold(i, a))
+            if effect and solution.freed(effect) >= 0:
+                solution.make(solution.hold(i, a), effect)
                 break

@@ -41,9 +41,9 @@ def walked(problem: Problem, limits: Limits) -> Choice | None:
     """The walk from plain autograd, at the lowest price of variance that fits; None if none."""
     bounded = 0 < limits.variance < inf
     for price in _PRICES if bounded else (0.0,):
-        draft = PartialSolution(problem, limits, keep_all(problem))
+        solution = PartialSolution(problem, limits, keep_all(problem))
         price_s = price * problem.seconds / limits.variance if price else 0.0
-        if (choice := finished(draft, price_s)) is not None:
+        if (choice := finished(solution, price_s)) is not None:
             return choice
     return None
 
@@ -54,97 +54,99 @@ def cheapest_of(problem: Problem, found: list[Choice | None]) -> Choice | None:
     return min(choices, key=lambda choice: cost(problem, choice), default=None)
 
 
-def finished(draft: PartialSolution, price: float = 0.0) -> Choice | None:
-    """Goes on from a draft until it fits, and takes back what is not needed, or returns None."""
-    walk(draft, price)
-    if draft.excess > 0:
+def finished(solution: PartialSolution, price: float = 0.0) -> Choice | None:
+    """Goes on from a solution until it fits, and takes back what is not needed, or returns None."""
+    walk(solution, price)
+    if solution.excess > 0:
         return None
-    take_back(draft)
-    return draft.choice if fits(draft.problem, draft.choice, draft.limits) else None
+    take_back(solution)
+    return solution.choice if fits(solution.problem, solution.choice, solution.limits) else None
 
 
-def take_back(draft: PartialSolution) -> None:
+def take_back(solution: PartialSolution) -> None:
     """Undoes or weakens, the dearest first, what the budget does not need."""
-    for r in sorted(draft.recomputed, key=lambda r: (-draft.problem.regions[r].seconds, r)):
-        _make_if_it_saves(draft, draft.run_once(r))
-    changed = [i for i, option in enumerate(draft.options) if option and not draft.gone(i)]
-    for i in sorted(changed, key=lambda i: (-_seconds(draft, i, draft.options[i]), i)):
-        for option in sorted(range(len(draft.problem.items[i].options)), key=lambda a: (a > 0, a)):
-            if option != draft.options[i]:
-                _make_if_it_saves(draft, draft.hold(i, option))
+    for r in sorted(solution.recomputed, key=lambda r: (-solution.problem.regions[r].seconds, r)):
+        _make_if_it_saves(solution, solution.run_once(r))
+    changed = [i for i, option in enumerate(solution.options) if option and not solution.gone(i)]
+    for i in sorted(changed, key=lambda i: (-_seconds(solution, i, solution.options[i]), i)):
+        for option in sorted(
+            range(len(solution.problem.items[i].options)), key=lambda a: (a > 0, a)
+        ):
+            if option != solution.options[i]:
+                _make_if_it_saves(solution, solution.hold(i, option))
 
 
-def _make_if_it_saves(draft: PartialSolution, move: Move) -> None:
-    effect = draft.effect(move)
-    if effect and draft.freed(effect) >= 0:
+def _make_if_it_saves(solution: PartialSolution, move: Move) -> None:
+    effect = solution.effect(move)
+    if effect and solution.freed(effect) >= 0:
         kept = not any(move.options.values())
         if effect.seconds < 0 or (effect.seconds == 0 and kept):
-            draft.make(move, effect)
+            solution.make(move, effect)
 
 
-def walk(draft: PartialSolution, price: float = 0.0) -> None:
+def walk(solution: PartialSolution, price: float = 0.0) -> None:
     """Make moves, the best score first, until the budget is kept or none helps."""
-    while (before := draft.excess) > 0:
-        _walk(draft, price)
-        if draft.excess == before:
+    while (before := solution.excess) > 0:
+        _walk(solution, price)
+        if solution.excess == before:
             return
 
 
-def _walk(draft: PartialSolution, price: float) -> None:
+def _walk(solution: PartialSolution, price: float) -> None:
     """Make moves as far as those that are known at the start go."""
-    regions = [("region", r, 0) for r in range(len(draft.problem.regions))]
-    if not draft.limits.exact:
-        coded = (r for r, region in enumerate(draft.problem.regions) if region.levels < inf)
+    regions = [("region", r, 0) for r in range(len(solution.problem.regions))]
+    if not solution.limits.exact:
+        coded = (r for r, region in enumerate(solution.problem.regions) if region.levels < inf)
         regions += [("coded region", r, 0) for r in coded]
-    matters = draft.in_excess()
+    matters = solution.in_excess()
     options = [
         ("option", i, a)
-        for i, item in enumerate(draft.problem.items)
+        for i, item in enumerate(solution.problem.items)
         if matters(i)
         for a, option in enumerate(item.options)
-        if draft.limits.allow(option)
+        if solution.limits.allow(option)
     ]
     queue = [
-        (score, key) for key in options + regions if (score := _score(draft, key, price)) < inf
+        (score, key) for key in options + regions if (score := _score(solution, key, price)) < inf
     ]
     heapq.heapify(queue)
-    excess = draft.excess
+    excess = solution.excess
     while queue and excess > 0:
         _, key = heapq.heappop(queue)
-        score = _score(draft, key, price)
+        score = _score(solution, key, price)
         if score == inf:
             continue
         if queue and score > queue[0][0]:
             heapq.heappush(queue, (score, key))
             continue
-        move = _move(draft, key)
-        effect = draft.effect(move)
+        move = _move(solution, key)
+        effect = solution.effect(move)
         assert effect is not None
-        draft.make(move, effect)
-        excess = draft.excess
+        solution.make(move, effect)
+        excess = solution.excess
 
 
-def _move(draft: PartialSolution, key: tuple[str, int, int]) -> Move:
+def _move(solution: PartialSolution, key: tuple[str, int, int]) -> Move:
     kind, index, option = key
     if kind == "coded region":
-        return draft.recompute_from_codes(index)
-    return draft.recompute(index) if kind == "region" else draft.hold(index, option)
+        return solution.recompute_from_codes(index)
+    return solution.recompute(index) if kind == "region" else solution.hold(index, option)
 
 
-def _score(draft: PartialSolution, key: tuple[str, int, int], price: float) -> float:
+def _score(solution: PartialSolution, key: tuple[str, int, int], price: float) -> float:
     """Returns the score of a move; inf: it may not be made, changes nothing, or frees nothing."""
     kind, index, option = key
     if kind != "option":
-        if index in draft.recomputed:
+        if index in solution.recomputed:
             return inf
-    elif draft.options[index] == option or draft.gone(index):
+    elif solution.options[index] == option or solution.gone(index):
         return inf
-    effect = draft.effect(_move(draft, key))
-    if effect is None or (freed := draft.freed(effect)) <= 0:
+    effect = solution.effect(_move(solution, key))
+    if effect is None or (freed := solution.freed(effect)) <= 0:
         return inf
     return (effect.seconds + price * effect.variance) / freed
 
 
-def _seconds(draft: PartialSolution, i: int, option: int) -> float:
-    chosen = draft.problem.items[i].options[option]
+def _seconds(solution: PartialSolution, i: int, option: int) -> float:
+    chosen = solution.problem.items[i].options[option]
     return chosen.cost_s

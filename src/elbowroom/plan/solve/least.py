@@ -87,10 +87,10 @@ def lowered(problem: Problem, limits: Limits, choice: Choice) -> Choice:
         while known < least:
             least = known
             budget = least - max(least >> halvings, 1)
-            draft = PartialSolution(problem, replace(limits, budget=budget), choice)
-            walk(draft)
-            known = int(draft.level.max(initial=0))
+            solution = PartialSolution(problem, replace(limits, budget=budget), choice)
+            walk(solution)
+            known = int(solution.level.max(initial=0))
             if known < least:
-                choice = draft.choice
+                choice = solution.choice
         known, least = least, least + 1
     return choice

@@ -7,7 +7,7 @@
 
     minimise  seconds of all x_ia, x_R and z_n, and all s
 
-    sum_a x_ia + sum_{R holds i} x_R = 1       each item is held in one way, or made again
+    sum_a x_ia + sum_{R holds i} x_R = 1       each item is held in one way, or rebuilt
     x_R + sum_{R' around R} x_R' <= 1          of nested regions one
     x_R <= sum_{R takes a} x_ia                for each input i of R
     sum_{a names n} x_ia <= z_n                for each item i

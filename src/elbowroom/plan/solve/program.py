@@ -63,7 +63,7 @@ class Program:
         relaxed  all x may be fractions
         fixed    x that are given
         gap      relative, between what is found and what is proved
-        nodes    of the search tree that are looked at
+        nodes    of the search tree that are examined
         dense    further rows: factors [rows, columns], and their highest values
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # see check_solver

@@ -19,7 +19,7 @@ from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.normal import Normalized, Statistics, flat_of
-from elbowroom.runtime.storage import WeakStorage, counted, storage_nbytes, version_of, witness_of
+from elbowroom.runtime.storage import WeakStorage, counted, counter_of, storage_nbytes, version_of
 
 Parts = Callable[[int, int], Tensor]  # first element, number -> flat
 
@@ -28,6 +28,7 @@ class EncodeHandle:
     """Holds the code of one dense tensor `base`."""
 
     __slots__ = (
+        "_counter",
         "_encoded",
         "_nbytes",
         "_normal",
@@ -35,7 +36,6 @@ class EncodeHandle:
         "_original",
         "_restored",
         "_version",
-        "_witness",
         "bitmap",
         "is_shared",
         "on_outlived",
@@ -58,7 +58,7 @@ class EncodeHandle:
         self._normal = normal
         self._offset = base.storage_offset()
         self._original = WeakStorage(base)
-        self._witness = witness_of(base)
+        self._counter = counter_of(base)
         self._version = version_of(base)
         self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
@@ -105,7 +105,7 @@ class EncodeHandle:
                 return seen
         x = self._decoded(None if self._normal is None else self._normal.undo(), None)
         if not private and self.is_shared and not ARENA.owns(x):
-            self._restored = WeakStorage(x), witness_of(x), x._version
+            self._restored = WeakStorage(x), counter_of(x), x._version
         return x
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
@@ -169,7 +169,7 @@ class EncodeHandle:
     def _still_there(self) -> Tensor | None:
         """The original, unchanged, or a decoded tensor that a reader in backward still holds."""
         encoded = self._encoded
-        if self._witness._version == self._version:
+        if self._counter._version == self._version:
             original = self._original.tensor(encoded.dtype)
             if (
                 original is not None and storage_nbytes(original) == self._nbytes
@@ -177,16 +177,16 @@ class EncodeHandle:
                 if self.on_outlived is not None:
                     self.on_outlived()
                 return counted(
-                    self._witness, original.as_strided(encoded.shape, encoded.stride, self._offset)
+                    self._counter, original.as_strided(encoded.shape, encoded.stride, self._offset)
                 )
         if self._restored is None:
             return None
-        storage, witness, version = self._restored
-        restored = storage.tensor(encoded.dtype) if witness._version == version else None
+        storage, counter, version = self._restored
+        restored = storage.tensor(encoded.dtype) if counter._version == version else None
         return (
             None
             if restored is None
-            else counted(witness, restored.as_strided(encoded.shape, encoded.stride, 0))
+            else counted(counter, restored.as_strided(encoded.shape, encoded.stride, 0))
         )
 
 

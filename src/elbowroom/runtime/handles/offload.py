@@ -24,9 +24,9 @@ from elbowroom.runtime.storage import (
     WeakStorage,
     changed_in_place,
     counted,
+    counter_of,
     storage_nbytes,
     version_of,
-    witness_of,
 )
 from elbowroom.runtime.tiers import Arrival, Tier
 
@@ -38,6 +38,7 @@ class OffloadHandle:
 
     __slots__ = (
         "__weakref__",
+        "_counter",
         "_device",
         "_dtype",
         "_early",
@@ -53,7 +54,6 @@ class OffloadHandle:
         "_stride",
         "_ticket",
         "_version",
-        "_witness",
         "on_outlived",
     )
 
@@ -73,7 +73,7 @@ class OffloadHandle:
         self._dtype, self._device = base.dtype, base.device
         self._name = name
         self._original = WeakStorage(base)
-        self._witness = witness_of(base)
+        self._counter = counter_of(base)
         self._version = version_of(base)
         self._full_nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
@@ -110,7 +110,7 @@ class OffloadHandle:
 
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with base's shape and strides."""
-        now = version_of(self._witness)
+        now = version_of(self._counter)
         if now != self._version:
             raise changed_in_place(self._shape, self._dtype, self._version, now)
         there = self._still_there()
@@ -118,7 +118,7 @@ class OffloadHandle:
             flat = self._fetched()
             x = flat.as_strided(self._shape, self._stride, 0)
             if not private and not ARENA.owns(flat):
-                self._restored = WeakStorage(x), witness_of(x), x._version
+                self._restored = WeakStorage(x), counter_of(x), x._version
             return x
         self._prefetcher.asked(self._place, self, was_early=None)
         return there.clone() if private else there
@@ -130,7 +130,7 @@ class OffloadHandle:
             if source is None and self.on_outlived is not None:
                 self.on_outlived()
             return counted(
-                self._witness, original.as_strided(self._shape, self._stride, self._offset)
+                self._counter, original.as_strided(self._shape, self._stride, self._offset)
             )
         if source is not None:
             raise RestoreError(
@@ -140,11 +140,11 @@ class OffloadHandle:
             )
         if self._restored is None:
             return None
-        storage, witness, version = self._restored
-        restored = storage.tensor(self._dtype) if witness._version == version else None
+        storage, counter, version = self._restored
+        restored = storage.tensor(self._dtype) if counter._version == version else None
         if restored is None:
             return None
-        return counted(witness, restored.as_strided(self._shape, self._stride, 0))
+        return counted(counter, restored.as_strided(self._shape, self._stride, 0))
 
     def _fetched(self) -> Tensor:
         """The bytes, as a private flat tensor."""

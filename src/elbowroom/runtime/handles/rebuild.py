@@ -284,7 +284,7 @@ class Ready:
 
     @property
     def most_depth(self) -> int:
-        """The depth if all saved tensors on the way were made again, too, as a plan may decide."""
+        """The depth if all saved tensors on the way were rebuilt, too, as a plan may decide."""
         return 1 + max(one.most_depth for one in (self.source, *self.others))
 
     @property
@@ -401,7 +401,7 @@ class Ready:
     def _deeper_operands(self) -> dict[int, Tensor]:
         """Returns the operands that take more ops than the source does, made before it.
 
-        A residual stream is made again of itself, one layer below, and of what the layer adds.
+        A residual stream is rebuilt from itself, one layer below, and of what the layer adds.
         Were that made first, each layer of the stream would hold it while those below are made.
         """
         depths = [_depth_of(one) for one in self.others]

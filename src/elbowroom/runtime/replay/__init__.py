@@ -1,6 +1,6 @@
 """Replay of a settled forward: the action for each saved tensor is read from a script.
 
-    learning    every op is examined (`runtime/hooks.py`); a `Scribe` (`scribe.py`) notes all
+    learning    every op is examined (`runtime/hooks.py`); a `Tracer` (`tracer.py`) notes all
                 actions (`notes.py`), and a `Writer` turns the notes into a script (`writer.py`)
     replaying   the i-th op of a forward does what the i-th op did before (`replay.py`)
     by hand     `saving_context.py` chooses among the scripts of its setting, `following.py` counts

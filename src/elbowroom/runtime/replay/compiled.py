@@ -2,7 +2,7 @@
 
     guard(replay, args, kwargs) -> bool     whether a call is the one
     hold(replay, x) -> held                 what autograd holds of a tensor; None: the tensor
-    differs deed(replay, slot, whole, x)            sets the value of a slot
+    differs instruction(replay, slot, whole, x)     sets the value of a slot
 
 All that is known beforehand is bound: kinds, shapes, sizes, numbers of slots and seeds, the codec's
 coder. So a replayed step needs no lookups.
@@ -26,7 +26,15 @@ from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, Rebu
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.replay.held import Flat, HoldFlat, kept
-from elbowroom.runtime.replay.script import NOWHERE, Deed, Like, Remade, Save, Step, deeds_of
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    Instruction,
+    Like,
+    NumberedRecipe,
+    Save,
+    Step,
+    instructions_of,
+)
 from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.serving import is_normalized, normalized, perform
 from elbowroom.runtime.slot import Geometry, Slot, View
@@ -68,7 +76,8 @@ class Act:
         )
         self.run: Callable[..., Any] = step.run or step.func
         self.before, self.after = (
-            tuple(_late(deed, is_exact) for deed in some) for some in (step.before, step.after)
+            tuple(_late(instruction, is_exact) for instruction in some)
+            for some in (step.before, step.after)
         )
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
         self.ends = bool(step.place != NOWHERE or step.copies or step.after)
@@ -79,15 +88,17 @@ class Act:
 class Compiled:
     """The acts of a script, and the actions at the end of the forward."""
 
-    def __init__(self, steps: Sequence[Step], last: Sequence[Deed], mosts: Sequence[int]) -> None:
-        exact = not any(deed.is_lossy for deed in deeds_of(steps, last))
+    def __init__(
+        self, steps: Sequence[Step], last: Sequence[Instruction], mosts: Sequence[int]
+    ) -> None:
+        exact = not any(instruction.is_lossy for instruction in instructions_of(steps, last))
         self.flat = flat = Flat(steps, last)
         acts = [
             Act(step, flat, most, is_exact=exact) for step, most in zip(steps, mosts, strict=True)
         ]
         # The last one is no call: nothing is equal to its function.
         self.acts = (*acts, Act(Step(_nothing), flat))
-        self.last = tuple(_late(deed, exact) for deed in last)
+        self.last = tuple(_late(instruction, exact) for instruction in last)
 
 
 def _nothing() -> None:
@@ -252,8 +263,8 @@ def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     whole = save.geometry if save.whole is None else save.whole
     geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
-    deed = None if save.deed is None else _do(save.deed, is_exact)
-    keeps, is_shared = save.waits or (fresh and deed is None), save.shared
+    instruction = None if save.instruction is None else _do(save.instruction, is_exact)
+    keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
 
     def hold(replay: Replay, x: Tensor) -> Any:
         if (
@@ -280,8 +291,8 @@ def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
         base = x if whole is geometry else whole.on(x)
         if keeps:
             slot.value = KeepHandle(base, "")
-        if deed is not None:
-            deed(replay, slot, base, x)
+        if instruction is not None:
+            instruction(replay, slot, base, x)
         return View(slot, geometry, need)
 
     return hold
@@ -293,8 +304,8 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     all_of_it = save.geometry if save.whole is None else save.whole
     place, noted = save.place, save.noted
-    deed = None if save.deed is None else _do(save.deed, is_exact)
-    keeps, is_shared = save.waits or (fresh and deed is None), save.shared
+    instruction = None if save.instruction is None else _do(save.instruction, is_exact)
+    keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
 
     def fits(replay: Replay, x: Tensor, geometry: Geometry) -> bool:
         if isinstance(wanted, Varying):
@@ -327,8 +338,8 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
         slot, base = replay.slots[number], whole.on(x)
         if keeps:
             slot.value = KeepHandle(base, "")
-        if deed is not None:
-            deed(replay, slot, base, x)
+        if instruction is not None:
+            instruction(replay, slot, base, x)
         return View(slot, geometry, need)
 
     return hold
@@ -337,9 +348,9 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
 # --- What a slot is given
 
 
-def _late(deed: Deed, is_exact: bool) -> Late:
+def _late(instruction: Instruction, is_exact: bool) -> Late:
     """Sets a slot's value after the tensor was saved: it is kept until then."""
-    number, do = deed.slot, _do(deed, is_exact)
+    number, do = instruction.slot, _do(instruction, is_exact)
 
     def late(replay: Replay) -> None:
         slot = replay.slots[number]
@@ -351,21 +362,21 @@ def _late(deed: Deed, is_exact: bool) -> Late:
     return late
 
 
-def _do(deed: Deed, is_exact: bool) -> Do:
-    action = deed.action
-    if deed.bits:
-        return _pack_bits(deed)
+def _do(instruction: Instruction, is_exact: bool) -> Do:
+    action = instruction.action
+    if instruction.bits:
+        return _pack_bits(instruction)
     if action is None:
-        return _hold_shape if deed.need is Need.SHAPE else _cast_or_keep(deed)
+        return _hold_shape if instruction.need is Need.SHAPE else _cast_or_keep(instruction)
     if isinstance(action, Encode):
-        return _encode(deed, action)
+        return _encode(instruction, action)
     if isinstance(action, Rebuild):
-        return _rebuild(deed, is_exact)
-    return _perform(deed)
+        return _rebuild(instruction, is_exact)
+    return _perform(instruction)
 
 
-def _pack_bits(deed: Deed) -> Do:
-    op, covers = deed.bits, deed.covers
+def _pack_bits(instruction: Instruction) -> Do:
+    op, covers = instruction.bits, instruction.covers
 
     def pack_bits(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
         bits = mask_bits(whole, op, only_output=covers)
@@ -383,8 +394,8 @@ def _hold_shape(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
     slot.hold_shape()
 
 
-def _cast_or_keep(deed: Deed) -> Do:
-    is_exact = deed.need is Need.EXACT
+def _cast_or_keep(instruction: Instruction) -> Do:
+    is_exact = instruction.need is Need.EXACT
 
     def cast_or_keep(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
         cast = CastHandle.of(x, whole, replay.began) if is_exact else None
@@ -393,14 +404,14 @@ def _cast_or_keep(deed: Deed) -> Do:
     return cast_or_keep
 
 
-def _encode(deed: Deed, action: Encode) -> Do:
+def _encode(instruction: Instruction, action: Encode) -> Do:
     """Encode by a coder of tensors of this shape, where the codec has one."""
     is_longer = action.least is not None or action.moved is not None
-    if deed.mask != NOWHERE or is_longer or deed.varies:
+    if instruction.mask != NOWHERE or is_longer or instruction.varies:
         # Bits of this forward; other values, or another place; another number of rows.
-        return _perform(deed)
-    codec, facts, nth, norm = action.codec, action.facts, deed.draw, deed.norm
-    by_rows, perform_it = action.rows is not None, _perform(deed)
+        return _perform(instruction)
+    codec, facts, nth, norm = action.codec, action.facts, instruction.draw, instruction.norm
+    by_rows, perform_it = action.rows is not None, _perform(instruction)
     is_normal = is_normalized(action) and (by_rows or norm is not None)
     coders: list[Coder | None] = []  # one, made of the first tensor
 
@@ -421,11 +432,11 @@ def _encode(deed: Deed, action: Encode) -> Do:
     return encode
 
 
-def _rebuild(deed: Deed, is_exact: bool) -> Do:
+def _rebuild(instruction: Instruction, is_exact: bool) -> Do:
     """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
-    assert deed.remade is not None
-    make_ready, must_be_exact = _ready(deed.remade, is_exact), deed.need is Need.EXACT
-    steps = tuple(deed.remade)
+    assert instruction.recipe is not None
+    make_ready, must_be_exact = _ready(instruction.recipe, is_exact), instruction.need is Need.EXACT
+    steps = tuple(instruction.recipe)
     sources = {number for step in steps for number in step.sources}
     # What works on codes is known, but for ops that need bits, which are not there in every step.
     may_be_lossy = all(step.noise != NOWHERE or _works_lossy(step, is_exact) for step in steps)
@@ -454,24 +465,24 @@ def _is_bound(op: Op, is_exact: bool) -> bool:
     return op.bound is not None and (op.of_given is not None or not is_exact)
 
 
-def _works_lossy(step: Remade, is_exact: bool) -> bool:
+def _works_lossy(step: NumberedRecipe, is_exact: bool) -> bool:
     return step.works_lossy if _is_bound(step.op, is_exact) else step.op.works_lossy
 
 
-def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
+def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
     """Return the recipe with the slots of the forward that runs."""
-    op, source, fixed = remade.op, remade.source, remade.op.fixed
+    op, source, fixed = recipe.op, recipe.source, recipe.op.fixed
     number = source if isinstance(source, int) else NOWHERE
-    seen, made, given = remade.seen, remade.made, remade.given
-    bits, noise = remade.bits, remade.noise
+    seen, made, given = recipe.seen, recipe.made, recipe.given
+    bits, noise = recipe.bits, recipe.noise
     below = None if isinstance(source, int) else _ready(source, is_exact)
     others = tuple(
-        _slot(one) if isinstance(one, int) else _ready(one, is_exact) for one in remade.others
+        _slot(one) if isinstance(one, int) else _ready(one, is_exact) for one in recipe.others
     )
     bound = op.bound if _is_bound(op, is_exact) else None
     seens = tuple(geometry for _, geometry in op.others)
     if any(isinstance(one, Varying) for one in (seen, made, *seens)):
-        return _ready_varying(remade, below, others, bound)
+        return _ready_varying(recipe, below, others, bound)
 
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots
@@ -490,23 +501,23 @@ def _ready(remade: Remade, is_exact: bool) -> Callable[[Replay], Ready]:
 
 
 def _ready_varying(
-    remade: Remade,
+    recipe: NumberedRecipe,
     below: Callable[[Replay], Ready] | None,
     others: tuple[Callable[[Replay], Slot | Ready], ...],
     bound: Callable[..., Op] | None,
 ) -> Callable[[Replay], Ready]:
     """The same of what has another number of rows in each forward."""
-    op, source, bits, noise = remade.op, remade.source, remade.bits, remade.noise
+    op, source, bits, noise = recipe.op, recipe.source, recipe.bits, recipe.noise
 
     def make_ready(replay: Replay) -> Ready:
         slots, sizes = replay.slots, replay.sizes
         links = tuple([(link, now(seen, sizes)) for link, seen in op.others])
-        again = op.changed(others=links) if bound is None else bound(*_given(remade, replay))
+        again = op.changed(others=links) if bound is None else bound(*_given(recipe, replay))
         return Ready(
             again,
             slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
-            now(remade.seen, sizes),
-            now(remade.made, sizes),
+            now(recipe.seen, sizes),
+            now(recipe.made, sizes),
             tuple([version_of(tensor) for tensor in op.fixed]),
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
@@ -516,25 +527,39 @@ def _ready_varying(
     return make_ready
 
 
-def _given(remade: Remade, replay: Replay) -> list[Tensor]:
-    return [ref.tensor(replay) for ref in remade.given]
+def _given(recipe: NumberedRecipe, replay: Replay) -> list[Tensor]:
+    return [ref.tensor(replay) for ref in recipe.given]
 
 
 def _slot(number: int) -> Callable[[Replay], Slot]:
     return lambda replay: replay.slots[number]
 
 
-def _perform(deed: Deed) -> Do:
+def _perform(instruction: Instruction) -> Do:
     """Performs an action that has no specialized function."""
-    action = deed.action
+    action = instruction.action
     assert action is not None
     takes_seed, stays_itself = isinstance(action, Encode), isinstance(action, Keep)
 
     def perform_it(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        now = action if deed.mask == NOWHERE else deed.masked(replay.slots[deed.mask].bits)
-        seed = replay.draw_for(whole, deed.draw) if takes_seed else 0
-        norm = None if deed.norm is None else deed.norm.statistics(replay)
-        given = now, whole, deed.need, None, seed, None, norm, deed.name, replay.context
+        now = (
+            action
+            if instruction.mask == NOWHERE
+            else instruction.masked(replay.slots[instruction.mask].bits)
+        )
+        seed = replay.draw_for(whole, instruction.draw) if takes_seed else 0
+        norm = None if instruction.norm is None else instruction.norm.statistics(replay)
+        given = (
+            now,
+            whole,
+            instruction.need,
+            None,
+            seed,
+            None,
+            norm,
+            instruction.name,
+            replay.context,
+        )
         slot.hold(perform(*given))
         if not stays_itself:  # between two codes, without dropping bits
             slot.drop_needless_bits()

@@ -26,15 +26,15 @@ from elbowroom.runtime.ledger import (
 )
 from elbowroom.runtime.replay.held import Token
 from elbowroom.runtime.replay.replay import Replay
-from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import NOWHERE, Script
+from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import storage_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.saving_context import Scripts
 
-Make = Callable[[Scribe | None], Saving]
+Make = Callable[[Tracer | None], Saving]
 
 
 class Repeated(NoEntry):
@@ -64,7 +64,7 @@ class RepeatedLedger(Account):
 
     What is kept is known from that one. What is acted on is counted, for codes of zeros or of sharp
     logits take another number of bytes in each step, as experts do. Nothing is added up until
-    somebody asks.
+    the user asks.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class Following(Replay):
         if kind is not None:
             return
         saving = self.saving
-        if saving is not None and saving.scribe is not None:
-            self.scripts.add(saving.scribe, saving.called)
-        elif self.strayed or self.script.numel not in (NOWHERE, self._numel):
+        if saving is not None and saving.tracer is not None:
+            self.scripts.add(saving.tracer, saving.called)
+        elif self.diverged or self.script.numel not in (NOWHERE, self._numel):
             self.scripts.forget(self.script)
         else:
             self.scripts.was_followed(self.script)
@@ -199,7 +199,7 @@ class Following(Replay):
             entry.hold(int(share * self.script.held_nbytes))
             weakref.finalize(self.token, entry.close).atexit = False
             return saving
-        return self._make(Scribe(selects=True) if self.scripts.wanted else None)
+        return self._make(Tracer(selects=True) if self.scripts.wanted else None)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number, which the ledger counts if it is acted on."""

@@ -23,15 +23,15 @@ from elbowroom.plan.precision_floor import FEW
 from elbowroom.runtime.handles.rebuild import Op
 from elbowroom.runtime.replay.script import (
     NOWHERE,
-    Deed,
+    Instruction,
     Like,
     Norm,
+    NumberedRecipe,
     Ref,
-    Remade,
     Save,
     Script,
     Step,
-    deeds_of,
+    instructions_of,
 )
 from elbowroom.runtime.replay.sizes import FEWEST, Size, Varying
 from elbowroom.runtime.slot import Geometry
@@ -49,7 +49,11 @@ def generalized(one: Script, other: Script) -> Script | None:
     alike = ("slots", "noted", "places", "seeds", "state")
     if any(getattr(one, name) != getattr(other, name) for name in alike) or other.sizes:
         return None
-    merger = _Merger(is_lossy=any(deed.is_lossy for deed in deeds_of(other.steps, other.last)))
+    merger = _Merger(
+        is_lossy=any(
+            instruction.is_lossy for instruction in instructions_of(other.steps, other.last)
+        )
+    )
     try:
         if len(one.steps) != len(other.steps):
             return None
@@ -132,10 +136,10 @@ class _Merger:
             nbytes = NOWHERE
         if isinstance(whole, Varying):
             self.varying.add(b.slot)
-        deed = self.all(a.deed, b.deed)
-        return b._replace(geometry=geometry, whole=whole, nbytes=nbytes, deed=deed)
+        instruction = self.all(a.instruction, b.instruction)
+        return b._replace(geometry=geometry, whole=whole, nbytes=nbytes, instruction=instruction)
 
-    def _deed(self, a: Deed, b: Deed) -> Deed:
+    def _instruction(self, a: Instruction, b: Instruction) -> Instruction:
         same = ("slot", "name", "need", "action", "mask", "bits", "covers")
         _check(all(getattr(a, name) == getattr(b, name) for name in same))
         _check(max(a.draw, 0) == max(b.draw, 0))  # of what takes no seed it is any number
@@ -143,10 +147,10 @@ class _Merger:
             facts = b.action.facts
             has_bounds = facts.largest is not None or facts.window is not None
             _check(not (has_bounds and b.slot in self.open))
-        remade, norm = self.all(a.remade, b.remade), self.all(a.norm, b.norm)
-        return replace(b, remade=remade, norm=norm, varies=b.slot in self.varying)
+        recipe, norm = self.all(a.recipe, b.recipe), self.all(a.norm, b.norm)
+        return replace(b, recipe=recipe, norm=norm, varies=b.slot in self.varying)
 
-    def _remade(self, a: Remade, b: Remade) -> Remade:
+    def _recipe(self, a: NumberedRecipe, b: NumberedRecipe) -> NumberedRecipe:
         _check((a.bits, a.noise, a.works_lossy) == (b.bits, b.noise, b.works_lossy))
         made = replace(
             b,
@@ -214,8 +218,8 @@ class _Merger:
 _KINDS: dict[type, Any] = {
     Like: _Merger._like,
     Save: _Merger._save,
-    Deed: _Merger._deed,
-    Remade: _Merger._remade,
+    Instruction: _Merger._instruction,
+    NumberedRecipe: _Merger._recipe,
     Ref: _Merger._ref,
     Norm: _Merger._norm,
     Geometry: _Merger._geometry,

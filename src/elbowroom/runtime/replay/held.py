@@ -23,7 +23,15 @@ from elbowroom.plan import Need
 from elbowroom.plan.action import Rebuild
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
-from elbowroom.runtime.replay.script import NOWHERE, Deed, Ref, Remade, Save, Step, deeds_of
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    Instruction,
+    NumberedRecipe,
+    Ref,
+    Save,
+    Step,
+    instructions_of,
+)
 from elbowroom.runtime.replay.sizes import Varying
 from elbowroom.runtime.slot import Geometry
 from elbowroom.runtime.storage import check_version, version_of
@@ -97,38 +105,40 @@ class Flat:
     acting  their saved tensors are rebuilt from kept ones, once, or are bits, or both
     """
 
-    def __init__(self, steps: Sequence[Step], last: Sequence[Deed]) -> None:
+    def __init__(self, steps: Sequence[Step], last: Sequence[Instruction]) -> None:
         self._saves: dict[int, list[tuple[Step, Save]]] = defaultdict(list)
         for step in steps:
             for save in step.saves or ():
                 if save is not None and save.slot != NOWHERE:
                     self._saves[save.slot].append((step, save))
-        later = {deed.slot for step in steps for deed in (*step.before, *step.after)}
-        later |= {deed.slot for deed in last}
+        later = {instruction.slot for step in steps for instruction in (*step.before, *step.after)}
+        later |= {instruction.slot for instruction in last}
         later |= {slot for step in steps for _, slot in step.copies}
         known = {n for n in self._saves if n not in later and self._is_fixed(n)}
-        self.kept = {n for n in known if not any(save.deed for _, save in self._saves[n])}
+        self.kept = {n for n in known if not any(save.instruction for _, save in self._saves[n])}
         self.acting = {n for n in known - self.kept if self._acts_once(n)}
-        self._settle(list(deeds_of(steps, last)))
+        self._settle(list(instructions_of(steps, last)))
 
     @property
     def numbers(self) -> set[int]:
         """All of them."""
         return self.kept | self.acting
 
-    def _settle(self, deeds: list[Deed]) -> None:
+    def _settle(self, instructions: list[Instruction]) -> None:
         """Drops what reads, or is read by, what needs a slot."""
         count = -1
         while count != len(self.kept) + len(self.acting):
             count = len(self.kept) + len(self.acting)
-            for deed in deeds:
-                if deed.slot in self.acting:
-                    read = {n for one in deed.remade or () for n in one.sources}
+            for instruction in instructions:
+                if instruction.slot in self.acting:
+                    read = {n for one in instruction.recipe or () for n in one.sources}
                     if not read <= self.kept:
-                        self.acting.discard(deed.slot)
+                        self.acting.discard(instruction.slot)
                     self.acting -= read
                 else:
-                    read = {deed.mask}.union(*(one.slots for one in deed.remade or ()))
+                    read = {instruction.mask}.union(
+                        *(one.slots for one in instruction.recipe or ())
+                    )
                     self.kept -= read
                     self.acting -= read
 
@@ -153,11 +163,11 @@ class Flat:
             return _keep_source(save) if save.fresh else kept
         if save.slot not in self.acting:
             return None
-        assert save.deed is not None
-        if save.deed.bits:
-            return _hold_bits(save.deed, save.geometry, save.dtype)
-        assert save.deed.remade is not None
-        return _rebuild(save.deed.remade, self._whole, save)
+        assert save.instruction is not None
+        if save.instruction.bits:
+            return _hold_bits(save.instruction, save.geometry, save.dtype)
+        assert save.instruction.recipe is not None
+        return _rebuild(save.instruction.recipe, self._whole, save)
 
     def _whole(self, number: int) -> Geometry:
         """The geometry of all of a storage."""
@@ -167,26 +177,35 @@ class Flat:
 
 def _takes_bits(save: Save) -> bool:
     """Returns whether the bits of a ReLU are all that is held for this reader."""
-    deed = save.deed
+    instruction = save.instruction
     covers = save.whole is None or save.whole == save.geometry
-    return deed is not None and deed.bits in MASKED_OUTPUT and save.need is Need.MASK and covers
+    return (
+        instruction is not None
+        and instruction.bits in MASKED_OUTPUT
+        and save.need is Need.MASK
+        and covers
+    )
 
 
 def _rebuilds(step: Step, save: Save) -> bool:
     """Returns whether torch's own op saves it, of which our nodes and checkpoints know no form."""
-    deed = save.deed
+    instruction = save.instruction
     is_torchs = step.run is None and step.module is None and not (step.inputs or step.opens)
-    if deed is None or deed.remade is None or not isinstance(deed.action, Rebuild):
+    if (
+        instruction is None
+        or instruction.recipe is None
+        or not isinstance(instruction.action, Rebuild)
+    ):
         return False
-    each = [one for remade in deed.remade for one in _geometries(remade)]
+    each = [one for recipe in instruction.recipe for one in _geometries(recipe)]
     return (
         is_torchs and save.need is not Need.MASK and not any(isinstance(g, Varying) for g in each)
     )
 
 
-def _geometries(remade: Remade) -> Iterator[Geometry]:
-    yield from (remade.seen, remade.made, *(ref.geometry for ref in remade.given))
-    yield from (seen for _, seen in remade.op.others)
+def _geometries(recipe: NumberedRecipe) -> Iterator[Geometry]:
+    yield from (recipe.seen, recipe.made, *(ref.geometry for ref in recipe.given))
+    yield from (seen for _, seen in recipe.op.others)
 
 
 def _keep_source(save: Save) -> HoldFlat:
@@ -203,8 +222,8 @@ def _keep_source(save: Save) -> HoldFlat:
     return keep
 
 
-def _hold_bits(deed: Deed, geometry: Geometry, dtype: torch.dtype) -> HoldFlat:
-    (shape, stride, _), op, covers = geometry, deed.bits, deed.covers
+def _hold_bits(instruction: Instruction, geometry: Geometry, dtype: torch.dtype) -> HoldFlat:
+    (shape, stride, _), op, covers = geometry, instruction.bits, instruction.covers
 
     def hold(replay: Replay, x: Tensor) -> Bits:
         bits = mask_bits(x, op, only_output=covers)
@@ -214,13 +233,13 @@ def _hold_bits(deed: Deed, geometry: Geometry, dtype: torch.dtype) -> HoldFlat:
     return hold
 
 
-def _rebuild(remade: Remade, whole: Callable[[int], Geometry], save: Save) -> HoldFlat:
+def _rebuild(recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: Save) -> HoldFlat:
     """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
-    steps = tuple(remade)
+    steps = tuple(recipe)
     numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))
     fixed = tuple(tensor for one in steps for tensor in one.op.fixed)
     refs = tuple(ref for one in steps for ref in _read(one))
-    run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(remade)
+    run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
     view, dtype = save.geometry, save.dtype
     base = view if save.whole is None else save.whole
 
@@ -247,9 +266,9 @@ def _rebuild(remade: Remade, whole: Callable[[int], Geometry], save: Save) -> Ho
     return rebuild
 
 
-def _read(remade: Remade) -> tuple[Ref, ...]:
+def _read(recipe: NumberedRecipe) -> tuple[Ref, ...]:
     """The statistics that a recipe reads although its sources are exact."""
-    return () if remade.op.of_given is None else remade.given
+    return () if recipe.op.of_given is None else recipe.given
 
 
 class _Recipe:
@@ -259,7 +278,10 @@ class _Recipe:
     """
 
     def __init__(
-        self, steps: tuple[Remade, ...], at: dict[int, int], whole: Callable[[int], Geometry]
+        self,
+        steps: tuple[NumberedRecipe, ...],
+        at: dict[int, int],
+        whole: Callable[[int], Geometry],
     ) -> None:
         """at: the place of each slot's tensor among the kept ones."""
         self._at, self._whole = at, whole
@@ -269,14 +291,14 @@ class _Recipe:
             end = start + len(_read(one))
             self._given[id(one)], start = slice(start, end), end
 
-    def run(self, remade: Remade) -> _Run:
+    def run(self, recipe: NumberedRecipe) -> _Run:
         """Returns the function that makes a tensor with the geometry that it was made in."""
-        source, op, made = self._operand(remade.source, remade.seen), remade.op, remade.made
-        if remade.others:
-            return self._with_others(remade, source)
-        is_private, of_given, mine = self._is_private(remade), op.of_given, self._given[id(remade)]
-        if remade.noise != NOWHERE:
-            at = self._at[remade.noise]
+        source, op, made = self._operand(recipe.source, recipe.seen), recipe.op, recipe.made
+        if recipe.others:
+            return self._with_others(recipe, source)
+        is_private, of_given, mine = self._is_private(recipe), op.of_given, self._given[id(recipe)]
+        if recipe.noise != NOWHERE:
+            at = self._at[recipe.noise]
 
             def masked(tensors: list[Tensor], given: tuple[Tensor, ...]) -> Tensor:
                 x, noise = source(tensors, given), tensors[at]
@@ -292,9 +314,9 @@ class _Recipe:
         exact = op.in_place if is_private and op.in_place is not None else op.exact
         return lambda tensors, given: laid_out(exact(source(tensors, given)), made)
 
-    def _operand(self, one: int | Remade, seen: Geometry) -> _Run:
+    def _operand(self, one: int | NumberedRecipe, seen: Geometry) -> _Run:
         """Returns the function that gives a view of a kept tensor, or of one that is rebuilt."""
-        if isinstance(one, Remade):
+        if isinstance(one, NumberedRecipe):
             below, base = self.run(one), one.made
             if seen == base:
                 return below
@@ -304,22 +326,22 @@ class _Recipe:
             return lambda tensors, given: tensors[at]
         return lambda tensors, given: seen.within(whole, tensors[at])
 
-    def _is_private(self, remade: Remade) -> bool:
+    def _is_private(self, recipe: NumberedRecipe) -> bool:
         """Returns whether the op may overwrite its input."""
-        source, (shape, stride, _) = remade.source, remade.seen
-        if not isinstance(source, Remade):
+        source, (shape, stride, _) = recipe.source, recipe.seen
+        if not isinstance(source, NumberedRecipe):
             return False
         like = torch.empty_strided(shape, stride, device="meta")
-        return remade.seen == source.made or bool(torch.ops.aten.is_non_overlapping_and_dense(like))
+        return recipe.seen == source.made or bool(torch.ops.aten.is_non_overlapping_and_dense(like))
 
-    def _with_others(self, remade: Remade, source: _Run) -> _Run:
+    def _with_others(self, recipe: NumberedRecipe, source: _Run) -> _Run:
         """Returns the function of an op of several operands, of which deeper ones come first."""
-        combine, made, is_private = remade.op.combine, remade.made, self._is_private(remade)
+        combine, made, is_private = recipe.op.combine, recipe.made, self._is_private(recipe)
         assert combine is not None
-        seens = [seen for _, seen in remade.op.others]
-        others = [self._operand(*one) for one in zip(remade.others, seens, strict=True)]
-        depths = [_depth(one) for one in remade.others]
-        least = _depth(remade.source)
+        seens = [seen for _, seen in recipe.op.others]
+        others = [self._operand(*one) for one in zip(recipe.others, seens, strict=True)]
+        depths = [_depth(one) for one in recipe.others]
+        least = _depth(recipe.source)
         first = [i for i, depth in enumerate(depths) if depth > least]
         first.sort(key=lambda i: -depths[i])
 
@@ -337,5 +359,5 @@ class _Recipe:
         return run
 
 
-def _depth(one: int | Remade) -> int:
-    return 1 + max(map(_depth, (one.source, *one.others))) if isinstance(one, Remade) else 0
+def _depth(one: int | NumberedRecipe) -> int:
+    return 1 + max(map(_depth, (one.source, *one.others))) if isinstance(one, NumberedRecipe) else 0

@@ -1,7 +1,7 @@
-"""The scribe's notes of a forward, from which the writer makes a script.
+"""The tracer's notes of a forward, from which the writer makes a script.
 
 NotedOp    one call from Python to torch, and what it saves (`NotedSave`)
-NotedDeed  an action on a slot, and its time
+NotedInstruction  an action on a slot, and its time
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class NotedNorm(NamedTuple):
     rows: int
 
 
-class NotedDeed(NamedTuple):
-    """An action on a slot, and its time; `Deed` explains the fields."""
+class NotedInstruction(NamedTuple):
+    """An action on a slot, and its time; `Instruction` explains the fields."""
 
     op: int
     when: int

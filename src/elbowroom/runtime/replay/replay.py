@@ -128,7 +128,7 @@ class Replay(Observing):
     sizes     numbers of rows that its script leaves open, as its tensors have told them so far
     places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
-    strayed   the forward was another one
+    diverged  the forward was another one
     bounded   it may save no more elements than those that its script was written from,
               and `spare` more
     began     autograd's number of the node that the call that runs would have made first
@@ -145,7 +145,7 @@ class Replay(Observing):
         self.sources: list[Kept] = []
         self.sizes: list[int] = []
         self.noted: list[Tensor] = []
-        self.strayed = False
+        self.diverged = False
         self.saving: Saving | None = None
         self._others = others
         self._acts: tuple[Act, ...] = ()
@@ -179,7 +179,7 @@ class Replay(Observing):
                 opening.enter_context(intercepted(self._called))
             self._open = opening.pop_all()
         if self.script.state != state_of_torch():
-            self._stray()
+            self._diverge()
         return self
 
     def follow(self, script: Script) -> None:
@@ -210,8 +210,8 @@ class Replay(Observing):
         if self.saving is not None:
             self.saving.__exit__(kind, error, trace)
         elif kind is None:
-            self.strayed = self._act() is not self._acts[-1]
-            for late in self.script.compiled.last if not self.strayed else ():
+            self.diverged = self._act() is not self._acts[-1]
+            for late in self.script.compiled.last if not self.diverged else ():
                 late(self)
         self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
 
@@ -239,7 +239,7 @@ class Replay(Observing):
                         if act.numel is None:
                             self._numel = numel
                     if self._numel - act.most > self.spare:
-                        self._stray()
+                        self._diverge()
                     return out
                 if act.guard is None or act.guard(self, args, kwargs):
                     return self._run(act, args, kwargs)
@@ -250,7 +250,7 @@ class Replay(Observing):
             if other is not None:
                 self._at += 1
                 return self._run(other, args, kwargs)
-            self._stray()
+            self._diverge()
         elif func in QUESTIONS:
             return func(*args, **(kwargs or {}))
         assert self.saving is not None
@@ -305,7 +305,7 @@ class Replay(Observing):
             else:
                 out = act.run(*args, **kwargs)
             if holds is not None and self._saved != len(holds):
-                self._stray()
+                self._diverge()
             if act.ends and self.saving is None:
                 if act.place != NOWHERE:
                     self.places.note(act.place, out)
@@ -318,7 +318,7 @@ class Replay(Observing):
             if act.numel is None:
                 self._numel = numel
         if self._numel - act.most > self.spare:
-            self._stray()
+            self._diverge()
         return out
 
     def may_stand(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -349,7 +349,7 @@ class Replay(Observing):
         arguments = Arguments(args, kwargs)
         fits = torch.is_grad_enabled() and self.is_asked()
         if not fits or why_not_again(module, call, arguments):
-            self._stray()
+            self._diverge()
             return self._called(module, call, args, kwargs)
         self._at += 1
         with _disabled():  # our own calls are not ops of the model
@@ -361,7 +361,7 @@ class Replay(Observing):
         def begin() -> None:
             holds = act.holds if self.saving is None else None
             if holds is not None and self._saved != len(holds):
-                self._stray()
+                self._diverge()
             self._holds, self._saved, self._is_inside = outer
 
         try:
@@ -379,11 +379,11 @@ class Replay(Observing):
             i = self._saved
             self._saved = i + 1
             if i >= len(holds):
-                return self._stray_at(x)
+                return self._diverge_at(x)
             hold = holds[i]
             if hold is not None:
                 held = hold(self, x)
-                return self._stray_at(x) if held is None else held
+                return self._diverge_at(x) if held is None else held
         # As in `kept`, without its call: most of what is saved comes here.
         try:
             version = x._version
@@ -392,7 +392,7 @@ class Replay(Observing):
         return Kept((x if x.is_leaf else x.detach(), version, self.token))
 
     def _pack_outside(self, x: Tensor) -> Any:
-        """The same of what is saved between two calls, or in a forward that has strayed."""
+        """The same of what is saved between two calls, or in a forward that has diverged."""
         saving = self.saving
         if saving is not None and self._is_inside:
             self._numel += x.numel()
@@ -409,9 +409,9 @@ class Replay(Observing):
                 return saving.take(x)
             return self._input(x) if self.script.acts_between else kept(self, x)
 
-    def _stray_at(self, x: Tensor) -> Any:
+    def _diverge_at(self, x: Tensor) -> Any:
         """Examines the rest of the forward, which differs from the script, as x shows."""
-        self._stray()
+        self._diverge()
         assert self.saving is not None
         return self.saving.take(x)
 
@@ -431,7 +431,7 @@ class Replay(Observing):
             held = hold(self, x) if alike else None
             if held is not None:
                 return held
-        return self._stray_at(x)
+        return self._diverge_at(x)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
         """Return the slot of this number. geometry: of what covers it, as `base` may not."""
@@ -490,10 +490,10 @@ class Replay(Observing):
         """Returns the context that examines the rest of a forward that differs from its script."""
         raise NotImplementedError
 
-    def _stray(self) -> None:
+    def _diverge(self) -> None:
         """Examines the rest of a forward that differs from its script."""
         if self.saving is None:
-            self.strayed = True
+            self.diverged = True
             assert self._seeds is not None
             self.context.give_back(self._seeds, self.script.seeds, self._drawn)
             self.saving = self.look()

@@ -30,8 +30,8 @@ from elbowroom.runtime.in_graph import GraphForm, compiled_by
 from elbowroom.runtime.ledger import Account, Ledger, Ledgers
 from elbowroom.runtime.replay.following import Following, Make
 from elbowroom.runtime.replay.generalize import generalized
-from elbowroom.runtime.replay.scribe import Scribe
 from elbowroom.runtime.replay.script import Script, state_of_torch
+from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.units import show_nbytes
 
 _MOST_SETTINGS = 16  # settings whose scripts are cached at a time
@@ -110,13 +110,13 @@ class Scripts:
             while len(self._left) > _MOST_LEFT:
                 self._remove(self._left[0])
 
-    def add(self, scribe: Scribe, modules: Iterable[nn.Module]) -> None:
+    def add(self, tracer: Tracer, modules: Iterable[nn.Module]) -> None:
         """Adds a step that was recorded, or could not be. modules: those that it has called."""
-        script = scribe.script
+        script = tracer.script
         owners = None if script is None else _owners_of(script.parameters, modules)
         with self._lock:
             if script is None or owners is None:
-                self._unwritten -= not scribe.once
+                self._unwritten -= not tracer.once
                 return
             script = self._general_of(script)
             while len(self._scripts) >= _MOST_SCRIPTS:
@@ -285,7 +285,7 @@ class SavingContext:
         known = tuple(script for script in scripts.begin() if script.state == state)
         if known:
             return Following(known, scripts, self._make, self.context)
-        return self._make(Scribe(selects=True) if scripts.wanted else None)
+        return self._make(Tracer(selects=True) if scripts.wanted else None)
 
     def __exit__(
         self,
@@ -306,9 +306,9 @@ class SavingContext:
                 scripts.has_seen_calls(compiled=bool(self._compiled))
         if not isinstance(part, Saving):
             return
-        scribe, part.scribe = part.scribe, None
-        if scribe is not None and scripts is not None:
-            scripts.add(scribe, part.called)
+        tracer, part.tracer = part.tracer, None
+        if tracer is not None and scripts is not None:
+            scripts.add(tracer, part.called)
         if kind is None and self._warns:
             warn_if_useless(part.ledger, part.policy, stacklevel=3)
 

@@ -1,8 +1,9 @@
-"""Script of a settled forward, op by op: the scribe writes it, and `Replay` replays it.
+"""Script of a settled forward, op by op: the tracer writes it, and `Replay` replays it.
 
     Step      one call from Python to torch: its guards, and what it saves
     Save      one tensor that an op saves: its geometry, and the slot that it goes to
-    Deed      the value that a slot gets, and when: as it is saved, or before or after an op has run
+    Instruction  the value that a slot gets, and when: as it is saved, or before or after an op has
+                 run
     Ref       a tensor of this forward that a recipe or a code reads: a statistic, as it was saved
 
 A script is made of numbers. It holds no tensor of the step that it was written from; of the model
@@ -64,7 +65,7 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remade:
+class NumberedRecipe:
     """A recipe whose slots are numbers.
 
     given  the statistics that `op` reads, of this forward
@@ -72,20 +73,20 @@ class Remade:
     """
 
     op: Op
-    source: int | Remade
+    source: int | NumberedRecipe
     seen: Geometry
     made: Geometry
     bits: int
     noise: int
-    others: tuple[int | Remade, ...]
+    others: tuple[int | NumberedRecipe, ...]
     given: tuple[Ref, ...]
     works_lossy: bool
 
-    def __iter__(self) -> Iterator[Remade]:
+    def __iter__(self) -> Iterator[NumberedRecipe]:
         """Yields this recipe, and those that it starts from."""
         yield self
         for one in (self.source, *self.others):
-            if isinstance(one, Remade):
+            if isinstance(one, NumberedRecipe):
                 yield from one
 
     @property
@@ -101,7 +102,7 @@ class Remade:
 
 
 @dataclass(frozen=True)
-class Deed:
+class Instruction:
     """Action on one slot in a settled forward, and all that it takes.
 
     action  None: a later op decides
@@ -116,7 +117,7 @@ class Deed:
     name: SiteName
     need: Need
     action: Action | None = None
-    remade: Remade | None = None
+    recipe: NumberedRecipe | None = None
     norm: Norm | None = None
     mask: int = NOWHERE
     bits: str = ""
@@ -142,7 +143,7 @@ class Save(NamedTuple):
     slot    NOWHERE: it is kept, and and its value is not used
     fresh   no op before has saved this slot
     whole   of its storage; nbytes: that has so many; NOWHERE: as many as `whole` takes
-    deed    done at once
+    instruction  done at once
     waits   something is done when the op has run: until then it is kept
     shared  if it is rebuilt, the result waits for its next reader
     noted   recipes read it by this number; place: later ops are compared with it by that one
@@ -155,7 +156,7 @@ class Save(NamedTuple):
     whole: Geometry | None = None
     nbytes: int = 0
     need: Need = Need.EXACT
-    deed: Deed | None = None
+    instruction: Instruction | None = None
     waits: bool = False
     noted: int = NOWHERE
     place: int = NOWHERE
@@ -190,11 +191,11 @@ class Step:
     run     runs in place of func
     direct  what `run` is of, where that depends on more than arguments
     levels  that its codes of q, k and v have at least, as its values asked; None: they need not
-            be looked at
+            be examined
     opens   its body is run with what it calls seen
     place   its output is that place from now on
     copies  arguments, by position, of which a slot gets a copy: constants
-    before, after  deeds to be done then
+    before, after  instructions to be done then
     module  it is no call of torch's, but of this module, which runs again in backward
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
@@ -211,8 +212,8 @@ class Step:
     opens: bool = False
     place: int = NOWHERE
     copies: tuple[tuple[int, int], ...] = ()
-    before: tuple[Deed, ...] = ()
-    after: tuple[Deed, ...] = ()
+    before: tuple[Instruction, ...] = ()
+    after: tuple[Instruction, ...] = ()
     module: weakref.ref[nn.Module] | None = None
     inputs: bool = False
     numel: int | None = 0
@@ -236,7 +237,7 @@ class Script:
     """Record of a settled forward, step by step.
 
     slots, noted, places  how many there are
-    last          deeds to be done as the forward ends
+    last          instructions to be done as the forward ends
     counts        final figures of its ledger; of slots that are acted on, by their numbers
     calls         of outermost modules in this step, at the end of it: the next forward's names go
                   on from there
@@ -252,7 +253,7 @@ class Script:
     slots: int
     noted: int
     places: int
-    last: tuple[Deed, ...]
+    last: tuple[Instruction, ...]
     counts: Counts
     numel: int
     seeds: int
@@ -317,11 +318,11 @@ class Script:
         return all(step.is_plain for step in self.steps)
 
 
-def deeds_of(steps: Sequence[Step], last: Sequence[Deed]) -> Iterator[Deed]:
+def instructions_of(steps: Sequence[Step], last: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yields all that is done with slots."""
     for step in steps:
         yield from (*step.before, *step.after)
-        yield from (save.deed for save in step.saves or () if save and save.deed)
+        yield from (save.instruction for save in step.saves or () if save and save.instruction)
     yield from last
 
 

@@ -1,4 +1,4 @@
-"""Assembly of a script from the scribe's notes.
+"""Assembly of a script from the tracer's notes.
 
 Only actions matter. A tensor that is kept needs no slot, and an op all of whose tensors are kept
 needs no guard. The actions determine the guards:
@@ -30,7 +30,7 @@ from elbowroom.runtime.replay.notes import (
     BEFORE,
     LAST,
     Makers,
-    NotedDeed,
+    NotedInstruction,
     NotedNorm,
     NotedOp,
     NotedSave,
@@ -42,11 +42,11 @@ from elbowroom.runtime.replay.notes import (
 )
 from elbowroom.runtime.replay.script import (
     NOWHERE,
-    Deed,
+    Instruction,
     Like,
     Norm,
+    NumberedRecipe,
     Ref,
-    Remade,
     Save,
     Script,
     Step,
@@ -61,7 +61,7 @@ class Writer:
     def __init__(
         self,
         ops: list[NotedOp],
-        done: list[NotedDeed],
+        done: list[NotedInstruction],
         makers: Makers,
         state: tuple[Any, ...],
     ) -> None:
@@ -95,31 +95,33 @@ class Writer:
                     self._first.setdefault(id(view.slot), (at, i))
             if op.out is not None:
                 self._made_at.setdefault(op.out, at)
-        deeds = self._deeds()
+        instructions = self._instructions()
         self._close_sources()
         self._compared |= {at for at, op in enumerate(self._ops) if op.compared}
         self._guarded |= {at for (at, _), v in self._views.items() if id(v.slot) in self._numbers}
-        self._guarded |= {one.op for one, _ in deeds if one.op != NOWHERE and one.when == AT_SAVE}
-        self._note_places(deeds)
+        self._guarded |= {
+            one.op for one, _ in instructions if one.op != NOWHERE and one.when == AT_SAVE
+        }
+        self._note_places(instructions)
         if selects:
             self._compare_first()
-        of_op: dict[int, list[tuple[NotedDeed, Deed]]] = {}
-        for each in deeds:
+        of_op: dict[int, list[tuple[NotedInstruction, Instruction]]] = {}
+        for each in instructions:
             of_op.setdefault(each[0].op, []).append(each)
         steps = tuple(self._step(at, op, of_op.get(at, [])) for at, op in enumerate(self._ops))
         if not any(step.inputs and step.acts for step in steps):  # as many as there may be
             numel += sum(step.numel or 0 for step in steps if step.inputs)
             steps = tuple(step for step in steps if not step.inputs)
-        last = tuple(deed for one, deed in deeds if one.when == LAST)
+        last = tuple(instruction for one, instruction in instructions if one.when == LAST)
         sizes = len(self._slots), len(self._noted), len(self._places)
         entries = {id(slot.entry): number for number, slot in enumerate(self._slots)}
         counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE), since)
         numel += sum(step.numel or 0 for step in steps)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
-    def _deeds(self) -> list[tuple[NotedDeed, Deed]]:
+    def _instructions(self) -> list[tuple[NotedInstruction, Instruction]]:
         """Returns the actions on slots that are not just kept, and on their sources."""
-        of_slot: dict[int, list[tuple[int, NotedDeed, Slot]]] = {}
+        of_slot: dict[int, list[tuple[int, NotedInstruction, Slot]]] = {}
         for order, (one, slot) in enumerate(self._done):
             if type(slot.value) is KeepHandle and slot.bits is None:
                 continue  # whatever it was before: in the end it is kept
@@ -130,37 +132,41 @@ class Writer:
             if mine:
                 self._number(mine[0][2])
                 _check_kept([one for _, one, _ in mine])
-        found: list[tuple[int, NotedDeed, Deed]] = []
+        found: list[tuple[int, NotedInstruction, Instruction]] = []
         for slot in self._slots:  # which grows meanwhile
             for order, one, _ in of_slot.get(id(slot), []):
-                found.append((order, one, self._deed(one, slot)))
+                found.append((order, one, self._instruction(one, slot)))
         self._check_raw()
-        for _, one, deed in found:
-            self._check_order(one.op, deed)
+        for _, one, instruction in found:
+            self._check_order(one.op, instruction)
         found.sort(key=lambda each: each[0])
-        read = {number for _, _, deed in found for number in _read_bits(deed)}
-        return [(one, deed) for _, one, deed in found if not self._is_needless(one, deed, read)]
+        read = {number for _, _, instruction in found for number in _read_bits(instruction)}
+        return [
+            (one, instruction)
+            for _, one, instruction in found
+            if not self._is_needless(one, instruction, read)
+        ]
 
-    def _is_needless(self, one: NotedDeed, deed: Deed, read: set[int]) -> bool:
+    def _is_needless(self, one: NotedInstruction, instruction: Instruction, read: set[int]) -> bool:
         """Returns whether bits are taken of a tensor whose code will have them.
 
         The tensor is kept until then, which takes no memory: the op that has it encoded reads it.
         read: slots whose bits others take
         """
-        slot = self._slots[deed.slot]
+        slot = self._slots[instruction.slot]
         is_brought = slot.bits is not None and slot.bits is getattr(slot.value, "bitmap", None)
         at_first = one.when == AT_SAVE and self._first.get(id(slot)) == (one.op, one.save)
-        return bool(deed.bits) and is_brought and at_first and deed.slot not in read
+        return bool(instruction.bits) and is_brought and at_first and instruction.slot not in read
 
-    def _check_order(self, at: int, deed: Deed) -> None:
+    def _check_order(self, at: int, instruction: Instruction) -> None:
         """Checks that no op `at` uses a tensor that is saved later.
 
         Raises Unwritable. Such a tensor was saved before by an unseen op: as the input of the
         user's checkpoint.
         """
-        numbers = [deed.mask]
-        for remade in deed.remade or ():
-            numbers += remade.slots
+        numbers = [instruction.mask]
+        for recipe in instruction.recipe or ():
+            numbers += recipe.slots
         for slot in (self._slots[number] for number in numbers if number != NOWHERE):
             first = self._first.get(id(slot))
             if at != NOWHERE and first is not None and first[0] > at:
@@ -192,13 +198,13 @@ class Writer:
     def _copied(self, slot: Slot) -> bool:
         return any(ref() is slot for op in self._ops for _, ref in op.copies)
 
-    def _deed(self, one: NotedDeed, slot: Slot) -> Deed:
-        action, mask, remade = one.action, NOWHERE, None
+    def _instruction(self, one: NotedInstruction, slot: Slot) -> Instruction:
+        action, mask, recipe = one.action, NOWHERE, None
         if one.ready is not None:
             ready = one.ready()
             if ready is None:
                 raise Unwritable("a recipe that is not held any more")
-            remade = self._remade(ready)
+            recipe = self._recipe(ready)
         if isinstance(action, Encode):
             bits = action.facts.mask
             if bits is not None:
@@ -206,7 +212,7 @@ class Writer:
                 action = replace(action, facts=replace(action.facts, mask=None))
         norm = None if one.norm is None else self._norm(one.norm)
         number, how = self._number(slot), (mask, one.bits, one.covers, one.draw)
-        return Deed(number, one.name, one.need, action, remade, norm, *how)
+        return Instruction(number, one.name, one.need, action, recipe, norm, *how)
 
     def _holder_of(self, bits: Tensor) -> int:
         for _, slot in self._done:
@@ -214,7 +220,7 @@ class Writer:
                 return self._number(slot)
         raise Unwritable("bits that no slot holds")
 
-    def _remade(self, ready: Ready) -> Remade:
+    def _recipe(self, ready: Ready) -> NumberedRecipe:
         for op in (ready.op, *ready.op.beside):
             made = self._makers.get(id(op))
             if made is None or made[0]() is not op:
@@ -233,15 +239,15 @@ class Writer:
         if op.bound is not None:  # which makes what reads statistics
             op = replace(op, lossy=None, affine=None)
         self._fixed |= {(x.untyped_storage()._cdata, x.data_ptr()) for x in op.fixed}
-        return Remade(
+        return NumberedRecipe(
             op,
-            self._remade(source) if isinstance(source, Ready) else self._number(source),
+            self._recipe(source) if isinstance(source, Ready) else self._number(source),
             ready.seen,
             ready.made,
             bits,
             NOWHERE if ready.noise is None else self._number(ready.noise),
             tuple(
-                self._remade(one) if isinstance(one, Ready) else self._number(one)
+                self._recipe(one) if isinstance(one, Ready) else self._number(one)
                 for one in ready.others
             ),
             given,
@@ -297,11 +303,13 @@ class Writer:
         if not {address for _, address in self._fixed} <= known or storages & views:
             raise Unwritable("a recipe that reads a weight that is no parameter")
 
-    def _note_places(self, deeds: list[tuple[NotedDeed, Deed]]) -> None:
+    def _note_places(self, instructions: list[tuple[NotedInstruction, Instruction]]) -> None:
         """Give numbers to the storages that others are compared with."""
-        for one, deed in deeds:
-            is_lossy = isinstance(deed.action, Encode) and not deed.action.codec.lossless
-            if (is_lossy or deed.remade is not None) and one.op != NOWHERE:
+        for one, instruction in instructions:
+            is_lossy = (
+                isinstance(instruction.action, Encode) and not instruction.action.codec.lossless
+            )
+            if (is_lossy or instruction.recipe is not None) and one.op != NOWHERE:
                 for saved in self._ops[one.op].saves:
                     if self._is_made_before(one.op, saved.at):
                         self._places.setdefault(saved.at, len(self._places))
@@ -329,9 +337,9 @@ class Writer:
             if op.operands:
                 return
 
-    def _step(self, at: int, op: NotedOp, mine: list[tuple[NotedDeed, Deed]]) -> Step:
-        before = tuple([deed for one, deed in mine if one.when == BEFORE])
-        after = tuple([deed for one, deed in mine if one.when == AFTER])
+    def _step(self, at: int, op: NotedOp, mine: list[tuple[NotedInstruction, Instruction]]) -> Step:
+        before = tuple([instruction for one, instruction in mine if one.when == BEFORE])
+        after = tuple([instruction for one, instruction in mine if one.when == AFTER])
         copies = tuple(
             [
                 (position, self._numbers[id(slot)])
@@ -423,7 +431,7 @@ class Writer:
         return (saved is not None and saved[0] < at) or self._is_noted_before(at, place)
 
     def _save(
-        self, at: int, i: int, saved: NotedSave, mine: list[tuple[NotedDeed, Deed]]
+        self, at: int, i: int, saved: NotedSave, mine: list[tuple[NotedInstruction, Instruction]]
     ) -> Save | None:
         view = self._views.get((at, i))
         noted = self._noted.get((at, i), NOWHERE)
@@ -436,14 +444,14 @@ class Writer:
             is_kept = noted == note == NOWHERE
             return None if is_kept else Save(saved.geometry, saved.dtype, noted=noted, place=note)
         slot, fresh = view.slot, self._first[id(view.slot)] == (at, i)
-        deeds = [
-            deed
-            for one, deed in mine
-            if one.when == AT_SAVE and one.save == i and deed.slot == number
+        instructions = [
+            instruction
+            for one, instruction in mine
+            if one.when == AT_SAVE and one.save == i and instruction.slot == number
         ]
-        if len(deeds) > 1:
+        if len(instructions) > 1:
             raise Unwritable("a tensor with which two things are done at once")
-        if slot.is_window and deeds:
+        if slot.is_window and instructions:
             raise Unwritable("a window onto a larger storage")
         return Save(
             saved.geometry,
@@ -453,8 +461,8 @@ class Writer:
             saved.geometry if saved.geometry == slot.base else slot.base,
             saved.nbytes,
             view.need,
-            deeds[0] if deeds else None,
-            any(one.when == AFTER and deed.slot == number for one, deed in mine),
+            instructions[0] if instructions else None,
+            any(one.when == AFTER and instruction.slot == number for one, instruction in mine),
             noted,
             note,
             place if not fresh or is_noted else NOWHERE,
@@ -466,7 +474,7 @@ def _gone() -> None:
     """Link to a slot of the forward that the script was written from."""
 
 
-def _check_kept(mine: list[NotedDeed]) -> None:
+def _check_kept(mine: list[NotedInstruction]) -> None:
     """Raise Unwritable where a slot is acted on at the end, and nothing is kept of it until then.
 
     It was acted on as it was saved by no call (by a function of the user's); calls that came later
@@ -479,8 +487,8 @@ def _check_kept(mine: list[NotedDeed]) -> None:
             raise Unwritable("what no call saves is made of what is not kept")
 
 
-def _read_bits(deed: Deed) -> Iterator[int]:
-    """Numbers of the slots whose bits a deed takes."""
-    yield deed.mask
-    for remade in deed.remade or ():
-        yield remade.bits
+def _read_bits(instruction: Instruction) -> Iterator[int]:
+    """Numbers of the slots whose bits a instruction takes."""
+    yield instruction.mask
+    for recipe in instruction.recipe or ():
+        yield recipe.bits

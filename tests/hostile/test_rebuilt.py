@@ -211,7 +211,7 @@ def test_written_out_attention_has_the_bits_of_torchs(mask: str) -> None:
     given: Tensor | None = None
     if mask == "bool":
         given = torch.rand(2, 1, 128, 96) > 0.2
-        given[0, 0, 3] = False  # nothing is looked at
+        given[0, 0, 3] = False  # nothing is examined
     if mask == "learned":
         given = torch.randn(1, 4, 128, 96, requires_grad=True)
 

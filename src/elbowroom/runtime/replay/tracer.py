@@ -37,7 +37,7 @@ from elbowroom.runtime.replay.notes import (
     BEFORE,
     LAST,
     Makers,
-    NotedDeed,
+    NotedInstruction,
     NotedNorm,
     NotedOp,
     NotedSave,
@@ -60,7 +60,7 @@ from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 _NOTHING = Geometry((), (), 0)  # of what is only kept
 
 
-class Scribe(Listener):
+class Tracer(Listener):
     """Listener that records one forward of a learning context, and writes its script.
 
     script        once that has ended; None: there is none
@@ -75,7 +75,7 @@ class Scribe(Listener):
         self._stack: list[int] = []
         self._inputs: int | None = None  # the op that represents tensors saved between two calls
         self._when = BEFORE
-        self._done: list[NotedDeed] = []
+        self._done: list[NotedInstruction] = []
         self._seeds_before = 0
         self._mark = Ledger().mark()
         self._selects = selects
@@ -237,7 +237,7 @@ class Scribe(Listener):
             at, when = NOWHERE, LAST
         else:
             save = len(self._ops[at].saves)
-        self._done.append(NotedDeed(at, when, save, weakref.ref(slot), *what, kept, where))
+        self._done.append(NotedInstruction(at, when, save, weakref.ref(slot), *what, kept, where))
 
     def _where(self, norm: Statistics) -> NotedNorm:
         mean, rstd = ((self._place_of(x), Geometry.of(x)) for x in (norm.mean, norm.rstd))
