@@ -25,6 +25,7 @@ _POSITIONS = {  # of inputs, in the order of an op's arguments; others come firs
     **dict.fromkeys(("other", "mat2", "weight", "key", "batch1", "tensor1", "end", "exponent"), 1),
     **dict.fromkeys(("value", "batch2", "tensor2"), 2),
 }
+_LIBRARY_SAMPLES = 16  # of which convolutions of one pixel are oneDNN's, on one thread
 
 
 def graph_of(
@@ -137,9 +138,10 @@ def _layout_nbytes(fn: Any) -> int:
 def _copies_maps(fn: Any) -> bool:
     """Returns whether a convolution's library copies its maps into layouts of its own.
 
-    On a CPU, oneDNN copies none whose channels come last in memory, and none where each pixel is
-    multiplied by a matrix alone, which is a product of matrices as the maps lie (measured: of fp32,
-    in one or two dimensions). Where it is not known, it is taken to copy them.
+    On a CPU, oneDNN copies none whose channels come last in memory. Where each pixel is multiplied
+    by a matrix alone, in one or two dimensions of fp32, PyTorch calls it for at least 16 samples or
+    on several threads (`ConvParams::use_mkldnn` in ATen/native/Convolution.cpp); otherwise it
+    multiplies matrices as the maps lie. Where it is not known, maps are taken to be copied.
     """
     made, view = fn._input_metadata[0], _saved_input(fn)
     if made.device.type != "cpu":
@@ -153,7 +155,8 @@ def _copies_maps(fn: Any) -> bool:
         return True
     pixels = weight._input_metadata[which].shape[2:]
     is_product = {*pixels, *fn._saved_stride} == {1} and len(pixels) < 3
-    return not is_product or prod(made.shape[2:]) == 1
+    uses_library = made.shape[0] >= _LIBRARY_SAMPLES or torch.get_num_threads() > 1
+    return uses_library or not is_product or prod(made.shape[2:]) == 1
 
 
 def _saved_input(fn: Any) -> View | None:
