@@ -313,7 +313,9 @@ class FitState:
         """True if no step under an exact plan of a rehearsed forward was measured yet.
 
         Most such plans hold, and leave little of the budget unused: they are followed from then on.
-        In place of lossy codes, a profiled step may show that exact actions suffice.
+        In place of lossy codes, a profiled step may show that exact actions suffice. Beside another
+        model, a forward alone does not tell what the step holds.
         """
         is_first = self.rehearsed and self.phase is Phase.VERIFYING and self.rounds == 0
-        return is_first and self.plan is not None and self.plan.exact
+        is_alone = not (self.others_learn or self.memory.beside_nbytes)
+        return is_first and is_alone and self.plan is not None and self.plan.exact
