@@ -69,6 +69,7 @@ PURPOSE = {
     "runtime/replay/replay.py": "runs the op at its place in the script",
     "runtime/replay/held.py": "holds the tensor as a tuple, and rebuilds it",
     "runtime/replay/following.py": "counts the stored bytes in a step that follows a script",
+    "runtime/replay/notes.py": "remembers the slot, which may end before the script is written",
     "runtime/replay/tracer.py": "records the op and its saved tensor in the script",
     "runtime/replay/script.py": "describes what is done with this tensor",
     "runtime/serving.py": "asks the policy, and performs its action, now or later",

@@ -87,7 +87,8 @@ class Entry:
 class Counted(NamedTuple):
     """Figures of an entry at the fullest moment of a forward that others repeat.
 
-    slot  number of the slot whose bytes these are; negative: the slot is not acted on
+    slot   number of the slot whose bytes these are; negative: the slot is not acted on
+    ended  it has ended before the forward did
     """
 
     module: str
@@ -99,6 +100,7 @@ class Counted(NamedTuple):
     after_nbytes: int
     away_nbytes: int
     slot: int
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Counts:
     @cached_property
     def kept_nbytes(self) -> int:
         """Bytes that are held for all others."""
-        return self.held_nbytes - sum(e.after_nbytes for e in self.by_slot.values())
+        return self.held_nbytes - sum(e.after_nbytes for e in self.by_slot.values() if not e.ended)
 
 
 class Mark(NamedTuple):
@@ -327,7 +329,7 @@ class Ledger(Account):
         entries = tuple(
             Counted(
                 *(e.module, e.consumer, e.dtype, e.action, e.why),
-                *(e.before_nbytes, e.after_nbytes, e.away_nbytes, slot_of(e)),
+                *(e.before_nbytes, e.after_nbytes, e.away_nbytes, slot_of(e), e.died > 0),
             )
             for e in self._of_fullest()
             if e.born > since.clock

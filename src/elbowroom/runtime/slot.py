@@ -162,6 +162,14 @@ def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+class Trace(Protocol):
+    """Remembers a slot after its end."""
+
+    def ends(self, slot: "Slot") -> None:
+        """Called as the slot ends, with all that it still holds."""
+        ...
+
+
 class MadeAgain:
     """The last few rebuilt tensors that wait for more readers; the others are freed.
 
@@ -211,6 +219,7 @@ class Slot:
                      it
     shape_is_enough  so far every op needs the geometry only
     most_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
+    trace            of a recorded forward: is told what the slot was, once that ends
     """
 
     # Most slots of a step have these values, so they are class attributes.
@@ -222,6 +231,7 @@ class Slot:
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
     shared: MadeAgain | None = None
+    trace: "Trace | None" = None
 
     def __init__(
         self,
@@ -429,6 +439,8 @@ class CountedSlot(Slot):
 
     def __del__(self) -> None:
         self.entry.close()
+        if self.trace is not None:
+            self.trace.ends(self)
 
 
 class View:

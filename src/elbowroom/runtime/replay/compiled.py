@@ -59,8 +59,8 @@ class Act:
     """
 
     __slots__ = (
-        *("after", "before", "copies", "ends", "func", "guard", "holds", "inputs", "is_plain"),
-        *("module", "most", "numel", "opens", "place", "run", "saves"),
+        *("after", "before", "copies", "ends", "frees", "func", "guard", "holds", "inputs"),
+        *("is_plain", "module", "most", "numel", "opens", "place", "run", "saves"),
     )
 
     def __init__(self, step: Step, flat: Flat, most: int = 0, *, is_exact: bool = True) -> None:
@@ -80,7 +80,8 @@ class Act:
             for some in (step.before, step.after)
         )
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
-        self.ends = bool(step.place != NOWHERE or step.copies or step.after)
+        self.frees = step.frees
+        self.ends = bool(step.place != NOWHERE or step.copies or step.after or step.frees)
         self.module: weakref.ref[nn.Module] | None = step.module
         self.inputs, self.numel, self.most = step.inputs, step.numel, most
 

@@ -131,8 +131,9 @@ class RepeatedLedger(Account):
         """Bytes that are held now."""
         kept = 0
         if self._token() is not None:
-            flat = sum(one.after_nbytes for n in self._flat if (one := self._by_slot.get(n)))
-            kept = self._known.kept_nbytes + flat
+            flat = (self._by_slot.get(n) for n in self._flat)
+            kept = self._known.kept_nbytes
+            kept += sum(one.after_nbytes for one in flat if one is not None and not one.ended)
         alive = (entry for entry, slot in self._entries.values() if slot() is not None)
         return kept + sum(entry.after_nbytes for entry in alive)
 
@@ -140,7 +141,7 @@ class RepeatedLedger(Account):
 def _now(counted: Counted, entry: Repeated) -> Counted:
     """Returns what a slot is in this forward."""
     bytes_now = entry.before_nbytes, entry.after_nbytes, entry.away_nbytes
-    return Counted(*counted[:3], entry.action, entry.why, *bytes_now, counted.slot)
+    return Counted(*counted[:3], entry.action, entry.why, *bytes_now, *counted[8:])
 
 
 class Following(Replay):

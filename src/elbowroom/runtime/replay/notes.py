@@ -2,6 +2,11 @@
 
 NotedOp    one call from Python to torch, and what it saves (`NotedSave`)
 NotedInstruction  an action on a slot, and its time
+Trace      the slot, or what is left of one that has ended (`Remains`)
+
+A graph may end before its forward does: what a quantization cuts off lives as long as a variable of
+the model's. Its slots are gone when the script is written, but what was done with them is not: a
+step that did not do it would hold more than the one that was measured.
 """
 
 from __future__ import annotations
@@ -9,19 +14,23 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elbowroom.plan import Action, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.kept import Deferred
-from elbowroom.runtime.replay.script import Like
+from elbowroom.runtime.ledger import Entry, NoEntry
+from elbowroom.runtime.replay.script import NOWHERE, Like
 from elbowroom.runtime.slot import Geometry, Slot, View
+from elbowroom.runtime.storage import version_of
 
 Place = tuple[int, int]  # a storage's address, and its version
 Makers = dict[int, tuple["weakref.ref[Op]", int]]  # of recipes, by the id of their op
@@ -36,10 +45,155 @@ class OnceUnwritable(Unwritable):
     """Raised if there is no script of this forward, but maybe of the next."""
 
 
-class Seen(NamedTuple):
-    """A view that has been there, of a slot that still is."""
+@dataclass(frozen=True, eq=False)
+class Remains:
+    """What the writer has to know of a slot, which may have ended.
 
-    slot: Slot
+    Of a recipe the bits are held, and nothing else that takes memory.
+
+    kind    of its value
+    bits    address of the bits of a mask; 0: it has none. brings: they are those of its code
+    is_raw  a lossy codec holds it exactly
+    recipe  of what is rebuilt, if it has ended
+    ended   how many ops had begun; NOWHERE: it has not
+    """
+
+    base: Geometry
+    is_window: bool
+    is_source: bool
+    is_shared: bool
+    entry: Entry | NoEntry
+    kind: type
+    bits: int
+    brings: bool
+    is_raw: bool
+    recipe: NotedRecipe | None = None
+    ended: int = NOWHERE
+
+    @classmethod
+    def of(cls, slot: Slot | Remains) -> Remains:
+        """Returns what is known of a slot."""
+        if isinstance(slot, Remains):
+            return slot
+        held, bits = slot.value, slot.bits
+        lossy = isinstance(held, EncodeHandle) and not held.codec.lossless
+        return cls(
+            *(slot.base, slot.is_window, slot.is_source, slot.shared is not None, slot.entry),
+            type(held),
+            0 if bits is None else bits.data_ptr(),
+            bits is not None and bits is getattr(held, "bitmap", None),
+            held is not None and lossy and held.exact,
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """True if nothing is held but the tensor."""
+        return self.kind is KeepHandle and not self.bits
+
+
+class Progress:
+    """How far a forward has come: the ops that have begun, and the recipes that they have made.
+
+    is_over: no script is written of it any more
+    """
+
+    __slots__ = ("is_over", "makers", "ops")
+
+    def __init__(self) -> None:
+        self.ops, self.is_over = 0, False
+        self.makers: Makers = {}
+
+
+class Trace:
+    """Reference to a slot, and to what is left of it once that has ended."""
+
+    __slots__ = ("_progress", "_remains", "_slot")
+
+    def __init__(self, slot: Slot, progress: Progress) -> None:
+        self._slot, self._progress = weakref.ref(slot), progress
+        self._remains: Remains | None = None
+
+    @classmethod
+    def of(cls, slot: Slot, progress: Progress) -> Trace:
+        """Returns the only one of this slot in a forward."""
+        known = slot.trace
+        if not isinstance(known, Trace) or known._progress is not progress:
+            known = slot.trace = cls(slot, progress)
+        return known
+
+    def ends(self, slot: Slot) -> None:
+        """Notes what the slot was, while a script may be written."""
+        if self._progress.is_over:
+            return
+        # It may end between two calls: what is asked here is no op of the model.
+        with torch._C.DisableTorchFunction():
+            held, progress, recipe = slot.value, self._progress, None
+            if isinstance(held, RebuildHandle):
+                with suppress(Unwritable):
+                    recipe = NotedRecipe.of(held.ready, progress)
+            self._remains = replace(Remains.of(slot), recipe=recipe, ended=progress.ops)
+
+    def __call__(self) -> Slot | Remains | None:
+        """Returns the slot, or what is left of it."""
+        return self._remains or self._slot()
+
+
+@dataclass(frozen=True)
+class NotedRecipe:
+    """A recipe without its tensors, but for parameters and bits; `NumberedRecipe` explains the
+    fields.
+
+    makers  the ops that have made what it makes
+    """
+
+    op: Op
+    makers: tuple[int, ...]
+    source: Trace | NotedRecipe
+    seen: Geometry
+    made: Geometry
+    bits: Tensor | None
+    noise: Trace | None
+    others: tuple[Trace | NotedRecipe, ...]
+    given: tuple[tuple[Place, Geometry], ...]
+    works_lossy: bool
+
+    @classmethod
+    def of(cls, ready: Ready, progress: Progress) -> NotedRecipe:
+        """Returns the notes of a recipe. Raises Unwritable if no script may hold it."""
+        op, makers = ready.op, []
+        for one in (op, *op.beside):
+            known = progress.makers.get(id(one))
+            if known is None or known[0]() is not one:
+                raise Unwritable("a recipe of no op")
+            makers.append(known[1])
+        if op.given and op.bound is None:
+            raise Unwritable("a recipe that reads what only this forward has")
+
+        def noted(one: Slot | Ready) -> Trace | NotedRecipe:
+            return cls.of(one, progress) if isinstance(one, Ready) else Trace.of(one, progress)
+
+        others = tuple((_gone, seen) for _, seen in op.others)
+        bare = replace(op, given=(), others=others, beside=())
+        if op.bound is not None:  # which makes what reads statistics
+            bare = replace(bare, lossy=None, affine=None)
+        given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]
+        return cls(
+            *(bare, tuple(makers), noted(ready.source), ready.seen, ready.made, ready.bits),
+            None if ready.noise is None else Trace.of(ready.noise, progress),
+            tuple([noted(one) for one in ready.others]),
+            tuple(given),
+            op.works_lossy,
+        )
+
+
+def _gone() -> None:
+    """Link to a slot of the forward that the script was written from."""
+
+
+class Seen(NamedTuple):
+    """A view that has been there, of a slot that may be there."""
+
+    slot: Slot | Remains
     need: Need
 
 
@@ -57,11 +211,11 @@ class NotedSave:
     nbytes: int
     at: Place
     held: weakref.ref[View | Deferred] | None
-    seen: tuple[weakref.ref[Slot], Need] | None = None
+    seen: tuple[Trace, Need] | None = None
 
     @property
     def view(self) -> View | Seen | None:
-        """The view, be it there or gone; None: it has no slot, or its slot is gone."""
+        """The view, be it there or gone; None: it has no slot."""
         held = None if self.held is None else self.held()
         if isinstance(held, Deferred):
             held = held.held if isinstance(held.held, View) else None
@@ -115,7 +269,7 @@ class NotedInstruction(NamedTuple):
     op: int
     when: int
     save: int
-    slot: weakref.ref[Slot]
+    slot: Trace
     name: SiteName
     need: Need
     action: Action | None

@@ -46,6 +46,7 @@ from elbowroom.runtime.slot import Geometry, Slot
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
+_ENDED: Any = None  # in place of a slot whose graph may be gone
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -313,6 +314,8 @@ class Replay(Observing):
                     self._copy(slot, args[position])
                 for late in act.after:
                     late(self)
+                for number in act.frees:
+                    self.slots[number] = self.sources[number] = _ENDED
         finally:
             self._holds, self._saved, self._is_inside = outer
             if act.numel is None:

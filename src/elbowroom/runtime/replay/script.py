@@ -200,6 +200,7 @@ class Step:
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
     stands  what `run` is of, be it asked again or not
+    frees   slots that nothing of ours reads any more: their graph may end before the forward does
     """
 
     func: Callable[..., Any]
@@ -218,11 +219,12 @@ class Step:
     inputs: bool = False
     numel: int | None = 0
     stands: Direct | None = None
+    frees: tuple[int, ...] = ()
 
     @cached_property
     def is_plain(self) -> bool:
         """True if this step has no action: calls are only compared with it."""
-        acts = self.before or self.after or self.copies or self.place != NOWHERE
+        acts = self.before or self.after or self.copies or self.frees or self.place != NOWHERE
         special = self.opens or self.module is not None
         return self.saves is None and self.args is None and not (acts or special)
 

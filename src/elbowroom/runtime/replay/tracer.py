@@ -36,13 +36,14 @@ from elbowroom.runtime.replay.notes import (
     AT_SAVE,
     BEFORE,
     LAST,
-    Makers,
     NotedInstruction,
     NotedNorm,
     NotedOp,
     NotedSave,
     OnceUnwritable,
     Place,
+    Progress,
+    Trace,
     Unwritable,
     made_of,
 )
@@ -72,6 +73,7 @@ class Tracer(Listener):
         self.script: Script | None = None
         self.why, self.once = "", False
         self._ops: list[NotedOp] = []
+        self._progress = Progress()
         self._stack: list[int] = []
         self._inputs: int | None = None  # the op that represents tensors saved between two calls
         self._when = BEFORE
@@ -81,7 +83,6 @@ class Tracer(Listener):
         self._selects = selects
         self._numel = 0  # of all that no op has saved
         self._storages: dict[int, WeakStorage] = {}  # so that no address is used twice
-        self._makers: Makers = {}
         self._state = state_of_torch()
 
     # --- Events of a context
@@ -97,8 +98,10 @@ class Tracer(Listener):
         """Notes that this forward has no script. once: the next one may have one."""
         self.once = once and (self.once or not self.why)
         self.why = self.why or why
-        self._ops, self._stack, self._done, self._makers = [], [], [], {}
+        self._ops, self._stack, self._done = [], [], []
         self._storages, self._inputs = {}, None
+        self._progress.is_over = True
+        self._progress.makers.clear()
 
     def begins(self, call: Call) -> None:
         """Records that a call begins, and nothing of it has happened yet."""
@@ -110,7 +113,7 @@ class Tracer(Listener):
             kwargs = tuple([(key, self._described(x, operands)) for key, x in call.kwargs.items()])
         except Unwritable:
             args, kwargs = (Unwritable,), ()
-        self._ops.append(NotedOp(call.func, call.name, args, kwargs, operands))
+        self._append(NotedOp(call.func, call.name, args, kwargs, operands))
         self._stack.append(len(self._ops) - 1)
         self._when, self._inputs = BEFORE, None
 
@@ -127,7 +130,7 @@ class Tracer(Listener):
         if self._stack:
             self.refuse("a checkpoint, or a function of the user's, inside of one of torch's own")
             return
-        self._ops.append(NotedOp(checkpoint, name, (), (), [], is_between=True))
+        self._append(NotedOp(checkpoint, name, (), (), [], is_between=True))
         self._inputs, self._when = len(self._ops) - 1, BEFORE
 
     def leaves(self) -> None:
@@ -153,9 +156,10 @@ class Tracer(Listener):
         """Records a result of the call with its origin, which may have a recipe."""
         recipe = origin.recipe
         if recipe is not None and self._stack:
-            known = self._makers.get(id(recipe.op))
+            makers = self._progress.makers
+            known = makers.get(id(recipe.op))
             if known is None or known[0]() is None:
-                self._makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
+                makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
 
     def ended(self, call: Call, out: Any) -> None:
         """Records that the call has ended, and all is decided on."""
@@ -167,16 +171,20 @@ class Tracer(Listener):
             held = None if saved.held is None else saved.held()
             view = held.held if type(held) is Deferred else held
             if type(view) is View:
-                saved.seen = weakref.ref(view.slot), view.need
+                saved.seen = Trace.of(view.slot, self._progress), view.need
         if type(out) is Tensor:
             op.out = self._place_of(out)
         self._when = AT_SAVE if self._stack else BEFORE
+
+    def _append(self, op: NotedOp) -> None:
+        self._ops.append(op)
+        self._progress.ops += 1
 
     def begins_region(self, module: nn.Module) -> None:
         """Records that a call of a recomputed module begins."""
         if self.why:
             return
-        self._ops.append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
+        self._append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
         self._stack.append(len(self._ops) - 1)
         self._when, self._inputs = BEFORE, None
 
@@ -237,7 +245,8 @@ class Tracer(Listener):
             at, when = NOWHERE, LAST
         else:
             save = len(self._ops[at].saves)
-        self._done.append(NotedInstruction(at, when, save, weakref.ref(slot), *what, kept, where))
+        trace = Trace.of(slot, self._progress)
+        self._done.append(NotedInstruction(at, when, save, trace, *what, kept, where))
 
     def _where(self, norm: Statistics) -> NotedNorm:
         mean, rstd = ((self._place_of(x), Geometry.of(x)) for x in (norm.mean, norm.rstd))
@@ -294,11 +303,13 @@ class Tracer(Listener):
         if ledger.was_asked:
             self.refuse("a backward has run inside")
         if not self.why:
-            writer = Writer(self._ops, self._done, self._makers, self._state)
+            writer = Writer(self._ops, self._done, self._progress, self._state)
             try:
                 script = writer.script(ledger, self._mark, self._numel, selects=self._selects)
                 seen = tuple((weakref.ref(module), n) for module, n in calls.items())
                 self.script = replace(script, seeds=seeds - self._seeds_before, calls=seen)
             except Unwritable as error:
                 self.refuse(str(error), once=isinstance(error, OnceUnwritable))
-        self._ops, self._done, self._makers, self._storages = [], [], {}, {}
+        self._ops, self._done, self._storages = [], [], {}
+        self._progress.is_over = True
+        self._progress.makers.clear()

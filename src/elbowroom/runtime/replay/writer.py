@@ -10,6 +10,7 @@ needs no guard. The actions determine the guards:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,22 +22,24 @@ from torch import Tensor
 from elbowroom.plan import Encode, Keep
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
-from elbowroom.runtime.handles import EncodeHandle, KeepHandle, OffloadHandle
-from elbowroom.runtime.handles.rebuild import Ready
+from elbowroom.runtime.handles import KeepHandle, OffloadHandle
 from elbowroom.runtime.ledger import Ledger, Mark
 from elbowroom.runtime.replay.notes import (
     AFTER,
     AT_SAVE,
     BEFORE,
     LAST,
-    Makers,
     NotedInstruction,
     NotedNorm,
     NotedOp,
+    NotedRecipe,
     NotedSave,
     OnceUnwritable,
     Place,
+    Progress,
+    Remains,
     Seen,
+    Trace,
     Unwritable,
     made_of,
 )
@@ -52,7 +55,6 @@ from elbowroom.runtime.replay.script import (
     Step,
 )
 from elbowroom.runtime.slot import Geometry, Slot, View
-from elbowroom.runtime.storage import version_of
 
 
 class Writer:
@@ -62,13 +64,13 @@ class Writer:
         self,
         ops: list[NotedOp],
         done: list[NotedInstruction],
-        makers: Makers,
+        progress: Progress,
         state: tuple[Any, ...],
     ) -> None:
-        self._ops, self._makers, self._state = ops, makers, state
+        self._ops, self._progress, self._state = ops, progress, state
         self._done = [(one, slot) for one in done if (slot := one.slot()) is not None]
         self._numbers: dict[int, int] = {}  # of slots, by id
-        self._slots: list[Slot] = []
+        self._slots: list[Slot | Remains] = []
         self._noted: dict[tuple[int, int], int] = {}  # of what is saved, by op and place in it
         self._places: dict[Place, int] = {}
         self._guarded: set[int] = set()  # ops whose arguments are compared
@@ -95,6 +97,7 @@ class Writer:
                     self._first.setdefault(id(view.slot), (at, i))
             if op.out is not None:
                 self._made_at.setdefault(op.out, at)
+        self._leave_out_ended()
         instructions = self._instructions()
         self._close_sources()
         self._compared |= {at for at, op in enumerate(self._ops) if op.compared}
@@ -108,7 +111,11 @@ class Writer:
         of_op: dict[int, list[tuple[NotedInstruction, Instruction]]] = {}
         for each in instructions:
             of_op.setdefault(each[0].op, []).append(each)
-        steps = tuple(self._step(at, op, of_op.get(at, [])) for at, op in enumerate(self._ops))
+        frees = self._frees(instructions)
+        steps = tuple(
+            self._step(at, op, of_op.get(at, []), frees.get(at, ()))
+            for at, op in enumerate(self._ops)
+        )
         if not any(step.inputs and step.acts for step in steps):  # as many as there may be
             numel += sum(step.numel or 0 for step in steps if step.inputs)
             steps = tuple(step for step in steps if not step.inputs)
@@ -119,11 +126,46 @@ class Writer:
         numel += sum(step.numel or 0 for step in steps)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
+    def _leave_out_ended(self) -> None:
+        """Leaves out what was done with slots that have ended, where it need not be done again.
+
+        A slot that has ended before another op began is kept as long as it takes.
+        """
+        left_out: set[int] = set()
+        for one, slot in self._done:
+            if not isinstance(slot, Remains):
+                continue
+            first = self._first.get(id(slot))
+            if first is None or slot.ended <= first[0] + 1 or one.op == NOWHERE:
+                left_out.add(id(slot))
+        self._done = [(one, slot) for one, slot in self._done if id(slot) not in left_out]
+
+    def _frees(
+        self, instructions: list[tuple[NotedInstruction, Instruction]]
+    ) -> dict[int, tuple[int, ...]]:
+        """Returns the numbers of the slots that have ended, by the op after which they had.
+
+        What a replay has of them is let go then, or when the last of others has read it.
+        """
+        last: dict[int, int] = {}
+        for one, instruction in instructions:
+            at = len(self._ops) if one.op == NOWHERE else one.op
+            for number in _read_by(instruction):
+                last[number] = max(last.get(number, 0), at)
+        calls = [at for at, op in enumerate(self._ops) if not (op.is_between or op.module)]
+        frees: dict[int, list[int]] = {}
+        for number, slot in enumerate(self._slots):
+            if isinstance(slot, Remains):
+                at = bisect_left(calls, max(slot.ended - 1, last.get(number, 0)))
+                if at < len(calls):
+                    frees.setdefault(calls[at], []).append(number)
+        return {at: tuple(numbers) for at, numbers in frees.items()}
+
     def _instructions(self) -> list[tuple[NotedInstruction, Instruction]]:
         """Returns the actions on slots that are not just kept, and on their sources."""
-        of_slot: dict[int, list[tuple[int, NotedInstruction, Slot]]] = {}
+        of_slot: dict[int, list[tuple[int, NotedInstruction, Slot | Remains]]] = {}
         for order, (one, slot) in enumerate(self._done):
-            if type(slot.value) is KeepHandle and slot.bits is None:
+            if Remains.of(slot).is_kept:
                 continue  # whatever it was before: in the end it is kept
             before = of_slot.setdefault(id(slot), [])
             if before or not isinstance(one.action, Keep):  # kept is what it begins with
@@ -154,7 +196,7 @@ class Writer:
         read: slots whose bits others take
         """
         slot = self._slots[instruction.slot]
-        is_brought = slot.bits is not None and slot.bits is getattr(slot.value, "bitmap", None)
+        is_brought = Remains.of(slot).brings
         at_first = one.when == AT_SAVE and self._first.get(id(slot)) == (one.op, one.save)
         return bool(instruction.bits) and is_brought and at_first and instruction.slot not in read
 
@@ -180,13 +222,10 @@ class Writer:
         """
         read = Counter(id(view.slot) for view in self._views.values())
         for slot in self._slots:
-            held = slot.value
-            if not isinstance(held, EncodeHandle) or held.codec.lossless or not held.exact:
-                continue
-            if slot.is_source or read[id(slot)] > 1:
+            if Remains.of(slot).is_raw and (slot.is_source or read[id(slot)] > 1):
                 raise OnceUnwritable("several read a tensor that has no code: of a NaN or an Inf")
 
-    def _number(self, slot: Slot) -> int:
+    def _number(self, slot: Slot | Remains) -> int:
         number = self._numbers.get(id(slot))
         if number is None:
             if id(slot) not in self._first and not self._copied(slot):
@@ -195,16 +234,19 @@ class Writer:
             self._slots.append(slot)
         return number
 
-    def _copied(self, slot: Slot) -> bool:
+    def _copied(self, slot: Slot | Remains) -> bool:
         return any(ref() is slot for op in self._ops for _, ref in op.copies)
 
-    def _instruction(self, one: NotedInstruction, slot: Slot) -> Instruction:
+    def _instruction(self, one: NotedInstruction, slot: Slot | Remains) -> Instruction:
         action, mask, recipe = one.action, NOWHERE, None
         if one.ready is not None:
             ready = one.ready()
-            if ready is None:
+            recipe = None if ready is None else NotedRecipe.of(ready, self._progress)
+            if recipe is None and isinstance(slot, Remains):
+                recipe = slot.recipe
+            if recipe is None:
                 raise Unwritable("a recipe that is not held any more")
-            recipe = self._recipe(ready)
+            recipe = self._recipe(recipe)
         if isinstance(action, Encode):
             bits = action.facts.mask
             if bits is not None:
@@ -215,44 +257,37 @@ class Writer:
         return Instruction(number, one.name, one.need, action, recipe, norm, *how)
 
     def _holder_of(self, bits: Tensor) -> int:
-        for _, slot in self._done:
-            if slot.bits is not None and slot.bits.data_ptr() == bits.data_ptr():
+        # The last one, for the bits of one that has ended may have lain there before.
+        for _, slot in reversed(self._done):
+            if Remains.of(slot).bits == bits.data_ptr():
                 return self._number(slot)
         raise Unwritable("bits that no slot holds")
 
-    def _recipe(self, ready: Ready) -> NumberedRecipe:
-        for op in (ready.op, *ready.op.beside):
-            made = self._makers.get(id(op))
-            if made is None or made[0]() is not op:
-                raise Unwritable("a recipe of no op")
-            self._sourced.add(made[1])
-        given = tuple(
-            self._ref((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x))
-            for x in ready.op.given
-        )
-        if given and ready.op.bound is None:
-            raise Unwritable("a recipe that reads what only this forward has")
-        source = ready.source
-        bits = NOWHERE if ready.bits is None else self._holder_of(ready.bits)
-        others = tuple((_gone, seen) for _, seen in ready.op.others)
-        op = replace(ready.op, given=(), others=others, beside=())
-        if op.bound is not None:  # which makes what reads statistics
-            op = replace(op, lossy=None, affine=None)
+    def _recipe(self, recipe: NotedRecipe) -> NumberedRecipe:
+        self._sourced.update(recipe.makers)
+        given = tuple([self._ref(*one) for one in recipe.given])
+        source, bits, noise, op = recipe.source, recipe.bits, recipe.noise, recipe.op
         self._fixed |= {(x.untyped_storage()._cdata, x.data_ptr()) for x in op.fixed}
         return NumberedRecipe(
             op,
-            self._recipe(source) if isinstance(source, Ready) else self._number(source),
-            ready.seen,
-            ready.made,
-            bits,
-            NOWHERE if ready.noise is None else self._number(ready.noise),
-            tuple(
-                self._recipe(one) if isinstance(one, Ready) else self._number(one)
-                for one in ready.others
-            ),
+            self._operand(source),
+            recipe.seen,
+            recipe.made,
+            NOWHERE if bits is None else self._holder_of(bits),
+            NOWHERE if noise is None else self._number_of(noise),
+            tuple([self._operand(one) for one in recipe.others]),
             given,
-            ready.op.works_lossy,
+            recipe.works_lossy,
         )
+
+    def _operand(self, one: Trace | NotedRecipe) -> int | NumberedRecipe:
+        return self._number_of(one) if isinstance(one, Trace) else self._recipe(one)
+
+    def _number_of(self, trace: Trace) -> int:
+        slot = trace()
+        if slot is None:
+            raise Unwritable("a recipe whose source is not held any more")
+        return self._number(slot)
 
     def _norm(self, norm: NotedNorm) -> Norm:
         return Norm(self._statistic(*norm.mean), self._statistic(*norm.rstd), norm.inner, norm.rows)
@@ -337,7 +372,14 @@ class Writer:
             if op.operands:
                 return
 
-    def _step(self, at: int, op: NotedOp, mine: list[tuple[NotedInstruction, Instruction]]) -> Step:
+    def _step(
+        self,
+        at: int,
+        op: NotedOp,
+        mine: list[tuple[NotedInstruction, Instruction]],
+        frees: tuple[int, ...],
+    ) -> Step:
+        """frees: numbers of slots that have ended when it has run."""
         before = tuple([instruction for one, instruction in mine if one.when == BEFORE])
         after = tuple([instruction for one, instruction in mine if one.when == AFTER])
         copies = tuple(
@@ -363,6 +405,7 @@ class Writer:
         if not (at in self._guarded or at in self._compared or keeps_run):
             numel = None if op.run is not None else op.numel
             acts: dict[str, Any] = {"copies": copies, "before": before, "after": after}
+            acts["frees"] = frees
             return Step(op.func, opens=op.opens, place=place, numel=numel, **acts)
         if op.args == (Unwritable,):
             raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
@@ -388,13 +431,14 @@ class Writer:
             after,
             numel=op.numel,
             stands=op.direct,
+            frees=frees,
         )
 
     def _codes_any(self, at: int, op: NotedOp) -> bool:
         """Returns whether any saved tensor of an op may be held in another form."""
         views = [self._views.get((at, i)) for i, one in enumerate(op.saves) if one.held is not None]
         return any(
-            v is None or type(v.slot.value) not in (KeepHandle, OffloadHandle) for v in views
+            v is None or Remains.of(v.slot).kind not in (KeepHandle, OffloadHandle) for v in views
         )
 
     def _placed(self, x: Any, at: int, seen: set[Place]) -> Any:
@@ -466,12 +510,8 @@ class Writer:
             noted,
             note,
             place if not fresh or is_noted else NOWHERE,
-            slot.shared is not None,
+            Remains.of(slot).is_shared,
         )
-
-
-def _gone() -> None:
-    """Link to a slot of the forward that the script was written from."""
 
 
 def _check_kept(mine: list[NotedInstruction]) -> None:
@@ -485,6 +525,13 @@ def _check_kept(mine: list[NotedInstruction]) -> None:
         leaves_it = leaves_it or (bool(before.bits) and before.when != AT_SAVE)
         if one.op == NOWHERE and not leaves_it:
             raise Unwritable("what no call saves is made of what is not kept")
+
+
+def _read_by(instruction: Instruction) -> Iterator[int]:
+    """Numbers of the slots that a instruction takes anything of."""
+    yield instruction.mask
+    for recipe in instruction.recipe or ():
+        yield from recipe.slots
 
 
 def _read_bits(instruction: Instruction) -> Iterator[int]:
