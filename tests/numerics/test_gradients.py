@@ -782,7 +782,7 @@ def test_rounding_to_nearest_is_the_biased_control():
 
 def test_more_levels_mean_less_error():
     errors = []
-    for bits in (2, 4, 6, 8):
+    for bits in (4, 6, 8):  # the last layer reads 16 rows, with 4 bits at least
         exact, lossy = gradients({"policy": "dither", "bits": bits}, 3)
         errors.append(float((lossy - exact).square().sum() / 3 / exact.square().sum()))
     # 4 times the levels: a sixteenth of the variance, were it not for the ReLU masks, which are

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import elbowroom as er
 from elbowroom.codecs import Sided
 from elbowroom.plan import Encode, Lean, Lossy, Need, Site
-from elbowroom.plan.precision_floor import at_precision_floor, if_curved, suffices
+from elbowroom.plan.precision_floor import at_precision_floor, if_curved, suffices, summed_over
 from elbowroom.plan.site import Formula
 
 ABSOLUTE = er.codec("comet", bound=0.1, relative=False)
@@ -70,6 +70,22 @@ def test_products_and_curves_are_treated_gently(formula, lean, mild):
 def test_so_are_sums_over_few_elements(consumer, lean, mild):
     few = (4, 16, 3, 3) if consumer != "linear" else (4, 9, 16)
     assert Lossy(lean, rebuild=False)(site(consumer, shape=few)) == Encode(mild)
+
+
+@pytest.mark.parametrize(("lean", "mild"), FINE)
+def test_what_counts_is_the_shape_that_the_reader_sees(lean, mild):
+    flattened = replace(site("linear"), summed=16)
+    assert at_precision_floor(lean, flattened) == mild
+    assert at_precision_floor(lean, replace(flattened, summed=256)) == lean
+    assert at_precision_floor(lean, replace(flattened, formula=Formula.MATRIX, summed=256)) == mild
+
+
+def test_how_many_elements_are_summed():
+    assert summed_over((16, 4096), "linear") == 16
+    assert summed_over((4, 9, 16), "linear") == 36
+    assert summed_over((4, 16, 3, 5), "conv2d") == summed_over((4, 16, 3, 5), "batch_norm") == 60
+    assert summed_over((4096,), "linear") == summed_over((), "dot") == 1
+    assert summed_over((4, 0), "linear") == 0
 
 
 @pytest.mark.parametrize("id", ["dither", "group", "division", "comet"])

@@ -2,7 +2,7 @@
 
     formula of the reader             at least
     summed, over 256 elements or more what was asked for
-    summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3)
+    summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3, 16 flat maps)
     of a matrix of a batch            16 levels     (bmm; a product of two activations, as q k^T)
     ... of results of a ReLU          256 levels    (attention without a softmax divides by it)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
@@ -62,6 +62,7 @@ So the inputs of a checkpoint, and of a module that a plan runs again, get at le
 a recurrent layer are as smooth as SiLU.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -169,11 +170,23 @@ def _floor_of(site: Site) -> int:
 
 def _sums_few(site: Site) -> bool:
     """Returns whether so few elements are summed that their errors do not average out."""
-    if site.formula is not Formula.SUMMED or len(site.shape) < 2:
+    if site.formula is not Formula.SUMMED:
         return False
-    by_channel = site.consumer.startswith("conv") or site.consumer == "batch_norm"
-    channels = site.shape[1] if by_channel else site.shape[-1]
-    return prod(site.shape) < FEW * channels
+    if site.summed is not None and site.summed < FEW:
+        return True
+    return len(site.shape) > 1 and summed_over(site.shape, site.consumer) < FEW
+
+
+def summed_over(shape: Sequence[int], consumer: str) -> int:
+    """Returns how many elements of an x of this shape one element of a gradient sums over.
+
+    Of a linear layer it is the number of rows: 16 for images of 16 x 16 x 16 that are flattened to
+    (16, 4096). Of a vector it is 1.
+    """
+    if len(shape) < 2:
+        return 1
+    by_channel = consumer.startswith("conv") or consumer == "batch_norm"
+    return prod(shape) // max(shape[1] if by_channel else shape[-1], 1)
 
 
 def if_curved(codec: Codec, site: Site) -> Codec | None:

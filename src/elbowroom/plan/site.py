@@ -182,6 +182,8 @@ class Site:
     least_levels  of attention: how many a code of it must have (`precision_floor.py`)
     rows    that a code should keep apart (`Rows`); by_size: that it must
     samples that its backward takes at once, where it takes turns
+    summed  elements that each element of a gradient sums over, where the op reads the storage in
+            another shape than `shape` (`summed_over`); None: as `shape` says
     """
 
     module: str
@@ -202,6 +204,7 @@ class Site:
     rows: Rows | None = None
     by_size: bool = False
     samples: int = 0
+    summed: int | None = None
 
     @property
     def name(self) -> SiteName:

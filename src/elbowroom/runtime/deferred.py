@@ -4,6 +4,8 @@ The mask helps if that is a ReLU; if it is a GELU or SiLU, a finer code is neede
 recognized when the norm saves it. The op that follows is known when the next op saves something;
 until then the tensor stays as it is. Where it might be the ReLU of a sum, the branch that is added
 may save, too: then it waits for a few more, as long as nothing else reads the norm's output.
+Another op that reads the input meanwhile raises the code to the levels that it needs, and what
+would be too coarse for a reader of the norm's output is not rebuilt from it (`would_suffice`).
 Waiting does not extend a lifetime: if backward comes first, the tensor is freed as always.
 
 The whole gradient of a norm may also pass through one ReLU (`Gate`). Such a gradient is 0 wherever
@@ -21,12 +23,14 @@ reads one (a kernel of the user), the gradient is noisier, and still unbiased.
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
 
 from elbowroom.codecs import Codec
-from elbowroom.plan import Action, Encode
+from elbowroom.plan import Action, Encode, Site
+from elbowroom.plan.precision_floor import at_precision_floor, suffices
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.rebuild import Recipe, same_order
@@ -51,6 +55,11 @@ class Waiting:
         self._mask: Tensor | None = None
         self._is_of_sum = self._is_curved = False
         self._saves_left = MOST_SAVES
+        self._others: list[Site] = []
+
+    def also(self, site: Site) -> None:
+        """Notes another reader of the norm's input, which must be able to read the code, too."""
+        self._others.append(site)
 
     def ended(self, call: Call, out: Any, identity: Identity) -> bool:
         """Notes that a call has ended; returns whether waiting longer would add nothing."""
@@ -69,6 +78,13 @@ class Waiting:
                 return slot is None or not gate.is_sole or not self._saves_left
         return True
 
+    def would_suffice(self, site: Site) -> bool:
+        """Returns whether the code that this site's reading leads to has the levels it needs."""
+        action = self._action
+        is_curved = site.formula.is_fine and action.curved is not None
+        codec = action.curved if is_curved else action.codec
+        return codec is None or suffices(codec, site)
+
     @property
     def is_known(self) -> bool:
         """True if the mask was found: the rest is known as the next call begins."""
@@ -85,9 +101,12 @@ class Waiting:
         if self._is_curved:  # planner, observers and ledger read it later
             slot.sites[-1] = replace(slot.sites[-1], curved=True)
         codec, action = self._codec(slot), self._action
-        if codec is not None:
+        if codec is not None and all(suffices(codec, one) for one in self._others):
             facts = replace(action.facts, mask=self._mask)
             action = replace(action, codec=codec, facts=facts)
+        elif self._others:
+            codec = codec if self._is_curved and codec is not None else action.codec
+            action = replace(action, codec=reduce(at_precision_floor, self._others, codec))
         self._hold(slot, kept.restore(), action)
 
     def _codec(self, slot: Slot) -> Codec | None:

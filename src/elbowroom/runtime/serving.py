@@ -268,7 +268,10 @@ class Serving:
             return False
         if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
             return False  # the plan expects a code
-        too_coarse = any(is_too_coarse_for(slot, site) for slot in ready.slots)
+        too_coarse = any(
+            is_too_coarse_for(slot, site) or (slot.waits and self.waiting.is_too_coarse(slot, site))
+            for slot in ready.slots
+        )
         return not too_coarse and not self._would_pin(ready, site.need)
 
     def _is_dear(self, ready: Ready) -> bool:
@@ -554,8 +557,13 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
     def reads(self, slot: Slot, site: Site) -> None:
         """Notes that another op reads a slot that waits."""
         for one in self:
-            if isinstance(one, Saturated) and one.slot() is slot:
+            if isinstance(one, Saturated | Waiting) and one.slot() is slot:
                 one.also(site)
+
+    def is_too_coarse(self, slot: Slot, site: Site) -> bool:
+        """Returns whether the code of a norm's input that waits will be, for this site."""
+        waiting = (one for one in self if isinstance(one, Waiting) and one.slot() is slot)
+        return site.need is Need.LOSSY and not all(one.would_suffice(site) for one in waiting)
 
     def wait(self, one: Saturated | LaterSource) -> None:
         """Lets a tensor wait; ends the wait of the oldest of its kind if there are many.

@@ -27,6 +27,7 @@ from elbowroom.plan.precision_floor import (
     MOST_LEVELS,
     keeps_rows_apart,
     suffices,
+    summed_over,
 )
 from elbowroom.plan.site import LEAST_WIDTH, NORMS, SMALL, Formula, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
@@ -107,6 +108,7 @@ def _is_too_coarse(request: Request) -> bool:
         least_levels=levels,
         rows=rows_of(slot, x, reading.width),
         by_size=reading.by_size,
+        summed=_summed(slot, x, name.consumer),
     )
     below = getattr(slot.value, "ready", None)
     return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
@@ -154,7 +156,20 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         rows=rows_of(slot, x, reading.width),
         by_size=reading.by_size,
         samples=0 if call is None else call.samples,
+        summed=_summed(slot, x, name.consumer),
     )
+
+
+def _summed(slot: Slot, x: Tensor, consumer: str) -> int | None:
+    """Returns how many elements the op sums over if x is the storage in another shape, or None.
+
+    What reads a part of it tells nothing: other ops may add the other parts to the same gradient
+    (a recurrence that reads one step of a sequence at a time).
+    """
+    shape = slot.base.shape
+    if x.shape == shape or x.numel() != prod(shape):
+        return None
+    return summed_over(x.shape, consumer)
 
 
 def _reads(x: Tensor, call: Call | None) -> Reads:
