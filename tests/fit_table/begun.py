@@ -183,7 +183,12 @@ ROWS = {
     "after a step that diverged from what fits": Row(
         replace(SETTLED, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
-        replace(FRESH, unexpected_steps=1, varies=True),
+        replace(
+            FRESH,
+            unexpected_steps=1,
+            varies=True,
+            before=Before(replace(SETTLED, unexpected_steps=1), 1),
+        ),
         (FORGET,),
     ),
     "after a step that diverged from what nobody has seen to fit": Row(
@@ -250,7 +255,12 @@ ROWS = {
     "after a step that diverged from a plan that is watched": Row(
         replace(WATCHING, unexpected_steps=1, was_unexpected=True),
         StepBegan(STOCK, ONE),
-        replace(FRESH, unexpected_steps=1, varies=True),
+        replace(
+            FRESH,
+            unexpected_steps=1,
+            varies=True,
+            before=Before(replace(WATCHING, unexpected_steps=1), 1),
+        ),
         (FORGET,),
     ),
     "another budget where nothing need be done, but for a step that no preset is sure to fit": Row(
@@ -267,26 +277,49 @@ ROWS = {
     "a forward that holds too much": Row(
         FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefusePresets("saving"),)
     ),
+    "a forward that diverged": Row(
+        replace(SETTLED, was_unexpected=True, unexpected_nbytes=600),
+        ForwardEnded(1, impossible=False, before_nbytes=700),
+        {"unexpected_nbytes": 700},
+    ),
     "the first step that diverges": Row(
         SETTLED,
-        UnexpectedStep(),
+        UnexpectedStep(900),
         {"unexpected_steps": 1, "was_unexpected": True},
-        (say(Line.LARGER_STEP, learns=True),),
+        (say(Line.LARGER_STEP, held_nbytes=900, learns=True),),
     ),
     "the last step that diverges and is learned from": Row(
         replace(SETTLED, unexpected_steps=2),
         UnexpectedStep(),
         {"unexpected_steps": 3, "was_unexpected": True},
-        (say(Line.LARGER_STEP, learns=True),),
+        (say(Line.LARGER_STEP, held_nbytes=0, learns=True),),
     ),
     "one divergence too many": Row(
         replace(SETTLED, unexpected_steps=3),
         UnexpectedStep(),
         {"unexpected_steps": 4, "was_unexpected": False},
-        (say(Line.LARGER_STEP, learns=False),),
+        (say(Line.LARGER_STEP, held_nbytes=0, learns=False),),
     ),
     "divergences that were said": Row(
         replace(SETTLED, unexpected_steps=4), UnexpectedStep(), {"unexpected_steps": 5}
+    ),
+    "no plan fits a step that saved more, but smaller ones have followed": Row(
+        replace(
+            FRESH,
+            unexpected_nbytes=900,
+            smaller_steps=1,
+            varies=True,
+            before=Before(SETTLED, 1),
+        ),
+        RehearsedInVain(ERROR),
+        replace(SETTLED, attempts=Attempts(), unexpected_nbytes=900, smaller_steps=1, varies=True),
+        (ForgetCalls(1),),
+    ),
+    "no plan fits steps that save more from now on": Row(
+        replace(FRESH, unexpected_nbytes=900, varies=True, before=Before(SETTLED, 1)),
+        RehearsedInVain(ERROR),
+        {},
+        (Raise(ERROR),),
     ),
     "layers that hold too much": Row(
         FRESH, LayersHeldTooMuch(), {}, (say(Line.RUNS_AGAIN), RunLayersAgain())

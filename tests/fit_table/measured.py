@@ -13,6 +13,7 @@ from elbowroom.fitting.options import MemoryState
 from fit_table.values import (
     CLIMBED,
     CORRECTING,
+    FORGET,
     FRESH,
     GRADIENTS,
     GUESSED,
@@ -25,6 +26,7 @@ from fit_table.values import (
     STOCK,
     TRIED,
     TWO,
+    VERIFYING,
     WRITING,
     P,
     Profile,
@@ -41,7 +43,9 @@ ROWS = {
         {"phase": P.WRITING, "preset": 0, "has_fit": True, "headroom": Headroom(500)},
     ),
     "a preset that fits though others should not": Row(
-        FRESH, step(900), {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(500)}
+        FRESH,
+        step(900),
+        {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(500, seen_nbytes=550)},
     ),
     "a lossy preset is not taken: a plan may do with exact ones": Row(
         FRESH,
@@ -49,7 +53,9 @@ ROWS = {
         {"phase": P.WRITING, "headroom": Headroom(700)},
     ),
     "a preset takes the whole budget": Row(
-        FRESH, step(1000), {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(600)}
+        FRESH,
+        step(1000),
+        {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
     ),
     "a preset that does not fit with the states that it has made": Row(
         FRESH,
@@ -104,7 +110,38 @@ ROWS = {
     "a step that was written down in part": Row(
         WRITING, step(900, writes=True, makes_states=True), {}
     ),
+    # A step saved less than the one that made learning begin anew.
+    "a smaller step is not learned from": Row(
+        replace(VERIFYING, unexpected_nbytes=900, tries=1), step(700), {"smaller_steps": 1}
+    ),
+    "a smaller step whose plan was made by its own forward": Row(
+        replace(GUESSED, unexpected_nbytes=900),
+        step(700),
+        replace(FRESH, unexpected_nbytes=900, smaller_steps=1),
+        (FORGET,),
+    ),
+    "a smaller step after eight others": Row(
+        replace(WRITING, unexpected_nbytes=900, smaller_steps=8),
+        step(None),
+        {},
+    ),
+    "a step that saved as much": Row(
+        replace(FRESH, unexpected_nbytes=880, smaller_steps=7), step(None), {"smaller_steps": 0}
+    ),
     # A step is written down.
+    "a step at a preset is written down, and is within the budget": Row(
+        WRITING,
+        written(Profile(peak=950)),
+        {
+            "phase": P.VERIFYING,
+            "tries": 1,
+            "profile": Profile(peak=950),
+            "profiled": ONE,
+            "headroom": Headroom(550, seen_nbytes=500),
+            "attempts": Attempts().knowing(Profile(peak=950)),
+        },
+        (MAKE,),
+    ),
     "a step at a preset is written down": Row(
         WRITING,
         written(beside_nbytes=7),

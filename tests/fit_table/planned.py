@@ -354,6 +354,12 @@ ROWS = {
     "the last resort does not fit, nor has a preset been seen to": Row(
         LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)
     ),
+    "the last resort does not hold either, but other steps have fit": Row(
+        replace(LAST, varies=True),
+        step(1200),
+        {"phase": P.SETTLED},
+        (TakePlan(PLAN), say(Line.ABOVE, peak_nbytes=1100, **ABOVE)),
+    ),
     "the last resort takes more than a plan has": Row(
         replace(LAST, was_rehearsed=False),
         step(1200),

@@ -69,6 +69,69 @@ def test_a_longer_step_is_noticed_and_the_next_is_inside_again(last: bool) -> No
         er.release(net)
 
 
+class Waved(torch.autograd.Function):
+    """A function of the user's own: what it saves, nothing makes again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (cosine,) = ctx.saved_tensors
+        return cosine * gradient
+
+
+class Waving(Looping):
+    def loop(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = Waved.apply(x)
+        return x
+
+
+def test_a_deeper_step_is_said_where_a_plan_lets_much_pass(caplog) -> None:
+    """Room for what a plan lets pass hid a step that held more than the budget.
+
+    No plan fits it. As other steps have fit, it is said, and not refused.
+    """
+    torch.manual_seed(0)
+    net, x = Waving(last=False), torch.randn(16, 8, 32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def step(times: int) -> None:
+        net.times = times
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    step(1)
+    held = sum(p.nbytes for p in net.parameters()) + sum(b.nbytes for b in net.buffers())
+    budget = held + int(0.85 * er.peak(lambda: step(1)))
+    optimizer.zero_grad()
+    er.fit(net, budget=budget, optimizer=optimizer, exact=False, min_nbytes=MIN_NBYTES)
+    try:
+        for _ in range(12):
+            step(1)
+        fitting = opener_of(net)
+        state = fitting.planning.state
+        assert state.settled
+        assert state.plan is not None
+        state.plan.__dict__["largest_nbytes"] = 8 * budget  # the cache of a property
+        fitting.planning.forget_scripts()
+        caplog.clear()
+        step(9)
+        assert caplog.text.count("this step saves more than those before it") == 1
+        assert fitting.planning.state.was_unexpected
+        assert fitting.planning.state.unexpected_nbytes > budget
+        for times in [1, 9] * 8:
+            step(times)
+        assert caplog.text.count("this step saves more than those before it") == 4
+        assert caplog.text.count("later steps may exceed it, too") == 1
+    finally:
+        er.release(net)
+
+
 class Proposes(nn.Module):
     """As many rows as it has found go on: no argument of the model tells their number."""
 

@@ -59,6 +59,23 @@ def test_what_a_forward_may_hold(known, memory, allowed, surely):
     assert known.surely_allowed_nbytes(OPTIONS, memory, None) == surely
 
 
+@pytest.mark.parametrize(
+    ("known", "most", "exceeded"),
+    [
+        (Headroom(), 2000, False),  # nothing is known
+        (Headroom(50), 715, False),  # 300 are resident of 1000: what is held may vary by 1/64
+        (Headroom(50), 716, True),
+        (Headroom(-40), 755, False),  # so much of it are inputs, which stand anyway
+        (Headroom(-40), 756, True),
+        (Headroom(50, None, 1100), 815, False),  # a step that held as much has fit
+        (Headroom(50, None, 1100), 816, True),
+        (Headroom(50, None, 900), 715, False),
+    ],
+)
+def test_when_what_a_forward_has_held_exceeds_the_budget(known, most, exceeded):
+    assert known.is_exceeded(OPTIONS, STOCK, most) is exceeded
+
+
 def test_a_refusal_names_more_than_the_budget_that_a_forward_was_above():
     """What was held before a backward inside of forward is gone when the refusal is written."""
     saving = SimpleNamespace(

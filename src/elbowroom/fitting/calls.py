@@ -229,7 +229,7 @@ class Rest:
     def may_refuse(self) -> bool:
         return False
 
-    def diverge(self) -> None:
+    def diverge(self, held_nbytes: int) -> None:
         pass  # the user has been warned already that the step may exceed the budget
 
 

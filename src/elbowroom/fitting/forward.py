@@ -49,7 +49,7 @@ class Fit(Protocol):
     def surely_allowed_nbytes(self) -> int: ...
     @property
     def may_refuse(self) -> bool: ...
-    def diverge(self) -> None: ...
+    def diverge(self, held_nbytes: int) -> None: ...
     def lets_layers_run_again(self) -> bool: ...
 
 
@@ -288,7 +288,7 @@ class FittedSaving(Saving):
         """
         if not self._has_diverged:
             self._has_diverged = True
-            self._fit.diverge()
+            self._fit.diverge(self.ledger.most_nbytes)
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from elbowroom.fitting.options import FitOptions, MemoryState
     from elbowroom.plan.plan import Plan
 
+_VARIES = 1 / 64  # of the budget: what codes take, and what stands beside the model, may vary
+
 
 @dataclass(frozen=True)
 class Headroom:
@@ -65,6 +67,17 @@ class Headroom:
             return free - min(guessed_nbytes, self.guess_nbytes or guessed_nbytes)
         allowed = free - self.transient_nbytes + _passing_nbytes(plan)
         return max(allowed, self.seen_nbytes - memory.static_nbytes)
+
+    def is_exceeded(self, options: "FitOptions", memory: "MemoryState", most_nbytes: int) -> bool:
+        """Returns whether what a forward held at most exceeds the budget by itself.
+
+        `allowed_nbytes` does not tell: with what passes, it may be more than the budget.
+        """
+        if self.transient_nbytes is None:
+            return False
+        inputs_nbytes = max(-self.transient_nbytes, 0)
+        most = max(options.budget_nbytes + inputs_nbytes, self.seen_nbytes)
+        return memory.static_nbytes + most_nbytes > most + _VARIES * options.budget_nbytes
 
     def surely_allowed_nbytes(
         self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None"

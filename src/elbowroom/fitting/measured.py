@@ -34,6 +34,10 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
         nbytes = max(state.gradient_nbytes, state.memory.gradient_nbytes)
         state = replace(state, gradient_nbytes=nbytes, without_gradients=0)
     state = replace(state, memory=seen.memory, others_learn=seen.others_learn)
+    if state.is_smaller(seen.before_nbytes):
+        return _smaller_measured(state)
+    if not state.saves_less(seen.before_nbytes):
+        state = replace(state, smaller_steps=0)
     match state.phase:
         case Phase.SETTLED:
             return state, ()
@@ -50,6 +54,17 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
     if state.plan is None:
         return _preset_measured(state, seen, seen.peak)
     return _plan_measured(state, seen, _with_states(state, seen, seen.peak))
+
+
+def _smaller_measured(state: FitState) -> Step:
+    """Learns nothing from a step that saved less than the one that made learning begin anew.
+
+    A plan that was made by its own forward is discarded.
+    """
+    state = replace(state, smaller_steps=state.smaller_steps + 1)
+    if state.rehearsed and state.tries == 0:
+        return state.fresh(), (ForgetScripts(),)
+    return state, ()
 
 
 def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
@@ -84,6 +99,20 @@ def _with_transients(state: FitState, seen: StepMeasured, peak_nbytes: int) -> F
     return replace(state, headroom=learned)
 
 
+def _allowing(
+    state: FitState, seen: StepMeasured, peak_nbytes: int, born_nbytes: int = 0
+) -> FitState:
+    """Allows what this step held at most, if it is of the largest size and within the budget.
+
+    peak_nbytes: as if what is born in it had stood throughout
+    """
+    slack = state.options.budget_nbytes - peak_nbytes
+    if slack < 0 or state.now != state.largest:
+        return state
+    most = seen.static_nbytes + born_nbytes + seen.most_nbytes
+    return replace(state, headroom=state.headroom.fitting(most + slack))
+
+
 def _noted(state: FitState, peak_nbytes: int) -> FitState:
     """Records the peak of a step under the plan."""
     if state.chosen is None or state.chosen.plan is not state.plan:  # one that was given
@@ -109,6 +138,8 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
         state = replace(state, infeasible=True)  # no preset fits, but a plan may
     lossy = found is not None and not state.options.presets[found].exact
     preset = seen.preset if found is None or lossy else found  # a plan may do with exact ones
+    if preset == seen.preset:
+        state = _allowing(state, seen, peak_nbytes, born_nbytes)
     return replace(state, preset=preset), ()
 
 
@@ -132,7 +163,8 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
         again_nbytes=0,
         attempts=state.attempts.knowing(profile),
     )
-    return _with_transients(state, seen, seen.profile.peak), (MakePlan(),)
+    state = _with_transients(state, seen, seen.profile.peak)
+    return _allowing(state, seen, seen.seen.peak), (MakePlan(),)
 
 
 def _try_again(state: FitState, seen: StepMeasured) -> Step:
@@ -162,7 +194,7 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
     least = state.attempts.least
     if peak_nbytes <= budget_nbytes:
         return replace(_with_transients(state, seen, seen.peak), has_fit=True), ()
-    if state.was_rehearsed and least is not None:
+    if state.was_rehearsed and least is not None and not state.varies:
         return state, (Refuse(least),)
     commands: tuple[Command, ...] = ()
     if least is not None and least.peak_nbytes < peak_nbytes:
@@ -211,10 +243,7 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
     if slack < 0 and state.waits_for_others:
         return state, ()
     if slack >= 0:
-        state = replace(state, has_fit=True)
-        if state.now == state.largest:
-            most = seen.static_nbytes + seen.most_nbytes
-            state = replace(state, headroom=state.headroom.fitting(most + slack))
+        state = _allowing(replace(state, has_fit=True), seen, peak_nbytes)
     estimated = state.rehearsed or state.ratio > 1
     useful = estimated and slack > _SLACK * (budget_nbytes - profile.static)
     if slack >= 0 and not (useful and state.rounds < _MOST_ROUNDS):

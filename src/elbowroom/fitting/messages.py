@@ -32,11 +32,15 @@ def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
     )
 
 
-def warn_larger_step(options: FitOptions, *, learns: bool) -> None:
-    """Warns that a step saves more than the steps that were measured."""
+def warn_larger_step(options: FitOptions, *, held_nbytes: int, learns: bool) -> None:
+    """Warns that a step saves more than the steps that were measured.
+
+    held_nbytes: the most that it has held for backward so far
+    """
     _log.warning(
-        "budget %s: this step saves more than those before it, and may exceed the budget; %s",
-        show_nbytes(options.budget_nbytes),
+        "budget %s: this step saves more than those before it, holds %s for backward, and may "
+        "exceed the budget; %s",
+        *map(show_nbytes, (options.budget_nbytes, held_nbytes)),
         "it is measured, and a new plan is made" if learns else "later steps may exceed it, too",
     )
 

@@ -98,7 +98,12 @@ class NotRepeatable:
 
 @dataclass(frozen=True)
 class UnexpectedStep:
-    """Observation: this step differs from those before, and holds more."""
+    """Observation: this step differs from those before, and holds more.
+
+    held_nbytes: the most that it has held so far
+    """
+
+    held_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,16 @@ class NoPlanLeft:
 
 @dataclass(frozen=True)
 class ForwardEnded:
-    """Observation: a forward has ended. impossible: the strictest preset held too much."""
+    """Observation: a forward has ended.
+
+    impossible    the strictest preset held too much
+    before_nbytes what the step has saved so far, in plain autograd
+    """
 
     preset: int
     impossible: bool
     saving: "FittedSaving | None" = None
+    before_nbytes: int = 0
 
 
 @dataclass(frozen=True)

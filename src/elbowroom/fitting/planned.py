@@ -124,8 +124,12 @@ def rehearsed(state: FitState, seen: Rehearsed) -> Step:
 
 
 def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
-    """Treats a step with additional forwards and no plan as unusual, or as above the budget."""
-    if state.before is None:
+    """Treats a step with additional forwards and no plan as unusual, or as above the budget.
+
+    So it does with one that saved more than those before it, if smaller ones have followed.
+    """
+    is_lasting = state.unexpected_nbytes > 0 and state.smaller_steps == 0
+    if state.before is None or is_lasting:
         return state, (Raise(seen.error),)
     before, calls = state.before
     return state.back(before), (ForgetCalls(calls),)

@@ -409,13 +409,16 @@ class Planning(Followed):
         if alike and is_first and state.may_refuse and not may_try_more:
             chosen_by_forward(self, forward_profile)
 
-    def diverge(self) -> None:
-        """Learns again after a step that differs from those before, and holds more."""
-        self._tell(UnexpectedStep())
+    def diverge(self, held_nbytes: int) -> None:
+        """Learns again after a step that differs from those before, and has held so many bytes."""
+        self._tell(UnexpectedStep(held_nbytes))
 
     def forward_ended(self, saving: FittedSaving) -> None:
         """Records how far this forward climbed; refuses a budget that cannot be met."""
-        self._tell(ForwardEnded(saving.preset, saving.impossible, saving))
+        ledger = saving.ledger
+        if self.state.holds_too_much(ledger.most_nbytes):
+            saving.diverge()
+        self._tell(ForwardEnded(saving.preset, saving.impossible, saving, ledger.before_nbytes))
         tracer = saving.tracer
         if tracer is None:
             return

@@ -19,11 +19,13 @@ _MOST_WAITS = 8  # steps that are measured while another model, which runs insid
 _MOST_WITHOUT = 8  # steps with fewer gradients, until one is measured all the same
 _LITTLE = 0.01  # of the budget: fewer gradients than that make no difference
 _MANY_SMALL = 0.05  # of the budget, in tensors too small to be planned: these are planned, too
+_AS_MUCH = 0.9  # of what an unexpected step saved: enough to learn from
+_MOST_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 
 
 class Before(NamedTuple):
-    """State that was settled before a step had more forwards than any.
+    """State that was settled before a step had more forwards than any, or saved more.
 
     calls: the number until then.
     """
@@ -82,9 +84,11 @@ class FitState:
 
     unexpected_steps  number of steps that held more
     was_unexpected    this step held more, and is learned from
+    unexpected_nbytes what the last such step saved, in plain autograd
+    smaller_steps     measured since then that saved less, and were not learned from
     varies        one step was within the budget, and another one, unlike it, was not
     only_largest  measure calls of the largest size alone: scaled measurements did not suffice
-    before        the settled state before a step had more forwards
+    before        the settled state before a step had more forwards, or saved more
     """
 
     options: "FitOptions"
@@ -119,6 +123,8 @@ class FitState:
     was_watched: bool = False
     unexpected_steps: int = 0
     was_unexpected: bool = False
+    unexpected_nbytes: int = 0
+    smaller_steps: int = 0
     varies: bool = False
     only_largest: bool = False
     before: Before | None = None
@@ -135,6 +141,8 @@ class FitState:
             small_nbytes=self.small_nbytes,
             most_beside_nbytes=self.most_beside_nbytes,
             unexpected_steps=self.unexpected_steps,
+            unexpected_nbytes=self.unexpected_nbytes,
+            smaller_steps=self.smaller_steps,
             varies=self.varies,
             only_largest=self.only_largest,
             before=self.before,
@@ -259,6 +267,28 @@ class FitState:
     def surely_allowed_nbytes(self) -> int:
         """Returns the bytes that may be held for backward, without guesses."""
         return self.headroom.surely_allowed_nbytes(self.options, self.memory, self.plan)
+
+    def holds_too_much(self, most_nbytes: int) -> bool:
+        """Returns whether a settled forward, which held so much at most, exceeds the budget."""
+        if not (self.settled and self.has_fit):
+            return False
+        return self.headroom.is_exceeded(self.options, self.memory, most_nbytes)
+
+    def saves_less(self, before_nbytes: int) -> bool:
+        """Returns whether a step saved less than the one that made learning begin anew.
+
+        Unknown where modules are recomputed, since what these save is not counted.
+        """
+        return not self.recompute and before_nbytes < _AS_MUCH * self.unexpected_nbytes
+
+    def is_smaller(self, before_nbytes: int) -> bool:
+        """Returns whether nothing is learned from a measured step because it saved less.
+
+        Steps may alternate. After several in a row that saved less, the next one is learned from.
+        """
+        if self.settled or self.smaller_steps >= _MOST_SMALLER:
+            return False
+        return self.saves_less(before_nbytes)
 
     @property
     def added_gradient_nbytes(self) -> int:

@@ -92,8 +92,8 @@ def advance(state: FitState, seen: Observation) -> Step:
             return replace(state, headroom=state.headroom.inherited(headroom)), ()
         case NotRepeatable(profile):
             return _not_repeatable(state, profile)
-        case UnexpectedStep():
-            return _diverged(state)
+        case UnexpectedStep(held_nbytes):
+            return _diverged(state, held_nbytes)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state)
         case NoPlanLeft(fallbacks):
@@ -128,10 +128,12 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
     gains = _gains_gradients(state, seen.memory)
     if seen.grew or state.was_unexpected or (gains and not state.follows_given):
         refuses, varies = state.may_refuse, state.was_unexpected and not state.may_refuse
-        before = (
-            Before(replace(state, before=None), seen.calls) if seen.grew and not refuses else None
-        )
+        known = replace(state, before=None, was_unexpected=False)
+        may_go_back = (seen.grew and not refuses) or (varies and state.has_fit)
+        before = Before(known, seen.calls) if may_go_back else None
         state = replace(state.fresh(), varies=varies, before=before, infeasible=seen.grew)
+        if seen.grew:
+            state = replace(state, unexpected_nbytes=0, smaller_steps=0)
         commands = (ForgetScripts(),)
     state = replace(state, memory=seen.memory, now=seen.signature)
     if gains:
@@ -218,15 +220,17 @@ def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
     return _plan_again(replace(state, profile=profile), 1.0)
 
 
-def _diverged(state: FitState) -> Step:
+def _diverged(state: FitState, held_nbytes: int) -> Step:
     """Learns again after a step that differs from those before, and holds more.
 
     Some models take another path in each step, so this happens a limited number of times.
     """
     unexpected_steps = state.unexpected_steps + 1
     learns = unexpected_steps <= _MOST_STRAYS
-    said = () if unexpected_steps > _MOST_STRAYS + 1 else (say(Line.LARGER_STEP, learns=learns),)
-    return replace(state, unexpected_steps=unexpected_steps, was_unexpected=learns), said
+    line = say(Line.LARGER_STEP, held_nbytes=held_nbytes, learns=learns)
+    said = () if unexpected_steps > _MOST_STRAYS + 1 else (line,)
+    state = replace(state, unexpected_steps=unexpected_steps, was_unexpected=learns)
+    return replace(state, unexpected_nbytes=0, smaller_steps=0), said
 
 
 def _layers_held_too_much(state: FitState) -> Step:
@@ -245,6 +249,9 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
         return state, (RefusePresets(seen.saving),)
     if state.headroom.transient_nbytes is None:
         state = replace(state, preset=seen.preset)
+    if state.was_unexpected:
+        nbytes = max(state.unexpected_nbytes, seen.before_nbytes)
+        state = replace(state, unexpected_nbytes=nbytes)
     return state, ()
 
 
