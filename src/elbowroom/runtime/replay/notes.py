@@ -140,8 +140,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class NotedRecipe:
-    """A recipe without its tensors, but for parameters and bits; `NumberedRecipe` explains the
-    fields.
+    """A recipe without its tensors, but for parameters and bits; fields as in `NumberedRecipe`.
 
     makers  the ops that have made what it makes
     """

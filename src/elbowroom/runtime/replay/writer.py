@@ -241,12 +241,12 @@ class Writer:
         action, mask, recipe = one.action, NOWHERE, None
         if one.ready is not None:
             ready = one.ready()
-            recipe = None if ready is None else NotedRecipe.of(ready, self._progress)
-            if recipe is None and isinstance(slot, Remains):
-                recipe = slot.recipe
-            if recipe is None:
+            noted = None if ready is None else NotedRecipe.of(ready, self._progress)
+            if noted is None and isinstance(slot, Remains):
+                noted = slot.recipe
+            if noted is None:
                 raise Unwritable("a recipe that is not held any more")
-            recipe = self._recipe(recipe)
+            recipe = self._recipe(noted)
         if isinstance(action, Encode):
             bits = action.facts.mask
             if bits is not None:
