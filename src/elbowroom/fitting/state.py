@@ -348,4 +348,5 @@ class FitState:
         """
         is_first = self.rehearsed and self.phase is Phase.VERIFYING and self.rounds == 0
         is_alone = not (self.others_learn or self.memory.beside_nbytes)
-        return is_first and is_alone and self.plan is not None and self.plan.exact
+        is_usual = is_alone and not self.without_gradients  # else only few steps may be measured
+        return is_first and is_usual and self.plan is not None and self.plan.exact
