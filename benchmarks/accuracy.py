@@ -1,4 +1,4 @@
-"""Accuracy: ResNet-18 trained through elbowroom is at most half a point worse than plainly.
+"""Accuracy: a network trained through elbowroom is at most half a point worse than plainly.
 
     ./scripts/bench accuracy [--data DIR] [--width 16] [--steps 150] [--seeds 5] [--arms plain,ours]
                              [--fit 0.35] [--compiled] [--net gpt] [--fresh] [--quick]
