@@ -1,4 +1,4 @@
-"""What became of the budget, at the end of `elbowroom run`: tables, reports, and the exit code."""
+"""`elbowroom run` says at its end whether the budget was kept: tables, reports, the exit code."""
 
 import json
 from pathlib import Path

@@ -21,6 +21,7 @@ from elbowroom.kernels.layout import RADIX, TILE, codes_nbytes, groups, segments
 from elbowroom.kernels.maps import blocks, ranges
 from elbowroom.kernels.reference.division import cut, means, spread
 from elbowroom.kernels.reference.fp8 import FORMATS
+from elbowroom.kernels.reference.noise import mix
 from elbowroom.kernels.reference.rounding import LARGEST, SMALLEST
 
 _WORD = 0xFFFFFFFF
@@ -177,12 +178,12 @@ def seed_of(seed: Tensor, number: int | Tensor) -> Tensor:
 
 
 def offset_of(number: int) -> int:
-    """What `seed_of` adds to a seed before it mixes."""
+    """Returns the number that `seed_of` adds to a seed before it mixes the sum."""
     return _signed(number * _GOLDEN)
 
 
 def mixed(x: Tensor) -> Tensor:
-    """The hash of `seed_of`, int64."""
+    """Computes the hash of `seed_of`, in int64."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     return (x ^ _shifted(x, 31)) & (2**63 - 1)
@@ -311,7 +312,7 @@ def _stored(y: Tensor, dtype: torch.dtype) -> Tensor:
 def _uniform(seed: Tensor, n: int, device: torch.device) -> Tensor:
     """Draws u [n] in (0, 1), float32: those of `reference/noise.py`."""
     tile = torch.arange(tiles(n), device=device)
-    key = _mix(_mix(_mix(tile) ^ (seed & _WORD)) ^ ((seed >> 32) & _WORD))  # [T]
+    key = mix(mix(mix(tile) ^ (seed & _WORD)) ^ ((seed >> 32) & _WORD))  # [T]
     place = torch.arange(TILE, dtype=torch.int32, device=device)
     key = ((key ^ 2**31) - 2**31).to(torch.int32)
     word = _mix32(key.unsqueeze(1) + place % (TILE // 2) * _signed(0x9E3779B9, 32))  # [T, 2048]
@@ -319,17 +320,8 @@ def _uniform(seed: Tensor, n: int, device: torch.device) -> Tensor:
     return _first(part.to(torch.float32) * (1 / 65536) + (0.5 / 65536), n)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """`reference/noise.py`'s mix of 32-bit words, which int64 holds without a sign."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _WORD
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
-
-
 def _mix32(x: Tensor) -> Tensor:
-    """Computes `_mix` in int32, which wraps around.
+    """Computes `mix` in int32, which wraps around.
 
     On a GPU it takes a quarter of the instructions.
     """

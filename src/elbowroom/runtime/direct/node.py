@@ -1,4 +1,4 @@
-"""What all nodes of ours are: functions of torch's, entered without what they do not need."""
+"""The base class of our autograd nodes enters them without the checks that they do not need."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What autograd holds of a tensor in a settled step: one tuple, wherever that is enough.
+"""Autograd holds one tuple for a tensor of a settled step, wherever that is enough.
 
     Kept      the tensor, and its version
     Rebuilt   the kept tensors that it is recomputed from, exactly

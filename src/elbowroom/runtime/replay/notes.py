@@ -47,7 +47,7 @@ class OnceUnwritable(Unwritable):
 
 @dataclass(frozen=True, eq=False)
 class Remains:
-    """What the writer has to know of a slot, which may have ended.
+    """Describes a slot, which may have ended, as far as the writer of a script needs it.
 
     Of a recipe the bits are held, and nothing else that takes memory.
 

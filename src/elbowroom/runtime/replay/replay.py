@@ -92,7 +92,7 @@ def unpack(held: Any) -> Tensor:
                 return x
         except RuntimeError:  # an inference tensor has no version
             pass
-    try:
+    try:  # as `slot.unpack` does, whose call would be one more for each tensor
         restored: Tensor = held.restore()
         return restored
     except ElbowroomError:
