@@ -256,7 +256,7 @@ ROWS = {
     "no plan is left of an estimate: it is written down": Row(
         replace(GUESSED, attempts=TRIED, once_nbytes=70, headroom=Headroom(0)),
         NoPlan(ERROR, Fallbacks()),
-        {"once_nbytes": 0, "headroom": Headroom(500), "rounds": 1},
+        {"once_nbytes": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "no plan is left by what one was wrong by": Row(

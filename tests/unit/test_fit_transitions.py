@@ -26,7 +26,6 @@ from fit_table.values import (
     IDLE,
     KNOWN,
     LAST,
-    LOSSY,
     ONE,
     SETTLED,
     SMALLEST,
@@ -88,9 +87,7 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
         (replace(LAST, memory=MemoryState(100, 0, 9)), True, False),
         (replace(GIVENS, memory=MemoryState(100, 0, 9)), True, False),
         (replace(IDLE, now=TWO), True, True),  # a larger call than nothing need be done for
-        (GUESSED, True, False),  # most estimates hold
-        (replace(GUESSED, rounds=1), True, True),  # which ends all guessing
-        (replace(GUESSED, plan=LOSSY.plan), True, True),  # exact actions may suffice
+        (GUESSED, True, True),  # which ends all guessing
         (replace(GUESSED, now=TWO, largest=TWO), True, True),
         (replace(GUESSED, memory=MemoryState(100, 0, 9)), True, True),
         (replace(GUESSED, phase=P.SMALLEST), True, True),

@@ -197,7 +197,7 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
         return more
     state = replace(state, once_nbytes=0, again_nbytes=0)
     if state.rehearsed and not plan.recompute:
-        return begun(replace(state, rounds=max(state.rounds, 1)), plan)
+        return begun(state, plan)
     return state, (MakeSmallest(),)
 
 

@@ -5,8 +5,7 @@
    closer to the budget than that, nothing is held any more, and forward runs twice more: once to be
    recorded (`rehearse`), then with a plan whose backward is an estimate (`plan/rehearsal.py`).
    Where that cannot be measured (on another thread than the main one, or under another profiler),
-   three are reserved, and forward climbs to a stricter preset immediately instead. An exact plan by
-   such an estimate is kept if its step fits, and leaves little unused; else the next is profiled.
+   three are reserved, and forward climbs to a stricter preset immediately instead.
 2. The allocator measures this step; if the step creates the optimizer's states, it records the
    memory over time, so that these states count once. Now the transients are known, so the mildest
    preset that fits is chosen, and the next step is profiled.

@@ -1,7 +1,6 @@
 """Plans from a rehearsal, which is a forward alone, in the order in which they are tried.
 
-A rehearsed plan is an estimate (`plan/rehearsal.py`). Its step is measured: an exact plan that fits
-and leaves little of the budget unused stays, any other is replaced once a step was profiled.
+A rehearsed plan is an estimate (`plan/rehearsal.py`), and is replaced once its step was measured.
 Lossy codes affect only that step, but encoded states keep their error: so encoded states are tried
 after all codes, and only optimistic estimates of backward are tried after them.
 """

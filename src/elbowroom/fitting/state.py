@@ -335,18 +335,5 @@ class FitState:
                 return makes_states
             case Phase.WRITING | Phase.IDLE:
                 return True
-        better = (self.rehearsed and not self._is_first_estimate) or self._outruns_profile
+        better = self.rehearsed or self._outruns_profile
         return makes_states or (better and not self.recompute)
-
-    @property
-    def _is_first_estimate(self) -> bool:
-        """True if no step under an exact plan of a rehearsed forward was measured yet.
-
-        Most such plans hold, and leave little of the budget unused: they are followed from then on.
-        In place of lossy codes, a profiled step may show that exact actions suffice. Beside another
-        model, a forward alone does not tell what the step holds.
-        """
-        is_first = self.rehearsed and self.phase is Phase.VERIFYING and self.rounds == 0
-        is_alone = not (self.others_learn or self.memory.beside_nbytes)
-        is_usual = is_alone and not self.without_gradients  # else only few steps may be measured
-        return is_first and is_usual and self.plan is not None and self.plan.exact
