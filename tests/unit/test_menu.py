@@ -17,7 +17,7 @@ import elbowroom as er
 from elbowroom.codecs import Codec, Dither, Facts, Group, codecs, register, registry
 from elbowroom.codecs.base import FLOATS, Buffers, Encoded, Expected, Layout
 from elbowroom.codecs.names import setting_name, setting_named
-from elbowroom.codecs.quality import _RECORDED, lie_of, measured, quality_of
+from elbowroom.codecs.quality import _RECORDED, broken_promise, measured, quality_of
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
 from elbowroom.measure import memory_curve
 from elbowroom.measure.rates import rates
@@ -148,7 +148,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test registers into a copy, and rates anew."""
     codecs()
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    caches = registered._honest, lie_of, measured, preset_named
+    caches = registered._honest, broken_promise, measured, preset_named
     for one in caches:
         one.cache_clear()
     yield

@@ -1,9 +1,9 @@
-"""Settings that move with the training: a policy that looks at what its own codes do.
+"""Policies that change their settings during training, by the noise that they measure.
 
-Each lossy tensor has a variant of its own on the ladder of one codec (`plan/variants.py`). The
-policy is its own observer: a meter watches a few steps, and after each of them `_move` may choose
-other variants. What it chooses follows from what it measured, and its noise from seeds: a run can
-be repeated, and `state_dict` goes into a checkpoint.
+Each lossy tensor has a variant of its own among those of one codec (`plan/variants.py`). The policy
+is its own observer: a meter watches a few steps, and after each of them `_move` may choose other
+variants. The choice depends only on measurements and seeds, so a run can be repeated, and
+`state_dict` goes into a checkpoint.
 
     with er.saving(control) as saved:
         loss = loss_fn(model(x), y)
@@ -84,14 +84,14 @@ class Adaptive(ABC):
         return tuple(codec for codec in self.ladder if site.dtype in codec.dtypes)
 
     def _movable(self) -> list[HeldNoise]:
-        """Returns the tensors whose noise is known, and which the ladder was tried on."""
+        """Returns the tensors whose noise is known, and on which all variants were tried."""
         held = self.table.held.values()
         return [h for h in held if possible(h) and self.table.variance_of(h.site.name) is not None]
 
     def _options(self, held: HeldNoise) -> list[CodeChoice]:
-        """Returns, by variant, what would be held and what noise added.
+        """Returns, for each variant, the bytes and the variance that it would add.
 
-        It is the measured variance, in the ratio of the trials.
+        The measured variance is scaled by the ratio of the errors of the trials.
         """
         variance = self.table.variance_of(held.site.name) or 0.0
         each = held.energy / held.numel

@@ -12,13 +12,13 @@ has none (`measure/sensitivity.py`). m_l is the optimizer's momentum, in units o
     sqrt(mean of v), with its bias correction    Adam, AdamW and their like, RMSprop, Adafactor, ...
     m, with its bias correction                  what has first moments alone (Lion)
 
-States of `er.optim` are decoded for it. An optimizer that holds none of these teaches nothing, and
-that is said. A tensor that several layers read gets the
-smallest of their bounds; one that only norms or activations read keeps the bound it began with, as
-COMET, which codes inputs of convolutions only, has no rule for it.
+States of `er.optim` are decoded for it. With an optimizer that has none of these, bounds stay as
+they are, and the log says so. A tensor that several layers read gets the smallest of their bounds.
+One that only norms or activations read keeps its first bound, because COMET, which encodes inputs
+of convolutions only, has no rule for it.
 
-The prediction (off, 1-D, 2-D) is that which made the smallest code of a sample, tensor by tensor,
-where that saves a fiftieth: decoding a predicted map takes longer.
+The prediction (off, 1-D, 2-D) of each tensor is the one with the smallest code of a sample, if it
+saves a fiftieth: decoding with a prediction takes longer.
 """
 
 import logging

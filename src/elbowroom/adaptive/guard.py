@@ -1,17 +1,17 @@
-"""A guard over the training loss: codes get milder at once when it suffers, leaner step by step.
+"""A guard over the training loss: finer codes at once when it gets worse, coarser ones stepwise.
 
 After FDSR's adaptive parameters, re-designed from its abstract (its text is not public):
 
     alarm   fast average of the loss > (1 + tolerance) x slow average,
             or added variance > `noise` x sampling variance
-      ->    what went down last goes back up, and will not go there again; where nothing did, the
-            most sensitive quarter of all tensors goes one variant up
+      ->    the tensors that were made coarser last become finer again, and stay so; if there are
+            none, the most sensitive quarter of all tensors becomes one variant finer
     calm    for `patience` steps
-      ->    the least sensitive quarter goes one variant down
+      ->    the least sensitive quarter becomes one variant coarser
 
-A tensor's sensitivity is the variance that it adds, predicted, for each byte that it takes. All
-start where `codec` stands on its ladder: the default stands in the middle of seven variants of
-`fdsr`, the three mildest of which are unbiased, so that an alarm can help.
+A tensor's sensitivity is the predicted variance that it adds, for each byte that it takes. All
+tensors start at `codec`. The default is in the middle of seven variants of `fdsr`, the three finest
+of which are unbiased, so that an alarm can help.
 """
 
 import logging

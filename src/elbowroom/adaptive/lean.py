@@ -2,9 +2,9 @@
 
     er.saving("lean", noise=0.1)
 
-Each tensor has levels of its own, as `upper` or `plain` of `Lean`. What other levels would do needs
-no trial: the error of a dithered code goes with 1 / (levels - 1)^2, and its bytes with their bits.
-The rough code of what ReLU holds back (`fold`) stays as it is, and so does what it adds.
+Each tensor has levels of its own, as `upper` or `plain` of `Lean`. Other levels need no trial: the
+error of a dithered code is proportional to 1 / (levels - 1)^2, and its bytes to their bits. The
+coarse code of values that the ReLU sets to zero (`fold`) stays as it is, and so does its variance.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
-"""An error budget: what codes add stays below a share of what mini-batches vary by anyway.
+"""An error budget: the variance of codes stays below a share of that of mini-batches.
 
     sum of predicted variances  <=  noise x mini-batch variance of the gradient
 
-with the fewest bytes that allow it (`plan/allocation.py`). DIVISION, ActNN and COMET ask for bits
-or bounds, and leave it to the user to find out what those do; this asks for the effect.
+with the fewest bytes that allow it (`plan/allocation.py`). DIVISION, ActNN and COMET take bits or
+bounds as settings, and the user has to find out their effect; this takes the effect as a setting.
 """
 
 import logging

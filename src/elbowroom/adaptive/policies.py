@@ -1,7 +1,7 @@
-"""A policy by its name, as `er.saving` takes it; and what watches it.
+"""Returns the policy and the meter for the arguments of `er.saving`.
 
-What learns as a training goes is remembered by the process, under its settings: a context lasts for
-one forward only.
+Policies that change during training are cached for the process by their settings, because a context
+lasts for one forward only.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
 
 
 def within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:
-    """The settings of this codec, or of `Lean`, that keep to a share of what mini-batches vary by.
+    """Returns the controller that keeps this codec, or `Lean`, to a share of mini-batch variance.
 
     Raises UnknownField for any other policy.
     """

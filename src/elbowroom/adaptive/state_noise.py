@@ -1,8 +1,8 @@
-"""Error that encoded optimizer states add to an update: relative, squared, of states that run.
+"""Relative squared error that encoded optimizer states add to an update, after many steps.
 
-Each step rounds what the step before has left, so that errors pile up for as long as a moment
-remembers: tens to hundreds of times what one encoding errs by. Figures are the worst of a GPT and a
-ResNet-18 after 400 to 1200 steps, rounded up (benchmarks/results/running-states.json).
+Each step rounds the result of the step before, so errors accumulate for as long as a moment's decay
+remembers: to tens or hundreds of times the error of one encoding. Figures are the worst of a GPT
+and a ResNet-18 after 400 to 1200 steps, rounded up (benchmarks/results/running-states.json).
 """
 
 from elbowroom.optim.formats import Group

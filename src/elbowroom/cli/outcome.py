@@ -121,8 +121,8 @@ def say_not_kept(code: int, told: Summary) -> int:
 def say_not_measured(told: list[Summary]) -> int:
     """Reports models of which several steps ran and none was measured, unless they are compiled.
 
-    Also those of which forwards alone were seen: if that was meant, it is no error. Returns the
-    exit code: nobody knows whether the others have kept to the budget.
+    Returns the exit code, because it is not known whether these kept to the budget. A model of
+    which only forwards were seen is reported too, but it is no error.
     """
     for one in told:
         if not one.trained:

@@ -1,15 +1,15 @@
 """Processes that a script starts by multiprocessing: each keeps to the budget.
 
     the script's process    mp.spawn(train, ...), Process(target=train).start()
-                            ->  starts Followed(train, ...) in train's place, with a pipe
-    each process            finds its own model, and tells by the pipe how it ended
-    the script's process    reads that when the script has ended
+                            ->  starts Followed(train, ...) instead of train, with a pipe
+    each process            finds its own model, and reports through the pipe how it ended
+    the script's process    reads the reports when the script has ended
 
-A forked process inherits what `run` watches, and looks for models by that. A process that loads
-data, serves a pool or is otherwise a part of Python's or torch's own machinery is left alone.
+A forked process inherits the hooks by which `run` finds models. Processes that load data, serve a
+pool or belong to Python's or torch's own machinery are left alone.
 
-Nothing of it is a file, so nothing is left behind, whoever is killed. A process that ends by
-`os._exit` tells before; of one that is killed nothing is known.
+No files are used, so nothing is left behind if a process is killed. A process that calls `os._exit`
+reports before that; a process that is killed reports nothing.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ from elbowroom.fitting import Summary
 _SPAWN = "torch.multiprocessing.spawn"
 _POOLS = ("multiprocessing.pool", "concurrent.futures.process")
 _MACHINERY = ("multiprocessing", "concurrent", "torch")
-_MOST_NBYTES = 60_000  # of a message: what a pipe takes that nobody reads yet
+_MOST_NBYTES = 60_000  # of a message: less than a pipe buffers before it is read
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ Trained = Callable[[Callable[[], object], Tell], int]
 
 @dataclass
 class Followed:
-    """Function that runs in each process in the place of the script's own.
+    """Function that runs in each process instead of the script's own function.
 
-    function  the script's
+    function  the script's function
     trained   called with (the function without its arguments, `tell`) -> an exit code, or 0
-    pipe      where it is told how that ended
-    copied    what a forked process has inherited of the processes of the one before it
+    pipe      takes the report of how the process ended
+    copied    of a forked process: the `Processes` of its parent, which it has inherited
     """
 
     function: Callable[..., object]
@@ -90,9 +90,9 @@ def _packed(ended: Ended) -> bytes:
 class Processes:
     """Processes that a script has started, and how they ended.
 
-    unseen    how many of them serve a pool, in which nothing is seen of what they train
-    running   how many of those that are followed had not ended when the script had
-    silent    how many of them ended without a word: by an error, or killed
+    unseen    the number of processes of pools, whose trainings cannot be found
+    running   the number of followed processes that had not ended when the script had
+    silent    the number of processes that ended without a report: by an error, or killed
     """
 
     unseen: int = 0
@@ -103,7 +103,7 @@ class Processes:
 
     @property
     def ended(self) -> list[Ended]:
-        """Reports of processes, as they ended: the first refusal may stop others."""
+        """Reports in the order in which processes ended: the first refusal may stop others."""
         return [one for _, one in sorted(self._ended, key=lambda pair: pair[0])]
 
     @property
@@ -117,12 +117,12 @@ class Processes:
         return next((one.code for one in self.ended if one.code), 0)
 
     def follow(self, process: BaseProcess, pipe: Connection) -> None:
-        """Reads from a pipe, later, how a process ended that was started."""
+        """Adds a process that was started, and the pipe of its report."""
         self.collect()  # a script may start thousands, one after another
         self._followed.append((process, pipe))
 
     def collect(self) -> None:
-        """Reads what processes that have ended told; the pipes of others stay open."""
+        """Reads the reports of processes that have ended; the pipes of others stay open."""
         waiting = []
         for process, pipe in self._followed:
             if not pipe.poll():
@@ -136,14 +136,14 @@ class Processes:
         self._followed = waiting
 
     def end(self) -> None:
-        """Reads what was told, and counts those that still run."""
+        """Reads all reports, and counts the processes that still run."""
         active = multiprocessing.active_children()
         self.running = sum(one in active for one, _ in self._followed)
         self.collect()
         self.forget_pipes()
 
     def forget(self) -> None:
-        """Forgets the processes of the one that this is a copy of; it reads what they tell."""
+        """Forgets the parent's processes in a forked copy: the parent reads their reports."""
         self._ended.clear()
         self.unseen = self.running = self.silent = 0
         self.forget_pipes()

@@ -1,9 +1,9 @@
-"""A scale and a shift by channel, which codecs do in the pass that quantizes or dequantizes anyway.
+"""A scale and a shift by channel, which codecs apply in the pass that quantizes or dequantizes.
 
-    x --affine--> y --encode--> codes --decode--> y~ --affine, then 0 where no bit--> what is asked
+    x --affine--> y --encode--> codes --decode--> y~ --affine, then 0 where no bit--> x~
 
-A norm's input is encoded as (x - mean) * rstd, and restored by what undoes that; or, where the norm
-is to be rebuilt from it, by the undoing and the norm composed (`then`).
+The input of a norm is encoded as (x - mean) * rstd, and decoded with the inverse of that map. Where
+the output of the norm is rebuilt instead, the inverse and the norm's own map are composed (`then`).
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elbowroom.kernels import ops
 
-ABSENT = None, None, 1  # what an op takes for no affine
+ABSENT = None, None, 1  # the arguments of an op without an affine map
 
 
 class Affine(NamedTuple):
@@ -41,7 +41,7 @@ class Affine(NamedTuple):
         ops.affine(x, *self, bits, x)
 
     def then(self, other: "Affine") -> "Affine | None":
-        """other(self(x)) as one affine; None where the channels of neither split the other's."""
+        """Returns other(self(x)) as one affine; None if neither's channels divide the other's."""
         if self.scale.dim() > 1 or other.scale.dim() > 1:
             return None
         fine = min((self, other), key=lambda affine: (affine.scale.numel() == 1, affine.inner))

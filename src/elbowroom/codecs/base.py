@@ -15,9 +15,9 @@ graphs (`graph_form.py`). If its kernels can do an affine in the same pass, `_en
 `_decode_mapped` too. If the size of a buffer depends on the values, `_encode_into`, without which
 the host waits for a GPU to read it (`room.py`).
 
-`_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds it up, and `decode`
-holds the buffers against it (3 to 7 us, no value is read), so that no kernel reads or writes
-outside of them.
+`_layout` says the dtype and size of every buffer once: `encoded_nbytes` adds up the sizes, and
+`decode` checks the buffers against them (3 to 7 us, no value is read), so that no kernel reads or
+writes outside of its buffers.
 """
 
 from abc import ABC, abstractmethod
@@ -39,13 +39,13 @@ from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import TILE
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PART = TILE  # a code that can be decoded in parts can be from each multiple of so many elements on
+PART = TILE  # elements: a part of a code begins at a multiple of it
 
 
 class Expected(NamedTuple):
-    """The dtype and shape that `_layout` says of one buffer.
+    """The dtype and shape of one buffer, as `_layout` gives them.
 
-    at_most  how many elements there are depends on the values; `shape` is a bound
+    at_most  the number of elements depends on the values; `shape` is an upper bound
     """
 
     dtype: torch.dtype
@@ -213,10 +213,10 @@ class Codec(ABC):
     id: ClassVar[str]
     lossless: ClassVar[bool]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    has_parts: ClassVar[bool] = False  # whether it decodes a part by itself
-    takes_room: ClassVar[bool] = False  # whether memory can be given to what has no fixed size
-    keeps_zeros: ClassVar[bool] = False  # whether its code has a bitmap of zeros that are known of
-    is_relative: ClassVar[bool] = False  # whether its error goes with each value, not with a range
+    has_parts: ClassVar[bool] = False  # whether a part of a code can be decoded alone
+    takes_room: ClassVar[bool] = False  # whether `_encode_into` writes to memory that is given
+    keeps_zeros: ClassVar[bool] = False  # whether codes have a bitmap where facts.has_zeros
+    is_relative: ClassVar[bool] = False  # whether errors are proportional to values, not to ranges
 
     @classmethod
     def settings(cls) -> tuple["Codec", ...]:
@@ -288,7 +288,7 @@ class Codec(ABC):
     def _encode_within(
         self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, room: Room
     ) -> tuple[Buffers | None, Spill | None]:
-        """Returns buffers, one of them of the size that `room` gives if its own is not known."""
+        """Returns buffers. A buffer whose size depends on the values is in memory from `room`."""
         layout, at = self._layout(flat.numel(), flat.dtype, facts), None
         if self.takes_room and would_wait(flat):
             at = next((i for i, expected in enumerate(layout) if expected.at_most), None)
@@ -297,7 +297,7 @@ class Codec(ABC):
             space = room.space(layout[at].nbytes, of_tile, flat.device)
             if space is not None:
                 return self._encode_into(flat, seed, facts, affine, space), space.spill
-        buffers = (  # where there is a size to be known, this waits, for once
+        buffers = (  # for the first payload of a site, the host waits for its size
             self._encode(flat, seed, facts)
             if affine is None
             else self._encode_mapped(flat, seed, facts, affine)
@@ -353,37 +353,37 @@ class Codec(ABC):
         """Returns dtype and shape of each buffer that `_encode` makes of n elements."""
 
     def graph_form(self, facts: Facts) -> GraphForm | None:
-        """Returns how it acts in compiled graphs; None: it does not, and values stay as they are.
+        """Returns the codec's form in compiled graphs; None: tensors are kept there.
 
-        facts: those that `_seen` has completed
+        facts: as `_seen` returns them
         """
         return None
 
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
-        """The facts with what shape and strides tell; `_layout` depends on it."""
+        """Returns the facts, completed by shape and strides. `_layout` depends on them."""
         return facts
 
     def _complete(self, flat: Tensor, facts: Facts) -> Facts:
-        """The facts that `_encode` and `_decode_into` need.
+        """Returns the facts that `_encode` and `_decode_into` need.
 
-        A codec that must scan for what it was not told does it here.
+        A codec scans the values here for facts that the caller did not give.
         """
         return facts
 
     @abstractmethod
     def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
-        """flat [N], N > 0 -> buffers, or None: hold x raw."""
+        """Encodes flat [N], N > 0. Returns the buffers; None: x is to be stored raw."""
 
     @abstractmethod
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
-        """Write out [N]."""
+        """Decodes into out [N]."""
 
     def _encode_into(
         self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         """Encodes as `_encode` or `_encode_mapped` do, with the payload in memory that is given.
 
-        Only of what `takes_room`. Nothing may be read that the host would wait for.
+        Codecs with `takes_room` have it. It must not read a value that the host would wait for.
         """
         raise NotImplementedError
 
@@ -404,7 +404,7 @@ class Codec(ABC):
         self, encoded: Encoded, start: int, out: Tensor, affine: Affine | None, bits: Tensor | None
     ) -> None:
         """See `Encoded.decode_part`."""
-        raise NotImplementedError  # a codec that has parts says how
+        raise NotImplementedError  # codecs with `has_parts` override it
 
     def _bitmap(self, encoded: Encoded) -> Tensor | None:
         """See `Encoded.bitmap`."""
@@ -427,9 +427,9 @@ class Codec(ABC):
             )
 
     def _check_dtype(self, dtype: torch.dtype, x: Tensor | str) -> None:
-        """Raises UnsupportedTensor for a dtype that is not taken.
+        """Raises UnsupportedTensor for a dtype that the codec does not accept.
 
-        x: the tensor that has it, or its name.
+        x: the tensor of this dtype, or its description
         """
         if dtype not in self.dtypes:
             taken = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -438,11 +438,11 @@ class Codec(ABC):
 
 
 def memory_order(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """x as a flat contiguous tensor, and the strides that its restored twin gets.
+    """Returns x as a flat contiguous tensor, and the strides of the tensor that is decoded.
 
-    A copy only where x has gaps or overlaps.
+    x is copied only if it has gaps or overlaps in memory.
     """
-    # What is contiguous is dense, and 20 times faster to ask.
+    # A contiguous tensor is dense, and `is_contiguous` is 20 times faster.
     if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x):
         return x.as_strided((x.numel(),), (1,)), tuple(x.stride())
     x = x.contiguous()
@@ -464,7 +464,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def show(x: Tensor) -> str:
-    """A tensor in an error message: dtype, layout, shape."""
+    """Describes a tensor in an error message: dtype, layout, shape."""
     layout = "nested" if x.is_nested else _name(x.layout)
     shape = "" if x.is_nested else f" of shape {tuple(x.shape)}"
     return f"{_name(x.dtype)} ({layout}){shape}"

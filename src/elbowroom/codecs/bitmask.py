@@ -2,8 +2,8 @@
 
     x [N] --> bits [ceil(N / 8)] uint8        element i is bit i % 8 of byte i // 8
 
-Such are masks, and what dropout multiplies with. Lossless: 8x smaller than a bool mask, 32x smaller
-than dropout's float32 {0, 1 / (1 - p)}.
+Such tensors are masks, and the factors of dropout. Lossless: 8x smaller than a bool mask, 32x
+smaller than dropout's float32 {0, 1 / (1 - p)}.
 """
 
 from dataclasses import dataclass
@@ -71,6 +71,6 @@ class BitMask(Codec):
 
 
 def _scan(flat: Tensor) -> float:
-    """The value of the first element that is not 0 (1 if there is none)."""
+    """Returns the value of the first element that is not 0; 1 if there is none."""
     first = int((flat != 0).to(torch.uint8).argmax())
     return float(flat[first]) or 1.0

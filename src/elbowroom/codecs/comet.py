@@ -1,4 +1,4 @@
-"""An error bound that every element keeps; the size is what comes out.
+"""Error-bounded codes: every element keeps to a bound, and the size depends on the values.
 
     q    = floor(x / step + u)                 integers, as many as the values need
     x~   = step * (q - u + 1/2)                |x~ - x| <= bound, after rounding to x's dtype too

@@ -1,13 +1,13 @@
-"""A codec bound to tensors of one kind: what depends on shape and settings alone is known.
+"""A fast path of `dither` for tensors of one shape: all that does not depend on values is cached.
 
-    x --Coder.encode--> Compact (one run of bytes) --decoded--> x~
+    x --Coder.encode--> Compact (one tensor of bytes) --decoded--> x~
 
-A followed step encodes the same kind of tensor in every step. So nothing is checked that is known,
-all buffers of a code lie in one run of bytes, and one launch each makes and reads it. The bytes are
-those of `Codec.encode`; `Compact.buffers` shows them as it would have given them.
+A settled step encodes tensors of the same shapes in every step. So shapes are checked once, all
+buffers of a code lie in one tensor of bytes, and one kernel launch writes or reads it. The bytes
+are those of `Codec.encode`; `Compact.buffers` returns them as separate buffers.
 
-Only of `dither`, of float32 on a CPU, and where the loops run on one thread: of a tensor for which
-several are worth it the arithmetic takes so long that nobody sees the rest.
+It serves float32 on a CPU, on one thread. A tensor that is large enough for several threads takes
+so long to encode that this overhead does not matter.
 """
 
 import ctypes
@@ -61,8 +61,8 @@ class Coder:
 
     @classmethod
     def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
-        """Return what encodes tensors like x, which lies without gaps; None: `codec` must."""
-        if not isinstance(codec, Dither) or type(codec) is not Dither:  # one below it may differ
+        """Returns the coder of tensors like x; None: there is none, and `codec` encodes them."""
+        if type(codec) is not Dither:  # a subclass may encode otherwise
             return None
         kernels = ops.by_address(x)
         if kernels is None or not x.numel() or not torch.ops.aten.is_non_overlapping_and_dense(x):
@@ -72,11 +72,11 @@ class Coder:
         return cls(codec, x, facts, kernels)
 
     def is_watched(self) -> bool:
-        """Return whether the user wants to see ops, or several threads are worth it now."""
+        """Returns whether a dispatch mode is open, which sees ops, or several threads would run."""
         return _watchers() > 0 or not (self.is_small or self.is_serial(self.numel))
 
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
-        """Return the code of x; that of the codec unless x is like the tensor this was made for."""
+        """Returns the code of x. A tensor that this was not made for is encoded by the codec."""
         by = _NO_AFFINE if affine is None else at_channels(affine, self.numel)
         alike = x.shape == self.shape and x.stride() == self.stride and x.dtype is torch.float32
         if not (alike and x.is_cpu) or by is None or x.is_neg() or self.is_watched():
@@ -90,19 +90,19 @@ class Coder:
             return self.codec.encode(x, seed, self.facts, affine)
         if self.fixed:
             return Compact(self, memory, seed)
-        exact = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)  # what it took was not known
+        exact = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)  # `most` was an upper bound
         ctypes.memmove(exact.data_ptr(), address, nbytes)
         return Compact(self, exact, seed)
 
 
 class Coders:
-    """Coders of the kinds of tensors that were met last."""
+    """Cache of coders, by codec, facts, shape, strides, dtype and device."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Coder | None] = {}
 
     def of(self, codec: Codec, x: Tensor, facts: Facts) -> Coder | None:
-        """Returns what encodes tensors like x; None: `codec` must."""
+        """Returns the coder of tensors like x; None: there is none, and `codec` encodes them."""
         if type(codec) is not Dither or facts.mask is not None:
             return None
         key = codec, x.shape, x.stride(), x.dtype, x.device, facts
@@ -115,7 +115,7 @@ class Coders:
 
 
 class Compact(Encoded):
-    """The code of one tensor, in one run of bytes."""
+    """The code of one tensor, in one tensor of bytes."""
 
     coder: Coder
     memory: Tensor
@@ -125,7 +125,7 @@ class Compact(Encoded):
 
     @cached_property
     def buffers(self) -> Buffers:
-        """The parts of the run, as `Dither` has them."""
+        """The buffers that `Dither` would have returned, as views."""
         memory, start, middle = self.memory, self.coder.start, self.coder.middle
         bounds = memory[:start].view(torch.bfloat16).view(-1, 2)
         if self.coder.fixed:
@@ -134,7 +134,7 @@ class Compact(Encoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the run."""
+        """Bytes of the code."""
         return self.memory.numel()
 
     @property
@@ -144,14 +144,14 @@ class Compact(Encoded):
 
     @property
     def bitmap(self) -> Tensor | None:
-        """The bits of what is not zero, if zeros are held apart."""
+        """Bits of the non-zero elements [ceil(N / 8)] if the code has them, else None."""
         coder = self.coder
         if coder.fixed:
             return None
         return self.memory.as_strided((coder.middle - coder.start,), (1,), coder.start)
 
     def decoded(self, affine: Affine | None = None, bits: Tensor | None = None) -> Tensor:
-        """Return the tensor in fresh memory; `affine` of it, and 0 where a bit is not set."""
+        """Returns the tensor in new memory, after `affine`, and 0 where a bit is not set."""
         out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU)
         if not self._writes(out, affine, bits):
             super().decode_own(out.as_strided((self.numel,), (1,)), affine, bits)
@@ -160,13 +160,13 @@ class Compact(Encoded):
     def decode_own(
         self, out: Tensor, affine: Affine | None = None, bits: Tensor | None = None
     ) -> Tensor:
-        """Decode into out [numel], without checks."""
+        """Decodes into out [numel], without checks."""
         if self._writes(out, affine, bits):
             return out.as_strided(self.shape, self.stride)
         return super().decode_own(out, affine, bits)
 
     def _writes(self, out: Tensor, affine: Affine | None, bits: Tensor | None) -> bool:
-        """Write out, if that can be done by addresses."""
+        """Decodes into out by addresses; returns whether that was possible."""
         coder, memory = self.coder, self.memory
         by = _NO_AFFINE if affine is None else at_channels(affine, coder.numel)
         if by is None or coder.is_watched():
@@ -179,7 +179,10 @@ class Compact(Encoded):
 
 
 def at_channels(affine: Affine, numel: int) -> tuple[int, int, int, int, int, int] | None:
-    """An affine by addresses: scale, shift, R, C; inner, elements of a row. None: it has none."""
+    """Returns an affine map by addresses: scale, shift, R, C; inner, elements of a row.
+
+    Returns None if scale or shift is not contiguous float32.
+    """
     scale, shift, inner = affine
     if not (scale.is_contiguous() and shift.is_contiguous()):
         return None

@@ -30,11 +30,11 @@ from elbowroom.kernels import aten, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups, packed_nbytes, tiles
 
-LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)  # that a planner weighs
+LEVELS = (256, 64, 16, 8, 6, 4, 3, 2)  # the settings that a planner considers
 
 
 class _Default(int):
-    """The value of a field that was not given: equal to its number, yet told from it."""
+    """Default of a field: an int that can be told from the same number given by the caller."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ Per map, one channel of one sample, with blocks of `block` x `block` elements:
 low and scale come from min and max of h over the map, as in the paper, or over squares of
 `range_blocks` x `range_blocks` blocks. Below four dimensions a block is a run of block^2 elements,
 along the sequence where the op that reads the tensor tells which dimension that is (a block is
-then of one channel), else along the last dimension; there a range is RUN elements, since the least
-and the greatest of a whole row lie so far apart that two bits tell less than zeros do.
+then of one channel), else along the last dimension. There a range is RUN elements, because the
+range of a whole row is so wide that a two-bit code would have a larger error than zeros.
 
 Unbiased; variance scale^2 / 6 on average, with dither scale^2 / 12. It takes bits + 16 / block^2 +
-32 / (elements of a range) bits an element. The paper is arXiv 2208.04187; the faults of its code
-are not here: kernels/reference/division.py.
+32 / (elements of a range) bits an element. The paper is arXiv 2208.04187;
+kernels/reference/division.py says where this differs from its code.
 """
 
 from dataclasses import dataclass, replace
@@ -132,9 +132,9 @@ class Division(Codec):
 
 
 def _maps(n: int, facts: Facts) -> list[int]:
-    """The maps as the kernels take them; n elements in one row where none are known.
+    """Returns the maps as the kernels take them; one row of n elements if none are known.
 
-    A column is a row. Maps of a single element are none: their channels are the row.
+    A map of one column is taken as a row. Of maps of a single element, the channels are the row.
     """
     outer, rows, columns, inner = facts.maps or (1, 1, n, 1)
     if outer * rows * columns * inner != n:

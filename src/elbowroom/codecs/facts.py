@@ -1,6 +1,6 @@
-"""The facts that a site knows of a tensor without looking at it.
+"""Facts about the values of a tensor that are known without reading them.
 
-It is known from the op that made the tensor and the op that saves it.
+They follow from the op that made the tensor and the op that saves it.
 """
 
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class Facts:
     mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise CodecError for what no tensor can fulfil; a bound is checked where it is kept."""
+        """Raises CodecError for facts that no tensor can have. Codecs check an error bound."""
         smallest, largest = self.smallest, self.largest
         if not isinstance(smallest, int | None) or not isinstance(largest, int | None):
             raise CodecError(

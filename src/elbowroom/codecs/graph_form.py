@@ -1,8 +1,8 @@
-"""How a codec acts inside of a compiled graph, which a codec declares by `Codec.graph_form`.
+"""The form of a codec inside of a compiled graph (`Codec.graph_form`).
 
-A graph cannot hold a tensor raw where an eager codec does: the number and the sizes of its buffers
-are those of `_layout`, whatever the values are. So a form never looks at values. What the codec
-would hold raw (a NaN, an Inf, a value beyond its range) decodes to NaN or Inf, as on a GPU.
+A graph cannot store a tensor raw, as an eager codec does: the number and sizes of its buffers are
+those of `_layout`, whatever the values are. So a form never reads values. A tensor that the codec
+would store raw (with a NaN, an Inf or a value beyond its range) decodes to NaN or Inf, as on a GPU.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class GraphForm:
 
     quantize    (flat, seed) -> buffers, by kernels. seed: a number, or int64 [1] on the device
     dequantize  (buffers, seed, out): writes out [N]
-    written     the same in aten ops, which Inductor fuses with what is around them:
-                (flat, seed) -> buffers, and (buffers, seed, N, dtype) -> flat. None: kernels serve
-                on each device
-    any_size    whether sizes may be symbols
+    written     the same written out in aten ops, which Inductor fuses with neighboring ops:
+                (flat, seed) -> buffers, and (buffers, seed, N, dtype) -> flat. None: kernels are
+                used on every device
+    any_size    whether sizes may be symbolic
     """
 
     quantize: Callable[[Tensor, Seed], Buffers]

@@ -1,11 +1,11 @@
-"""The name of a setting, by which plans and their files know it: "dither, 4 levels".
-
-So they are written:
+"""Names of codec settings, as plans, tables and files write them.
 
     dither, 16 levels                 a dither with groups of 64
-    group, bits=4                     a codec's id, and the fields that are not as it is made
+    group, bits=4                     a codec's id, and the fields that differ from their defaults
     fdsr, bands=6/4, rounding=dither
-    own {"word": "a, b"}              where a field would not be read back as it is written
+    own {"word": "a, b"}              JSON, if the short form could not be read back
+
+`setting_named` reads them.
 """
 
 import json
@@ -32,7 +32,7 @@ def setting_name(codec: Codec) -> str:
 
 
 def setting_named(name: str) -> Codec:
-    """The codec of this name. Raises CodecError, or ValueError for what is no name."""
+    """Returns the codec of this name. Raises CodecError, or ValueError for invalid JSON."""
     dither = _DITHER.fullmatch(name)
     if dither:
         return Dither(levels=int(dither[1]))

@@ -1,7 +1,7 @@
 """Integers in as few bytes as hold them: max-pool indices, labels, embedding ids.
 
 int64 -> int8, uint8, int16 or int32. Lossless. The width comes from `facts.smallest` and
-`facts.largest` (what the indices index has a size); without them x is scanned. Indices of
+`facts.largest`, such as the size of the indexed dimension; without them x is scanned. Indices of
 max-pooling (`facts.window`) take 1 to 8 bits: their place inside the window (`kernels/windows.py`).
 """
 

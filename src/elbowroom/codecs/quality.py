@@ -1,12 +1,12 @@
-"""A setting of a codec is judged by what it makes of a normal tensor: bits, error, bias.
+"""Quality of a codec setting, measured on a normal tensor: bits, error and bias.
 
     error     E|x~ - x|^2 / E|x|^2, of maps and of rows
-    unbiased  errors of two draws do not go together, so that they average out over steps
+    unbiased  the errors of two draws are uncorrelated, so that they average out over steps
 
-Those of this package's own settings are written down (`_RECORDED`), as to measure them compiles all
-kernels, which takes a minute on a new machine; a test measures them again. Any other setting is
-measured when it is first asked for, and what it says of itself is held against what it does: a
-codec of another package that is wrong about its size, or its error, is no use to a planner.
+The figures of this package's own settings are recorded (`_RECORDED`), because measuring them
+compiles all kernels, which takes a minute on a new machine; a test measures them again. Any other
+setting is measured when it is first asked for, and the size and error that it declares are checked:
+a planner cannot use a codec that is wrong about them.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from elbowroom.codecs.names import setting_name
 
 MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
 _ODD = (3, 1667)  # no multiple of any group
-_AT_ONE = 1.85  # the error of a dither of two levels: with n it is that over (n - 1)^2
-_OF_ZEROS = 0.57  # the same, of what a ReLU leaves: zeros are exact, and ranges half as wide
-_TOGETHER = 0.05  # correlation of two draws' errors, from which on they are said to go together
+_AT_ONE = 1.85  # the error of a dither of two levels; of n levels it is this / (n - 1)^2
+_OF_ZEROS = 0.57  # the same for outputs of a ReLU: zeros are exact, and ranges half as wide
+_CORRELATED = 0.05  # the least correlation of two draws' errors that counts as a bias
 
 
 class Quality(NamedTuple):
-    """Quality of one codec setting. bits: bits that it holds for an element of float32."""
+    """Quality of one codec setting. bits: stored bits per element of a float32 tensor."""
 
     bits: float
     error: float
@@ -37,12 +37,12 @@ class Quality(NamedTuple):
 
     @property
     def levels(self) -> float:
-        """Levels of the dither that has the same error; below 2, none is as coarse."""
+        """Levels of the dither that has the same error; below 2 if no dither is as coarse."""
         return 1 + sqrt(_AT_ONE / max(self.error, 1e-30))
 
     @property
     def levels_of_zeros(self) -> float:
-        """The same for what a ReLU leaves, of a codec whose error goes with each value."""
+        """The same for outputs of a ReLU, for a codec with `is_relative`."""
         return 1 + sqrt(_OF_ZEROS / max(self.error, 1e-30))
 
 
@@ -60,37 +60,38 @@ def quality_of(codec: Codec, *, maps: bool) -> Quality:
 
 @cache
 def measured(codec: Codec, *, maps: bool) -> Quality:
-    """Measures the quality of one setting now, once a process."""
+    """Measures the quality of one setting; once per process."""
     with unset_fake_temporarily(), torch.no_grad():
         x = _normal(MAPS if maps else ROWS).to(dtypes_of(codec)[0])
         codes = [codec.encode(x, seed) for seed in (1, 2)]
         one, other = (code.decode().double() - x.double() for code in codes)
         error = float((one.square().mean() + other.square().mean()) / 2)
-        together = float((one * other).mean()) / max(error, 1e-30)
-        return Quality(8 * codes[0].nbytes / x.numel(), error, error == 0 or together < _TOGETHER)
+        correlation = float((one * other).mean()) / max(error, 1e-30)
+        unbiased = error == 0 or correlation < _CORRELATED
+        return Quality(8 * codes[0].nbytes / x.numel(), error, unbiased)
 
 
 def dtypes_of(codec: Codec | type[Codec]) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of floats that a codec takes; a plan has no use for one without."""
+    """Returns the floating-point dtypes that a codec accepts."""
     return tuple(dtype for dtype in FLOATS if dtype in codec.dtypes)
 
 
 @cache
-def lie_of(codec: Codec) -> str:
-    """Returns a promise that the codec breaks, in words, or "".
+def broken_promise(codec: Codec) -> str:
+    """Returns in words what the codec declares and does not do; "" if it does all.
 
-    Codecs that are written down are known to keep theirs.
+    Recorded codecs are known to keep their promises.
     """
     if setting_name(codec) in _RECORDED:
         return ""
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            return next(_lies(codec), "")
+            return next(_broken_promises(codec), "")
     except Exception as error:
         return f"it fails: {type(error).__name__}: {error}"
 
 
-def _lies(codec: Codec) -> Iterator[str]:
+def _broken_promises(codec: Codec) -> Iterator[str]:
     for dtype in dtypes_of(codec):
         for shape in (MAPS, ROWS, _ODD, (5001,)):
             x = _normal(shape).to(dtype)
@@ -117,10 +118,7 @@ def _lies(codec: Codec) -> Iterator[str]:
 
 
 def _normal(shape: tuple[int, ...]) -> Tensor:
-    """Returns the normal tensor to judge by, made anew: a kept one would stand beside a training.
-
-    It may be asked for inside of a step whose peak counts.
-    """
+    """Returns a normal tensor. It is not cached, because it would add to the peak of a step."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(prod(shape), generator=generator).view(shape)
 

@@ -65,7 +65,7 @@ def codecs() -> list[str]:
 
 
 def codec_class(id: str) -> type[Codec]:
-    """The class behind an id. Raises UnknownCodec, which lists what exists and the nearest name."""
+    """Returns the class of an id. Raises UnknownCodec, which lists all ids and the nearest one."""
     if not isinstance(id, str):
         raise UnknownCodec(
             f"the id of a codec is a string; got {id!r}. There are {', '.join(codecs())}."

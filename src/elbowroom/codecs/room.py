@@ -1,16 +1,16 @@
-"""Memory for a payload whose size depends on values, where the host would wait to read that size.
+"""Memory for payloads whose size depends on values, so that the host need not wait for that size.
 
-On a GPU the host is ahead of the device, up to a whole step. When it gives memory for a code, the
-size is not known, and nothing that is learned later can help: the tensor itself is gone by then. So
-what holds every value without waiting has room for the largest possible payload. Of that room
-only what such tensors have needed lately, and a little more, is memory of the device (`capacity`).
-The rest, the spill, is pinned host memory that the kernels can write to, and hardly ever do: no bit
-is lost, and none is another one (kernels/reference/spill.py).
+On a GPU the host runs ahead of the device, by up to a whole step. When it allocates memory for a
+code, the size of the code is not known yet; when it is, the tensor itself has long been freed. So
+there must be memory for the largest possible payload. Only a part of it is memory of the device: as
+much as payloads of this site have needed lately, and a little more (`capacity`). The rest, the
+spill, is pinned host memory that the kernels can write to, and hardly ever do: no bit is lost or
+changed (kernels/reference/spill.py).
 
-Other ways were weighed. To hold the tensor until its size is known would hold all tensors of a
-step, for the host is ahead. To code the rest with fewer levels, or not at all, would break the
-error that a codec promises. Memory of the device for the largest payload needs no spill, and holds
-up to twice as much; it is what is left where the system gives no pinned memory.
+Alternatives: to hold the tensor until its size is known would hold all tensors of a step, because
+the host is ahead. To code the rest with fewer levels, or not at all, would break the error that a
+codec promises. Device memory for the largest payload needs no spill, but takes up to twice as much;
+it is used if the system gives no pinned memory.
 
 A codec does not know where memory comes from: the runtime gives it a `Room`
 (`runtime/capacities.py`). Without one, and on a CPU, where nothing waits, payloads are exact.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Spill(Protocol):
-    """Part of a payload that does not fit; its memory is free again when this dies."""
+    """Memory for the part of a payload that does not fit; freed with this object."""
 
     @property
     def memory(self) -> Tensor:
@@ -32,7 +32,7 @@ class Spill(Protocol):
 
 
 class Space(NamedTuple):
-    """Memory for one payload: bytes, what does not fit there, and [1] int64 for its size."""
+    """Memory for one payload: its bytes, its spill, and [1] int64 for its size."""
 
     payload: Tensor
     spill: Spill
@@ -43,12 +43,13 @@ class Room(Protocol):
     """Gives memory to the payloads of one site."""
 
     def space(self, most_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:
-        """Memory for a payload; None: no payload of this site has been seen yet.
+        """Returns memory for a payload; None: no payload of this site has been seen yet.
 
-        most_nbytes: what it never exceeds; tile_nbytes: what the payload of a tile never does
+        most_nbytes  upper bound of the payload
+        tile_nbytes  upper bound of the payload of one tile
         """
         ...
 
     def first(self, payload: Tensor, most_nbytes: int) -> tuple[Tensor, Spill]:
-        """The first payload of this site, whose size was waited for, in memory as for the next."""
+        """Copies the first payload, whose size is known, to memory as later ones will get it."""
         ...

@@ -1,4 +1,4 @@
-"""Two dithered codes, one for either side of a threshold that a bitmap tells.
+"""Two dithered codes, one for each side of a threshold; a bitmap says which side a value is on.
 
 Made for the input of a norm that a ReLU follows. One tensor then serves three readers:
 
@@ -147,7 +147,7 @@ class Sided(Codec):
 
 
 def _mask_of(flat: Tensor, facts: Facts) -> Tensor:
-    """The mask by which flat is cut in two. Raises CodecError for one of another tensor."""
+    """Returns the mask that splits flat. Raises CodecError if it belongs to another tensor."""
     bits = ops.pack_bits(flat > 0) if facts.mask is None else facts.mask
     if not _belongs(bits, flat.numel(), flat.device):
         raise CodecError(

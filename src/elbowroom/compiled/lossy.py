@@ -26,7 +26,7 @@ from torch import fx
 from elbowroom.codecs import Codec, Facts, Narrow, codec_class, codecs
 from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.names import setting_named
-from elbowroom.codecs.quality import lie_of, quality_of
+from elbowroom.codecs.quality import broken_promise, quality_of
 from elbowroom.compiled.collect import known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
 from elbowroom.compiled.indices import range_of
@@ -54,7 +54,8 @@ def ladder(menu: Iterable[str] | None = None) -> tuple[Codec, ...]:
     """
     if menu is None:
         known = [one for id in codecs() for one in codec_class(id).settings() if serves(one)]
-        known = [one for one in known if not lie_of(one) and quality_of(one, maps=True).unbiased]
+        kept = [one for one in known if not broken_promise(one)]
+        known = [one for one in kept if quality_of(one, maps=True).unbiased]
     else:
         known = list(filter(serves, map(setting_named, menu)))
     found: dict[Codec, None] = {}

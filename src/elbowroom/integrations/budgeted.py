@@ -1,4 +1,4 @@
-"""Base of all integrations: it fits a model as a training begins, tells figures, lets go of it."""
+"""Base of all integrations: fits a model when training begins, logs figures, and releases it."""
 
 import logging
 from collections.abc import Iterable
@@ -34,10 +34,10 @@ class Budgeted:
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Fits the model as the training begins, and counts the optimizers' states.
 
-        A training of the same model that an error or an interrupt has ended is begun anew: not all
-        libraries tell their callbacks of its end.
+        If an earlier training of the same model was ended by an error or an interrupt, it is ended
+        first, because not all libraries call their callbacks then.
 
-        Raises what `er.fit` raises, and PlanError while another model is in training.
+        Raises the errors of `er.fit`, and PlanError if another model is in training.
         """
         if self._model is model:
             er.release(model)
@@ -81,7 +81,7 @@ class Budgeted:
         return self.summary is None or self.summary.steps > 0
 
     def end(self, is_complete: bool = True) -> None:
-        """Ends the training: lets go of the model, and says how it went.
+        """Ends the training: releases the model, and logs whether the budget was kept.
 
         is_complete: False for a training that an error has ended.
         """

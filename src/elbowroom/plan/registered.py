@@ -19,7 +19,7 @@ from math import ceil, prod
 import torch
 
 from elbowroom.codecs import Cast, Codec, Dither, Facts, Sided, codec_class, codecs
-from elbowroom.codecs.quality import dtypes_of, lie_of, quality_of
+from elbowroom.codecs.quality import broken_promise, dtypes_of, quality_of
 from elbowroom.errors import PlanError
 
 _log = logging.getLogger("elbowroom.plan")
@@ -56,7 +56,7 @@ def _honest(cls: type[Codec]) -> tuple[Codec, ...]:
         return ()
     try:
         settings = tuple(cls.settings())
-        lie = next((lie for lie in map(lie_of, settings) if lie), "")
+        lie = next(filter(None, map(broken_promise, settings)), "")
     except Exception as error:
         settings, lie = (), f"it fails: {type(error).__name__}: {error}"
     if lie:
@@ -84,7 +84,7 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
     found: dict[Codec, None] = {}
     for one in given:
         if isinstance(one, Codec):
-            lie = lie_of(one)
+            lie = broken_promise(one)
             if lie:
                 raise PlanError(
                     f"codec '{one.id}' cannot be planned with, because of what it says is not so: "

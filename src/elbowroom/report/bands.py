@@ -10,12 +10,12 @@ By category, from the bottom up:
     saved             what is held for backward
     transients        all the rest: outputs, workspaces, gradients of activations
 
-Only the level, weights and states are known outright; gradients are told from the level, so bands
-are a reading of it that always comes to it. Where nobody knew the model, weights and states are one
-band, "held before the step".
+Only the level, weights and states are known exactly; gradients are inferred from the level. Bands
+always add up to the level. If the model is not known, weights and states are one band, "held before
+the step".
 
-By module: what each has saved for backward, as deep in the tree of modules as a handful of bands
-allows.
+By module: what each module has saved for backward. Large modules are split into their children, as
+long as there are only a few bands.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
 """Data that the page's script draws: curves over one step, thinned to what a screen shows.
 
-A chart is drawn by uPlot 1.6.32 (uplot/, MIT): one file of 50 kB that needs no network, and draws
-stepped areas with a cursor and zoom. Plotly's is a few megabytes, in every page.
+A chart is drawn by uPlot 1.6.32 (uplot/, MIT), which is one file of 50 kB that needs no network and
+draws stepped areas with a cursor and zoom. Plotly would add a few megabytes to every page.
 """
 
 from collections.abc import Mapping, Sequence

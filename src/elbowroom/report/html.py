@@ -1,7 +1,7 @@
 """A page as one HTML file: no font, no image, no script and no address outside of it.
 
-Everything that comes from data is escaped by the template engine, what a chart shows as JSON in
-which no tag can end.
+The template engine escapes all data. The data of charts is JSON in which "<" is escaped, so that no
+tag can end inside of it.
 """
 
 from collections.abc import Sequence

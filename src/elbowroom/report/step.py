@@ -64,7 +64,7 @@ class Step:
         return summed([*spans, *self.more], len(self.level))
 
     def nbytes_at(self, index: int, moment: int) -> int:
-        """Bytes that one storage takes at a moment; an op that needs less room for it: nothing."""
+        """Returns the bytes that one storage takes at a moment, at least 0."""
         spans = self.held.get(index, ())
         return max(sum(nbytes for first, last, nbytes in spans if first <= moment <= last), 0)
 

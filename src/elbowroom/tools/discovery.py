@@ -1,12 +1,12 @@
-"""Finding the model that the user's program trains, and its optimizers, without being told.
+"""Finds the models and the optimizers of the user's program.
 
 A model is an outermost module that is called in training mode with gradients on, and of which an
-optimizer holds parameters; or, where a program updates them by hand, one that has gradients by now.
+optimizer holds parameters or, if the program updates them by hand, whose parameters have gradients.
 So a loss without parameters, a frozen teacher, a moving average and a first call that only makes
-lazy parameters are none; what might be a loss is shown apart.
+lazy parameters are not models. A module that may be a loss is reported separately.
 
-What cannot be seen is said before the first update: a forward method that is called by itself, a
-gradient of torch.func, and an optimizer whose gradients come from no module that was called.
+A training that cannot be found is reported before its first update: a forward method that is called
+directly, gradients by torch.func, and an optimizer whose gradients come from no called module.
 """
 
 import functools
@@ -31,7 +31,7 @@ Found = Callable[[nn.Module], None]
 
 
 class Unseen(PlanError):
-    """Raised in a program that trains in a way that cannot be seen."""
+    """Raised in a program whose training cannot be found."""
 
 
 class Discovery:

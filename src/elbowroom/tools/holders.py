@@ -1,12 +1,12 @@
-"""Finds what holds the memory of a device type now, without having watched: weights, states, saved.
+"""Finds what holds the memory of a device type now: weights, gradients, states, saved tensors.
 
-Everything is found after the fact, from the objects that Python knows of and from autograd's graph,
-so nothing is paid for before, and no bit of a training can change. Autograd does not say which
-module a node belongs to. A node that uses a parameter is named after the module of the parameter;
-any other is named after the last such node before it.
+Everything is found afterwards, from Python's objects and from autograd's graph, so a training that
+does not run out of memory pays nothing. Autograd does not say which module a node belongs to. A
+node that uses a parameter is named after the module of the parameter; any other node is named after
+the last such node before it.
 
-A saved tensor is examined without unpacking it, since that may need memory: what the user's hook
-holds in its place is counted only if it is a tensor, or if the hook is elbowroom's.
+A saved tensor is examined without unpacking it, because that may need memory. What a saved-tensor
+hook has packed is counted only if it is a tensor, or if the hook is elbowroom's.
 """
 
 import gc
@@ -74,7 +74,7 @@ def find_holders(device_type: str, names: Mapping[int, str] | None = None) -> li
 
 
 class _Found:
-    """Bytes by kind and place; each storage counts once, as what it was met as first."""
+    """Bytes by kind and place. Each storage counts once, under the kind that was found first."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -114,7 +114,7 @@ def address_of(x: Tensor) -> int:
 
 
 def _tensors_in(handle: Any) -> Iterator[Tensor]:
-    """Tensors that a handle refers to, a few objects deep."""
+    """Yields the tensors that a handle refers to, a few objects deep."""
     level = [handle]
     for _ in range(4):
         level = [one for one in gc.get_referents(*level) if not isinstance(one, type)]

@@ -1,4 +1,4 @@
-"""Gives the figures of a fitted model to whoever logs a training: a dict, and loggers.
+"""Logs the figures of a fitted model: to a dict, a function, or the loggers of other libraries.
 
     TensorBoard         a writer with `add_scalar(name, value, step)` and `add_text`
     trackio, wandb      the module, or a run: `log(figures, step=step)`; Accelerate's likewise
@@ -6,8 +6,8 @@
     a dict, a list      gets the last figures, or one more entry a step
     a function          is called with (figures, step)
 
-None of these libraries is imported here. A logger that raises is told of once and left out: what is
-logged must not end a training.
+None of these libraries is imported here. A logger that raises an exception is named once in a
+warning and then left out, because logging must not end a training.
 """
 
 import logging

@@ -1,14 +1,13 @@
-"""Writing down one step of the user's program: some steps pass, one is recorded, that is all.
+"""Profiles one step of the user's program, and does not change it.
 
-    forward 1       passes: the optimizer makes its states, caches fill
-    forward 2       starts the record; backward and the optimizer run into it
+    forward 1       is not recorded: the optimizer creates its states, caches fill
+    forward 2       starts the record, which includes backward and the optimizer
     forward 3       ends it
 
-A forward that had no backward before the next one (evaluation with gradients on, a model that is
-called twice a step) does not count, and the next is recorded instead. Where gradients are added up
-over several forwards, the last one is recorded, which a step of the optimizer follows. It needs
-most: it begins with gradients, and from the second step on with states. Everything is kept, so what
-is written down is the plain step.
+If no backward runs between two forwards (evaluation with gradients on, a model that is called twice
+in a step), the later one is recorded instead. With gradient accumulation, the last forward before a
+step of the optimizer is recorded. It needs the most memory, because it begins with gradients and,
+from the second step on, with states. All tensors are kept, so the profile is that of a plain step.
 """
 
 from collections.abc import Callable
@@ -62,7 +61,7 @@ class Profiling:
         self._recording: Recording | None = None
 
     def passes(self, forward: Callable[[], Any]) -> Any:
-        """Runs a forward without gradients: it is part of the step that is written down."""
+        """Runs a forward without gradients: it is part of the step that is recorded."""
         return forward()
 
     def run(
