@@ -3,7 +3,7 @@
     chain   nine times conv, batch norm, ReLU: 3 of 16 channels, 3 of 32, 3 of 64
     mini    a residual network of the same widths: a stem and three basic blocks
 
-The pictures are those that scikit-image brings along; a crop has 32 x 32 grey pixels, and noise of
+The pictures are those that scikit-image brings along; a crop has 32 x 32 gray pixels, and noise of
 half their spread.
 """
 
@@ -58,7 +58,7 @@ class Crops:
 
 @cache
 def _pictures() -> tuple[Tensor, ...]:
-    """In grey, each of mean 0 and spread 1. Raises ImportError without scikit-image."""
+    """In gray, each of mean 0 and spread 1. Raises ImportError without scikit-image."""
     import skimage.data
     from skimage.color import rgb2gray
     from skimage.io import imread
@@ -66,8 +66,8 @@ def _pictures() -> tuple[Tensor, ...]:
     found = []
     for name in _PICTURES:
         pixels = imread(Path(skimage.data.__file__).parent / name)
-        grey = rgb2gray(pixels[..., :3]) if pixels.ndim == 3 else pixels / 255
-        picture = torch.from_numpy(np.ascontiguousarray(grey, dtype=np.float32))
+        gray = rgb2gray(pixels[..., :3]) if pixels.ndim == 3 else pixels / 255
+        picture = torch.from_numpy(np.ascontiguousarray(gray, dtype=np.float32))
         found.append((picture - picture.mean()) / picture.std())
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""PyTorch's behaviour that the runtime stands on.
+"""PyTorch's behavior that the runtime stands on.
 
 A failure here after an upgrade says which rule to think over again. Rules: DESIGN.md, section 4.
 Each test names, in its last line or so, what would break.

@@ -1,6 +1,6 @@
 """Inductor without its code generation, which takes 10 s a net on a CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +8,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+
+from elbowroom.runtime import compiler
 
 
 def without_codegen(partition: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +36,15 @@ def inductor_without_codegen(seen: list[dict[str, Any]]) -> Callable[..., Any]:
         return without_codegen(partition)(gm, inputs)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test of a module that imports this begins and ends without compiled code."""
+    monkeypatch.setattr(compiler, "_said", False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A line on the terminal for what takes longer than two seconds: a spinner, what is done, seconds.
+"""A line on the terminal for work that takes longer than two seconds: spinner, text, seconds.
 
-It stands on stderr, only if that is a terminal, and is gone when the work ends. One at a time: what
-is asked for inside of another one tells that one nothing.
+The line is on stderr, if that is a terminal, and disappears when the work ends. There is one line
+at a time: inside of another `waiting`, nothing is shown.
 """
 
 import sys

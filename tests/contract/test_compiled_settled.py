@@ -11,19 +11,13 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.compiled import partition
 from elbowroom.compiled.expand import expand
+from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import uncompiled as uncompiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 OURS = str(Path(er.__file__).parent)
 # Dynamo asks this one for each op that runs in Python; in a compiled graph none does.
 ASKED = str(Path(OURS) / "runtime" / "compiler.py")
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def net(depth: int) -> tuple[nn.Module, Tensor]:

@@ -13,18 +13,11 @@ from elbowroom.codecs.base import Expected
 from elbowroom.codecs.graph_form import converted
 from elbowroom.errors import PlanError
 from elbowroom.runtime import compiler
+from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import uncompiled as uncompiled
 
 # Inductor's import of torch.jit; nothing of ours.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(compiler, "_said", False)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make() -> tuple[nn.Module, Tensor]:

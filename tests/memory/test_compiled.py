@@ -31,6 +31,8 @@ from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.fitting import compiled as fitting_compiled
 from elbowroom.measure.peak import peak
+from uncompiled import uncompiled as uncompiled
+from uncompiled import without_codegen
 
 needs_a_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
@@ -101,20 +103,6 @@ def with_loss(make):
         return WithLoss(model), x
 
     return made
-
-
-def without_codegen(partition):
-    """A backend that partitions as Inductor does, and runs the graphs as they are written."""
-
-    def compile_graph(gm, inputs):
-        return torch._functorch.aot_autograd.make_boxed_func(gm.forward)
-
-    return aot_autograd(
-        fw_compiler=compile_graph,
-        bw_compiler=compile_graph,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-    )
 
 
 def train(make, backend, steps: int = 3) -> list[Tensor]:
@@ -664,17 +652,6 @@ def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> 
 
 def fitted_room(model: nn.Module, room_nbytes: int) -> int:
     return room_nbytes + sum(p.nbytes for p in model.parameters())
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Inductor without its code generation, wherever our backend calls it."""
-    import torch._inductor.compile_fx as compile_fx
-
-    def run(gm, inputs, *, config_patches, **_):
-        return without_codegen(config_patches["custom_partitioner_fn"])(gm, inputs)
-
-    monkeypatch.setattr(compile_fx, "compile_fx", run)
 
 
 @pytest.mark.parametrize("way", ["compiled before", "compile=True"])

@@ -76,7 +76,7 @@ def test_bands_come_to_the_level(profile, known, cut):
 def test_modules_are_few(profile):
     found = by_module(profiled(profile))
     assert (found[0].name, found[-1].name) == (BEFORE, REST)
-    assert [band.colour for band in found] == [*range(len(found) - 1), 8]
+    assert [band.color for band in found] == [*range(len(found) - 1), 8]
     assert len(found) == 2 + 7  # nine stages: six of them, and the others
     assert found[1].name == "0 (Sequential)"
 

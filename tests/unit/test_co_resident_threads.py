@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elbowroom.fitting.co_resident import Neighbours
+from elbowroom.fitting.co_resident import Neighbors
 
 
 class Owned:
@@ -31,7 +31,7 @@ def test_a_model_of_another_thread_counts_as_its_step_began():
     turn = threading.Barrier(2, timeout=20)
 
     def train(name: str, numel: int) -> None:
-        mine = Neighbours(Owned(numel))  # type: ignore[arg-type]
+        mine = Neighbors(Owned(numel))  # type: ignore[arg-type]
         turn.wait()
         for _ in range(8):
             mine.begin()

@@ -6,7 +6,8 @@ from math import sqrt
 from pathlib import Path
 
 import pytest
-import torch
+
+from quick import quick
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loss_curves.py"
 
@@ -15,16 +16,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loss_curves.py"
 def script(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     return importlib.import_module("loss_curves")
-
-
-def quick(script, monkeypatch, path: Path, *more: str) -> None:
-    """In this process, which has loaded all that it needs."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr("sys.argv", [str(SCRIPT), "--quick", "--out", str(path), *more])
-    try:
-        script.main()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_its_quick_form_runs_and_goes_on_where_it_stood(script, tmp_path, monkeypatch):

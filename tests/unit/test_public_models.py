@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from quick import quick
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "public_models.py"
 
 
@@ -18,16 +20,6 @@ def script(monkeypatch):
     with warnings.catch_warnings():  # of torch's own inductor, which a rival needs
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module("public_models")
-
-
-def quick(script, monkeypatch, path: Path, *more: str) -> None:
-    """In this process; the script starts one of its own for each model."""
-    monkeypatch.setattr("sys.argv", [str(SCRIPT), "--quick", "--out", str(path), *more])
-    threads = torch.get_num_threads()
-    try:
-        script.main()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_its_quick_form_runs_and_a_model_that_cannot_is_a_row_that_says_so(

@@ -10,6 +10,7 @@ from elbowroom.cli.script import run_script
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import compiler
 from elbowroom.units import parse_budget
+from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import uncompiled as uncompiled
 
 pytestmark = [
@@ -80,14 +81,6 @@ for step in range(3):
     optimizer.step()
 torch.save(net.state_dict(), out)
 """
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(compiler, "_said", False)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

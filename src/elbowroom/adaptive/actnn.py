@@ -1,6 +1,6 @@
 """ActNN's bit allocation as a baseline (arXiv 2104.14129): an average number of bits, well spread.
 
-    minimise sum of variances over tensors     subject to  sum of bits * elements <= bits * all
+    minimize sum of variances over tensors     subject to  sum of bits * elements <= bits * all
 
 over codes of 1 to 8 bits in groups of 256, stochastically rounded, by the greedy walk that drops a
 bit where that adds least. Two things are not ActNN's: tensors are not split by sample, and the

@@ -4,7 +4,7 @@
                       | labels [3000] )
 
 All bytes are uint8. Both parts hold equally many of each of the ten classes: the first ones of the
-original set in its order. Licence (MIT) and origin lie beside the file; `scripts/make_demo_data.py`
+original set in its order. License (MIT) and origin lie beside the file; `scripts/make_demo_data.py`
 made it.
 
 A folder given by the user holds the four original IDX files, gzipped or not. IDX: two zero bytes, 8

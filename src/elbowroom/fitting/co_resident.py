@@ -16,10 +16,10 @@ from elbowroom.runtime.ledger import Ledger, Tally
 
 _TURNS = 2  # a model that ran so often between two of our steps trains alternately with us
 _clock = itertools.count()
-_fitted: "weakref.WeakSet[Neighbours]" = weakref.WeakSet()
+_fitted: "weakref.WeakSet[Neighbors]" = weakref.WeakSet()
 
 
-class Neighbours:
+class Neighbors:
     """Graphs and other models whose memory is resident beside one fitted model.
 
     learns: some of the model's forwards are not settled yet
@@ -28,9 +28,9 @@ class Neighbours:
     def __init__(self, model_state: ModelState) -> None:
         self._model_state = model_state
         self._graphs: list[Ledger | Tally] = []
-        self._turns: weakref.WeakKeyDictionary[Neighbours, int] = weakref.WeakKeyDictionary()
+        self._turns: weakref.WeakKeyDictionary[Neighbors, int] = weakref.WeakKeyDictionary()
         self._began = next(_clock)
-        self._ran_inside: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+        self._ran_inside: weakref.WeakSet[Neighbors] = weakref.WeakSet()
         self.learns = True
         self._thread, self._state_nbytes = threading.get_ident(), model_state.nbytes
         _fitted.add(self)
@@ -71,7 +71,7 @@ class Neighbours:
         """
         return any(one.learns for one in self._ran_inside if one in _fitted)
 
-    def takes_turns_with(self, other: "Neighbours") -> bool:
+    def takes_turns_with(self, other: "Neighbors") -> bool:
         """Returns whether the other model's state is counted in `nbytes`."""
         return self._turns.get(other, 0) >= _TURNS
 
@@ -108,7 +108,7 @@ class Neighbours:
         waiting = (graph for graph in graphs if graph.held_nbytes > 0)
         return sum(max(graph.before_nbytes - graph.after_nbytes, 0) for graph in waiting)
 
-    def _other_models(self) -> Iterator["Neighbours"]:
+    def _other_models(self) -> Iterator["Neighbors"]:
         for one in list(_fitted):
             if one is not self and one._model_state.device == self._model_state.device:
                 yield one

@@ -449,7 +449,7 @@ class Planning(Followed):
     ) -> None:
         """Changes the state by the measurement of the last step.
 
-        memory: the memory as the next one begins. others_learn: see `Neighbours`.
+        memory: the memory as the next one begins. others_learn: see `Neighbors`.
         """
         if self.settled or not self.calls.is_whole(had_backward=last.was_asked):
             return

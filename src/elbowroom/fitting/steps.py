@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.fitting.co_resident import Neighbours
+from elbowroom.fitting.co_resident import Neighbors
 from elbowroom.fitting.foreseen import Foreseen, foresee
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
@@ -58,7 +58,7 @@ class MeasuredSteps:
         self.ran_backward = False
         self._last: FittedSaving | ReplayedForward | None = None
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
-        self._beside = Neighbours(model_state)
+        self._beside = Neighbors(model_state)
         self._said_lossy = False
         self._said_blind = False
         self._gives_way = False  # the next step is measured of a model that runs inside

@@ -26,7 +26,7 @@ class Window(NamedTuple):
 
     @property
     def step_y(self) -> int:
-        """Distance, in indices, between two neighbours in a column of a window."""
+        """Distance, in indices, between two neighbors in a column of a window."""
         return self.dilation_y * self.columns
 
     @property

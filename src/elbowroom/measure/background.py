@@ -1,4 +1,4 @@
-"""The measurement that runs in the background, which gives way to one that the user asks for."""
+"""The measurement that runs in the background, which ends if the user asks for another one."""
 
 from typing import Protocol
 

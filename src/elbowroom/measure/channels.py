@@ -1,16 +1,18 @@
-"""Finds what the noise of an error e of a norm's input x goes with, up to one factor.
+"""Finds what the noise of an error e of a norm's input x is proportional to.
 
 The weight's gradient, sum dY xhat, gets sum_c D_c v_c / s_c of it, where D_c is the sum of
 dY^2 over a channel, s_c the variance of x there, and v_c the mean of e^2. dx gets
 
     w / sqrt(s) / N (xhat sum dY e / sqrt(s)  +  e sum dY xhat / sqrt(s))
 
-and goes on to all layers below: its first term with the above. So what a probe finds, over this,
-differs by a few times from one norm of a net to another; over |e|^2 |dY|^2 it would be thousands.
+and goes on to all layers below; its first term is proportional to the sum above. So the ratio of
+what a probe measures to this sum differs by a few times between the norms of a network; with
+|e|^2 |dY|^2 in its place it would differ by thousands.
 
-Where a rough code lies below a ReLU (`codecs/sided.py`), e is large and dY mostly 0, so that of it
-only the second term is left. That is a part of its own: it stays when the codes above change.
-Written for batch norm; for group norm s is taken over the batch, too, as if it were one.
+For values that a ReLU sets to zero and that have a coarse code (`codecs/sided.py`), e is large and
+dY mostly 0, so that only the second term is left. It is counted as a part of its own, which stays
+when the codes of the other values change. The formulas are those of batch norm; for group norm, s
+is taken over the batch, too.
 """
 
 import torch

@@ -26,14 +26,14 @@ _SHORT_S = 1e-4  # a scheduler gives the processor to others for longer
 class Undisturbed:
     """Seconds of a CPU, as far as this process could use them.
 
-    Between two readings the lesser of what the wall clock and the process's own processor time
-    (of all its threads) have gone on by: on a machine that does other work, a step would seem
-    several times as long as what codes and copies are measured at, the best of many runs. On one
-    that does nothing else, both clocks agree, but where the step itself waits.
+    Between two readings, the lesser of the wall clock's and the processor clock's difference counts
+    (the latter is of all threads of the process). On a machine that does other work, the wall clock
+    alone would make a step seem several times as long as codes and copies, which are measured as
+    the best of many runs. On an idle machine both clocks agree, except where the step waits.
 
-    The processor's clock is a system call, up to ten times as dear as the wall clock's. A step is
-    read thousands of times, so it is asked only where the readings are far enough apart for another
-    process to have run in between.
+    Reading the processor clock is a system call, which takes up to ten times as long as reading the
+    wall clock. A step is read thousands of times, so the processor clock is read only if enough
+    time has passed for another process to have run.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Undisturbed:
 class Stopwatch:
     """Seconds of a step's own work, of the CPU or of the current CUDA stream.
 
-    What writes a step down looks at each op and at each saved tensor, for as long as a small op
-    takes, and does exact actions that plain autograd would not. Inside `paused()` none of that
-    counts, so that what is read is what plain autograd takes.
+    The recorder examines each op and each saved tensor, which takes as long as a small op, and does
+    exact actions that plain autograd would not. Inside `paused()` no time counts, so that readings
+    are those of plain autograd.
 
-    A reading is a number; what it says in seconds is asked for when the step is over, since a GPU
-    is not to be waited for inside of it. A GPU's pause is what lies between an event before and one
-    after it: nothing, if the GPU was still busy with what it had been given, and else the time for
-    which it had nothing to do.
+    A reading is an index, which is converted to seconds when the step is over, so that the host
+    need not wait for a GPU inside of the step. On a GPU, a pause is the time between an event
+    before it and an event after it: nothing if the GPU was still busy with earlier work, else the
+    time for which it was idle.
     """
 
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:

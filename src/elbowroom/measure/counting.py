@@ -1,8 +1,8 @@
-"""Bytes and seconds of ops that are not really run: a level that fake storages raise and lower.
+"""Bytes and seconds of ops on fake tensors, which are not really run.
 
-A fake tensor has a storage of a size, and no memory behind it. Every storage that an op gives is
-counted when it is born, and taken off when it dies. What an op takes and gives back inside itself
-(a workspace, a reordered weight) is not seen. Seconds are those of the roofline, one op after
+A fake tensor has a storage with a size, but no memory. The storage of each result is added to the
+level when it is made, and subtracted when it is freed. Memory that an op allocates and frees inside
+(a workspace, a reordered weight) is not seen. Seconds are those of the roofline model, one op after
 another.
 """
 

@@ -11,7 +11,7 @@ class ErrorRow:
     """One op that reads lossy tensors. Variances are sums over the entries of all gradients.
 
     codecs     of the tensors that it reads, with their bits an element
-    predicted  at the last watched step; None: no probe has seen an op of this kind
+    predicted  for the last watched step; None: no op of this kind was probed yet
     checked    (predicted, measured) at the step in which this op was probed last, if it was
     """
 

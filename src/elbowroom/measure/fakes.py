@@ -1,8 +1,8 @@
 """Stand-ins without memory: a model, its optimizer and a batch, as fake tensors on some device.
 
-A real or meta storage becomes one fake storage of the same size, whatever shares it; so ties and
-views stay. The originals are read for shapes only, but for single numbers in host memory: an
-optimizer that counts its steps there wants to know the count.
+A real or meta storage becomes one fake storage of the same size, so tied weights and views stay
+so. Of the originals only shapes are read, except for single numbers in host memory, such as an
+optimizer's count of steps.
 """
 
 import copy

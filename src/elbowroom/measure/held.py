@@ -17,8 +17,8 @@ _SMALL = 16384  # bytes: of a batch norm's statistics a network may have thousan
 class Held:
     """The storages under some tensors, for as long as they live.
 
-    Those of parameters live as long as their model: they are not asked for again. Nor are small
-    ones, which make no difference.
+    Storages of parameters live as long as their model, so they are not checked again. Small ones
+    make no difference, and are not checked either.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

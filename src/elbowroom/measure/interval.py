@@ -14,9 +14,9 @@ The CPU's allocator does not report the release of what was there before. Of gra
 a script may call `zero_grad()` after the forward, and they would count twice. So those that stand
 at the start are watched, and each marks the moment at which it goes.
 
-Of a model that runs inside of another's graph (a discriminator in the generator's step), backward
-goes on into that graph. What is taken there is none of its own, and the other model is measured
-then, too. So it can be told where to end (`until`).
+If a model runs inside of another model's graph (a discriminator in the generator's step), backward
+goes on into that graph, whose memory belongs to the other model. So an interval can end where
+backward leaves the model (`until`).
 """
 
 import atexit

@@ -18,10 +18,10 @@ _PATIENCE = 3  # steps in which no op is probed for the first time (some check c
 class NoiseMeter:
     """The observer of one training. `table` is what it knows.
 
-    every, run  a run of `run` watched steps begins at every `every`-th step. The first is twice as
-                long, and goes on until all ops have been probed that can be, 64 steps at most.
-                Errors are read in the last step of a run, and all along the very first;
-                the others only tell how gradients vary. So codes stay what they are in a run.
+    every, run  a run of `run` watched steps begins at every `every`-th step. The first run is twice
+                as long, and goes on until all ops that can be probed have been, 64 steps at most.
+                Errors are read in the last step of a run, and in all steps of the first run. The
+                other steps only show how gradients vary, so codes do not change within a run.
     probes      ops that are probed in such a step
     variants    codecs to try on a sample of each held tensor
     """
@@ -60,7 +60,7 @@ class NoiseMeter:
             self._tell_unheard(watch)
 
     def _tell_unheard(self, watch: StepWatch) -> None:
-        """Logs, once, that nothing can be learned, since backwards come in another order."""
+        """Logs, once, that nothing can be learned, because backwards run in another order."""
         self._unheard += watch.is_unheard
         if self._unheard and self.step == self._first and not self.table.gradient.draws:
             _log.warning(

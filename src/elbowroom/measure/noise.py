@@ -5,8 +5,9 @@
     measured    by a probe of the op, whose exact tensors are kept for one step (`probe`)
     sampling    what mini-batches add anyway (`gradient_variance`)
 
-What a unit of error adds differs tenfold from batch to batch, as |g|^2 does. So its share of |g|^2
-is averaged over the steps that were watched, as that of mini-batches is; codes are chosen by both.
+The variance that a unit of error adds differs tenfold from batch to batch, as |g|^2 does. So its
+share of |g|^2 is averaged over the watched steps, and so is the share of the variance over
+mini-batches. Codes are chosen by both.
 
 Few steps are watched: the first ones, and then a run of `run` steps in every `every`. In a watched
 forward each lossy tensor is decoded once more; in its backward each dY is squared and summed. No
@@ -102,13 +103,14 @@ class Average:
 class OpReading:
     """The result of one watched step for one op.
 
-    energies  of the error, by the tensor it comes from
-    unit      what the variance goes with: their sum times the mean of dY^2, or for norms what
-              `channels.py` says; of the upper code, or all, and of the lower
-    strength  of the error alone, without dY: what `unit` and `closed` grow with, by parts
-    closed    variance by the closed form, where there is one
-    measured  variance by a probe, if there was one, of both
-    weight    beside which the op is linear in what it reads, if it is
+    energies  squared error, by the tensor it comes from
+    unit      what the variance is proportional to: the sum of energies times the mean of dY^2, or
+              for norms what `channels.py` says; two numbers: of the upper code, or all, and of the
+              lower code
+    strength  of the error alone, without dY: `unit` and `closed` are proportional to it, by parts
+    closed    variance by the closed form, if there is one
+    measured  variance by a probe, if there was one, of both codes
+    weight    the parameter beside which the op is linear in the tensor, if it is
     """
 
     energies: dict[SiteName, float]
@@ -148,10 +150,10 @@ class NoiseTable:
         self.steps = 0  # watched in full
 
     def take(self, held: dict[SiteName, HeldNoise], readings: dict[SiteName, OpReading]) -> bool:
-        """Takes in a step that was watched in full; returns whether it told anything.
+        """Adds a step that was watched in full; returns whether it can be learned from.
 
-        A forward without a backward does not, nor one that overflowed (GradScaler skips such
-        steps, too).
+        Nothing is learned from a forward without a backward, or from a step that overflowed
+        (GradScaler skips such steps, too).
         """
         size = self.gradient.size_now  # once: it reads all parameters
         finite = isfinite(size) and all(reading.finite for reading in readings.values())
@@ -195,8 +197,8 @@ class NoiseTable:
     def _gain(self, name: SiteName, op: OpNoise, part: int) -> float | None:
         """Returns the op's gain by probes; before its first one, a bound for most of its kind.
 
-        Who chooses codes takes the roughest where the prediction is lowest, so a mean would fall
-        short of what is added then.
+        A planner chooses the coarsest codes where the prediction is lowest, so with a mean the
+        added variance would be larger than predicted.
         """
         if op.gains[part].count:
             return op.gains[part].value

@@ -1,8 +1,8 @@
-"""Measures, once in a while, what the error of one op's saved tensors does to all gradients.
+"""Measures, in a few steps, the variance that the error of one op's saved tensors adds.
 
-Where an op is not linear in what it saves (norms, GELU, attention), its error goes on through dx to
-every layer below, and there is no closed form. A probe keeps the exact tensors of one op for one
-step. When backward has passed the op, it runs the op again on them:
+If an op is not linear in what it saves (norms, GELU, attention), the error reaches every layer
+below through dx, and there is no closed form. A probe keeps the exact tensors of one op for one
+step. When backward has passed the op, the probe runs the op again on them:
 
     error of dx = dx from the decoded tensors - dx from the exact ones
 

@@ -6,12 +6,12 @@ The rate is what two sizes differ by, in a loop that does nothing else. The fixe
 launch of a kernel, the handle) is measured between other work, as in a step: a loop over one small
 tensor has its code and data in the nearest caches and takes a fourth to a tenth of that.
 
-What nearly every plan needs (bits, small integers; dither, if codes may be lossy) before a training
-begins; any other setting of a codec when a plan asks for it, so that no fit begins later and no
-kernel is compiled that no plan weighs. That is in the middle of a step, whose memory is counted: so
-on less, and beside a part of the other work; what all of it costs a mask more is added. On a tensor
-of 4 MiB, the best of a few runs; a planner that takes a neighbour's noise for the speed of a codec
-plans for the noise.
+Settings that nearly every plan needs (bits, small integers; dither, if codes may be lossy) are
+measured before a training begins. Any other setting is measured when a plan first needs it, so that
+no kernel is compiled in vain. That is in the middle of a step, whose memory is counted; so it is
+measured on less data and beside less other work, and the difference that this makes for a mask is
+added. Rates are the best of a few runs on a tensor of 4 MiB, because a planner must not take the
+noise of other processes for the speed of a codec.
 """
 
 import threading

@@ -1,14 +1,15 @@
-"""A step, run a few times, becomes a `Profile`.
+"""Runs a step a few times, and returns its `Profile`.
 
-    1. once or twice as it is: optimizer states and caches come into being
-    2. with a clock: when is what saved, and asked for
+    1. once or twice without a record: optimizer states and caches are created
+    2. with a clock: when each tensor is saved and requested
     3. with the allocator: how much is held, moment by moment; and with a clock, too
 
-Of the times of 2 and 3 the lesser counts, moment by moment: what disturbed one has rarely disturbed
-the other at the same moment.
+For each moment, the lesser of the times of runs 2 and 3 counts: a disturbance rarely hits the same
+moment twice.
 
-All inside a `saving` context of exact actions, so a step that plain autograd has no room for may
-still be measured, and no bit of any gradient changes. The step is the user's: it really trains.
+Each run is inside a `saving` context of exact actions, so a step that does not fit in memory under
+plain autograd may still be measured, and no bit of any gradient changes. The step is the user's,
+and really trains.
 """
 
 import gc
@@ -129,7 +130,7 @@ def _sized(
     step: Step, device: torch.device, policy: Policy, min_nbytes: int, clock: StepClock
 ) -> tuple[StepRecorder, tuple[list[int], list[int]], int]:
     """The record, the levels of its moments, and what was held before."""
-    gc.collect()  # what nobody holds would be found, and may be collected within the step
+    gc.collect()  # unreachable tensors would be found, and may be freed within the step
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         static = torch.cuda.memory_allocated(device)

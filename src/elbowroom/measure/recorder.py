@@ -1,9 +1,9 @@
-"""Writing down one step: what is saved, by whom, when it is read, asked for and let go of.
+"""Records one step: which tensors are saved, by which op, when they are read, requested and freed.
 
-The recorder is told by the hooks (`runtime/observer.py`), and holds no tensor: it refers weakly to
-storages and slots. What it writes is a list of moments and, for each storage and each call of a
-module, moments. A clock (`measure/clocks.py`) is told of every moment, and knows afterwards what it
-cost.
+The recorder is an observer of the hooks (`runtime/observer.py`). It holds no tensor, only weak
+references to storages and slots. A record is a list of moments and, for each storage and each call
+of a module, the indices of its moments. A clock (`measure/clocks.py`) gets each moment as it
+begins, and returns afterwards the seconds or bytes of each.
 """
 
 import weakref
@@ -59,12 +59,12 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """Hears of every moment as it begins."""
+    """Interface of what measures each moment, from its beginning on."""
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         """Begins a moment.
 
-        frees: what is let go of stands an instant longer, but belongs to the moment before.
+        frees: memory that is about to be freed belongs to the moment before
         """
         ...
 

@@ -1,7 +1,7 @@
 """A step of the user's program, from one forward of a model to the next, as a `Profile`.
 
-Like `record`, in one run instead of several: times carry the cost of the memory profiler, which is
-alike for all, and enough to compare actions by.
+Like `record`, but in one run instead of several: times include the cost of the memory profiler,
+which is about the same for all ops, so that actions can still be compared.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The bytes of a live model and its optimizers: of what is there, and of what a step will make."""
+"""The bytes of a live model and its optimizers: those that exist, and those that a step creates."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from elbowroom.runtime.undo import tensors_of
 def resident_bytes_of(
     models: nn.Module | Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> ResidentBytes:
-    """Returns what stands between two steps, once all states have been made.
+    """Returns the bytes between two steps, once all optimizer states exist.
 
     models: one, or all that share a step
     """

@@ -1,4 +1,4 @@
-"""Tells how much gradient variance an error of a saved tensor adds, where the op is linear in it.
+"""Computes the gradient variance that an error of a saved tensor adds if the op is linear in it.
 
 dW is linear in the op's input x, and dx does not depend on it. An error e of x, independent of dY
 and without mean, adds to the entries of dW, all together,

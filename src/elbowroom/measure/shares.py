@@ -1,8 +1,8 @@
-"""Finds, in a few watched steps, the gradient variance that each code of the menu would add.
+"""Measures, in a few watched steps, the gradient variance that each code of the menu would add.
 
-The steps run with codes of 16 levels wherever an error is tolerated. Of each tensor that is held so
-the meter tells what its error adds to the gradient; the other codes of the menu are tried on a
-sample of it, and add as much more, or less, as their squared error is larger, or smaller.
+The steps run with codes of 16 levels wherever an error is tolerated, and the meter measures the
+variance that the code of each tensor adds to the gradient. The other codes of the menu are tried on
+a sample of the tensor. Their variance is scaled by the ratio of their squared errors.
 """
 
 from collections.abc import Callable, Sequence

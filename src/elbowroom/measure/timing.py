@@ -1,11 +1,11 @@
-"""Tells which of two steps is faster, and by how much, on a machine that is never quiet.
+"""Measures which of two steps is faster, and by how much, on a machine that is never idle.
 
     pair i = (a_i, b_i), run one right after the other, the order swapped from pair to pair
     ratio  = median of b_i / a_i,   spread = its quartiles
 
-A clock drifts, a neighbour wakes up: both hit the two halves of a pair alike, so the ratio of a
-pair is far steadier than the quotient of two averages taken minutes apart. Swapping the order
-cancels what a first run leaves warm.
+A drift of the clock or another process hits both halves of a pair alike, so the ratio of a pair
+varies far less than the quotient of two averages taken minutes apart. Swapping the order cancels
+the advantage of the second run, whose caches are warm.
 """
 
 import time
@@ -112,7 +112,7 @@ def _wait() -> None:
 def least_s(run: Callable[[], object], device: torch.device, runs: int = 5) -> float:
     """The least seconds of several runs, after one that warms up: what the device can do.
 
-    For a rate, not for a comparison: what a neighbour takes away is left out.
+    For a rate, not for a comparison: what a neighbor takes away is left out.
     """
     run()
     least = float("inf")

@@ -100,7 +100,7 @@ def _end_in_storage(x: Tensor) -> int:
 
 
 class _Born(torch.autograd.Function):
-    """A tensor with a history of one node, which does not hold it, as a leaf's would."""
+    """Identity that gives a tensor a graph of one node. Unlike a leaf's, it does not hold x."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class _Attention(torch.autograd.Function):
         *buffers: Tensor,
     ) -> Tensor:
         values, saved = _decoded(forms, buffers), _Saved()
-        # Other people's modes and hooks are not for what happens inside a node.
+        # Modes and hooks that others have installed must not see what happens inside a node.
         with torch.enable_grad(), without_autocast(q), torch._C.DisableTorchFunction():
             seed = torch.empty(0, requires_grad=True)
             born = [apply(_Born, seed, x) for x in values]

@@ -1,7 +1,7 @@
 """Chooses a setting for each tensor: the fewest bytes within an error, or the least error in bytes.
 
-    minimise    sum of bytes      subject to   sum of variances <= allowed      (`cheapest`)
-    minimise    sum of variances  subject to   sum of bytes     <= allowed      (`quietest`)
+    minimize    sum of bytes      subject to   sum of variances <= allowed      (`cheapest`)
+    minimize    sum of variances  subject to   sum of bytes     <= allowed      (`quietest`)
 
 Both walk the same path. All tensors start at their mildest setting; each move takes one tensor one
 setting further along the lower convex hull of its settings, always the move that adds the least

@@ -7,7 +7,7 @@ those, its own op runs again first, and so on.
 
     dtr   evicts the tensor with the least  seconds / (bytes * staleness),  again and again, until
           some gap is wide enough: bytes all over memory may go before that
-    coop  evicts one stretch: of all runs of neighbours (gaps and what can be evicted) that are wide
+    coop  evicts one stretch: of all runs of neighbors (gaps and what can be evicted) that are wide
           enough together, the one with the least sum of the same scores
 
 What was freed beyond what was asked for, because no gap was wide enough, is `wasted`. DTR: arXiv
@@ -170,7 +170,7 @@ class _Run:
         return gone
 
     def _stretch(self, nbytes: int) -> int:
-        """Evicts the cheapest run of neighbours with room for `nbytes`; returns its bytes."""
+        """Evicts the cheapest run of neighbors with room for `nbytes`; returns its bytes."""
         best: tuple[float, list[_Held]] | None = None
         for run, low, high in self._runs():
             first, total = 0, 0.0
@@ -196,7 +196,7 @@ class _Run:
         return low if first == 0 else run[first - 1].start + run[first - 1].nbytes
 
     def _runs(self) -> list[tuple[list[_Held], int, int]]:
-        """Returns runs of neighbours that may go, between two that may not.
+        """Returns runs of neighbors that may go, between two that may not.
 
         They come with the addresses of their walls.
         """

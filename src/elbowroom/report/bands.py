@@ -3,12 +3,12 @@
 By category, from the bottom up:
 
     weights           of all parameters
-    optimizer states  as `Standing` knows them
-    held throughout   what else is there all the while: buffers, a data set on the device
-    gradients         what comes into being in backward and stays to its end; in place of that, of
-                      gradients that a program keeps, what stands all the while
-    saved             what is held for backward
-    transients        all the rest: outputs, workspaces, gradients of activations
+    optimizer states  as `ResidentBytes` has them
+    held throughout   all else that exists throughout the step: buffers, a data set on the device
+    gradients         memory that is allocated in backward and stays until its end; if the program
+                      keeps gradients between steps, memory of their size that exists throughout
+    saved             tensors that are held for backward
+    transients        the rest: outputs, workspaces, gradients of activations
 
 Only the level, weights and states are known exactly; gradients are inferred from the level. Bands
 always add up to the level. If the model is not known, weights and states are one band, "held before
@@ -36,11 +36,11 @@ THROUGHOUT, SAVED, TRANSIENTS = "held throughout", "saved for backward", "transi
 
 @dataclass(frozen=True)
 class Band:
-    """nbytes: held at each moment. colour: the number of one in the page's style."""
+    """nbytes: held at each moment. color: the number of one in the page's style."""
 
     name: str
     nbytes: Bytes
-    colour: int
+    color: int
 
     @property
     def most_nbytes(self) -> int:
@@ -82,8 +82,8 @@ def _stacked(
     """Returns bands of which none goes above the level, and what is left of it on top."""
     left = level.copy()
     found = []
-    for name, nbytes, colour in parts:
-        found.append(Band(name, np.clip(nbytes, 0, left), colour))
+    for name, nbytes, color in parts:
+        found.append(Band(name, np.clip(nbytes, 0, left), color))
         left = left - found[-1].nbytes
     return (*found, Band(rest[0], left, rest[1]))
 

@@ -59,10 +59,10 @@
       const order = data.stacked ? bands.map((_, i) => bands.length - 1 - i) : bands.map((_, i) => i);
       const stepped = uPlot.paths.stepped({ align: 1 });
       const series = order.map((i) => {
-        const colour = style(`--b${bands[i].colour}`);
+        const color = style(`--b${bands[i].color}`);
         return data.stacked
-          ? { fill: colour, width: 0, paths: stepped, points: { show: false } }
-          : { stroke: colour, fill: colour + "33", width: 1.5, paths: stepped, points: { show: false } };
+          ? { fill: color, width: 0, paths: stepped, points: { show: false } }
+          : { stroke: color, fill: color + "33", width: 1.5, paths: stepped, points: { show: false } };
       });
       const rows = order.map((i) => curves[i]);
       if (data.stacked) {
@@ -105,7 +105,7 @@
       this.data.marks.forEach((mark) => {
         const x = u.valToPos(mark.x, "x", true);
         if (x < bbox.left || x > bbox.left + bbox.width) return;
-        ctx.strokeStyle = mark.colour < 0 ? ink : style(`--b${mark.colour}`);
+        ctx.strokeStyle = mark.color < 0 ? ink : style(`--b${mark.color}`);
         ctx.lineWidth = ratio;
         ctx.setLineDash([4 * ratio, 4 * ratio]);
         ctx.beginPath();
@@ -148,7 +148,7 @@
                   make("th", "n", this.data.stacked ? "at most" : "own peak"));
       const rows = bands.map((band) => {
         const row = make("tr"), name = make("td"), swatch = make("i");
-        swatch.style.background = `var(--b${band.colour})`;
+        swatch.style.background = `var(--b${band.color})`;
         name.append(swatch, band.name);
         row.append(name, make("td", "n"), make("td", "n", bytes(band.most)));
         return row;

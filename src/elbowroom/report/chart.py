@@ -24,7 +24,7 @@ def step_chart(step: Step, name: str, kind: str) -> dict[str, Any]:
     marks = []
     if len(step.level):
         backward_s = profile.starts_s[profile.backward]
-        marks = [{"name": "backward begins", "x": backward_s, "colour": -1}]
+        marks = [{"name": "backward begins", "x": backward_s, "color": -1}]
     return {**chart, "name": name, "kind": kind, "marks": marks}
 
 
@@ -58,9 +58,9 @@ def curves_chart(curves: Sequence[Curve]) -> dict[str, Any]:
         end_s = max([*curve.times_s, *(at_s for _, at_s in curve.marks), 1e-9])
         values = on_grid(curve, end_s)
         peak = max([*curve.nbytes, 0])
-        bands.append({"name": curve.name, "colour": 9 + number, "values": values, "most": peak})
+        bands.append({"name": curve.name, "color": 9 + number, "values": values, "most": peak})
         marks += [
-            {"name": f"{mark} begins, {curve.name}", "x": at_s / end_s, "colour": 9 + number}
+            {"name": f"{mark} begins, {curve.name}", "x": at_s / end_s, "color": 9 + number}
             for mark, at_s in curve.marks
             if mark == "backward"
         ]
@@ -99,7 +99,7 @@ def _shown(bands: Sequence[Band], shown: Sequence[int]) -> list[dict[str, Any]]:
             found.append(
                 {
                     "name": band.name,
-                    "colour": band.colour,
+                    "color": band.color,
                     "values": [*values, values[-1]],
                     "most": band.most_nbytes,
                 }

@@ -15,7 +15,7 @@ Kind = Literal["measured", "estimated"]
 class ReportRow:
     """One line of the comparison: the figures as text, and what the line means.
 
-    `verdict` says the change in words ("12.3x less"); `good` colours it: better, worse, or neither.
+    `verdict` says the change in words ("12.3x less"); `good` colors it: better, worse, or neither.
     """
 
     name: str

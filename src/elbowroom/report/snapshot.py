@@ -10,7 +10,7 @@ from elbowroom.report.chart import stacked_chart
 from elbowroom.report.profile import Fact, StepPage, TensorRow
 from elbowroom.units import show_nbytes
 
-_COLOURS = {BEFORE: 0, OPTIMIZER: 5, SAVED: 1, BACKWARD: 3, ELSE: 8}
+_COLORS = {BEFORE: 0, OPTIMIZER: 5, SAVED: 1, BACKWARD: 3, ELSE: 8}
 _MOST = 25
 _NOTES = (
     "A snapshot has blocks and stacks of Python, but no modules or tensors. A block counts as held "
@@ -23,7 +23,7 @@ _NOTES = (
 
 def snapshot_page(snapshot: Snapshot, name: str) -> StepPage:
     """Returns the page of a snapshot that was read from a file of this name."""
-    bands = [Band(kind, nbytes, _COLOURS[kind]) for kind, nbytes in snapshot.bands()]
+    bands = [Band(kind, nbytes, _COLORS[kind]) for kind, nbytes in snapshot.bands()]
     end_s = snapshot.starts_s[-1]
     unit = "s" if snapshot.is_timed else "event"
     rows = _rows(snapshot.at_peak())

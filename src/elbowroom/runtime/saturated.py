@@ -7,7 +7,7 @@ makes of an error of 1/30 one of a million: gErr2 was 1e10 for the loss of a GAN
 like this, and 4e7 for the log-density of a squashed normal distribution (SAC).
 
 An exponential is of any size: log(y / sum(y)), the way in which contrastive losses are written,
-has a gradient of 1 / y, however small y is beside its neighbours, which set the step of its code.
+has a gradient of 1 / y, however small y is beside its neighbors, which set the step of its code.
 With a temperature of 0.1 gErr2 was 66, with 0.07 it was 44,000, and in the likelihood of a normal
 distribution whose variance is exp of what a network makes, 9 and more. There sums and quotients of
 y are divisors, too.

@@ -5,7 +5,7 @@ Request      what the op needs from the tensor's slot classify makes one; is_ser
 left_alone   why a storage is kept whatever the policy says
 site_of      the facts that a policy decides by:
 facts_of     what the saving op tells: the range of indices, a mask's one value
-sequence_of  along which dimension neighbours are alike
+sequence_of  along which dimension neighbors are alike
 rows_of      which rows a code should keep apart
 """
 
@@ -252,7 +252,7 @@ def _with(facts: Facts, has_zeros: bool, sequence: int | None) -> Facts:
 
 
 def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
-    """The dimension of `base`, which covers the storage of x, along which neighbours are alike.
+    """The dimension of `base`, which covers the storage of x, along which neighbors are alike.
 
     op  saves x; if it does not show it, the node that computed x does. None: neither does.
     """

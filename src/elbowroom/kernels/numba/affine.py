@@ -97,7 +97,7 @@ def scale_runs(y, start, inner, scale, shift):
 
 
 @jit
-def scale_neighbours(y, start, scale, shift):
+def scale_neighbors(y, start, scale, shift):
     """Scales runs as `scale_runs` does if channels lie next to each other: inner = 1.
 
     Whole rows of them as an array of two dimensions: with three slices a row 5x slower (C = 64).
@@ -134,7 +134,7 @@ def scale_share(y, start, scale, shift, inner):
     if scale.shape[0] == 1:
         scale_run(y, scale[0], shift[0])
     elif inner == 1:
-        scale_neighbours(y, start, scale, shift)
+        scale_neighbors(y, start, scale, shift)
     else:
         scale_runs(y, start, inner, scale, shift)
 

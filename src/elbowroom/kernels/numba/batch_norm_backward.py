@@ -77,7 +77,7 @@ def _add_runs(dy, x, start, inner, sums):
 
 
 @jit
-def _add_neighbours(dy, x, start, sums, part):
+def _add_neighbors(dy, x, start, sums, part):
     """Adds sums as `_add_runs` does for inner = 1; part [2, C] float32 is scratch."""
     n, C = x.shape[0], sums.shape[1]
     c = start % C
@@ -111,7 +111,7 @@ def _sums(grad, kind, inner, x, sums):
             values = to_float(x[start : start + n], kind, b_x[:n])
             dy = to_float(grad[start : start + n], kind, b_dy[:n])
             if inner == 1:
-                _add_neighbours(dy, values, start, sums[i_c], part)
+                _add_neighbors(dy, values, start, sums[i_c], part)
             else:
                 _add_runs(dy, values, start, inner, sums[i_c])
 
@@ -140,7 +140,7 @@ def _mix_runs(y, dy, start, inner, factor, by, shift):
 
 
 @jit
-def _mix_neighbours(y, dy, start, factor, by, shift):
+def _mix_neighbors(y, dy, start, factor, by, shift):
     n, C = y.shape[0], factor.shape[0]
     c = start % C
     rest = min((C - c) % C, n)
@@ -165,7 +165,7 @@ def _gradient(grad, kind, factor, by, shift, inner, x):
             y = to_float(x[first:last], kind, b_x[: last - first])
             dy = to_float(grad[first:last], kind, b_dy[: last - first])
             if inner == 1:
-                _mix_neighbours(y, dy, first, factor, by, shift)
+                _mix_neighbors(y, dy, first, factor, by, shift)
             else:
                 _mix_runs(y, dy, first, inner, factor, by, shift)
             from_float(y, kind, x[first:last])

@@ -2,7 +2,7 @@
 
 Two passes over x, because where a tile's payload starts is the sum of the sizes before it: one for
 headers and sizes, one for the codes. Both quantize; keeping the integers would take as much memory
-as x. The neighbours that a prediction looks back to are quantized once more a work item.
+as x. The neighbors that a prediction looks back to are quantized once more a work item.
 """
 
 import numpy as np

@@ -29,7 +29,7 @@ def _drop_stale_machine_code() -> None:
     """Delete our cached machine code if any of our sources is newer.
 
     numba checks the file that a function is in, not those it calls into: after an edit of
-    rounding.py (or a `git pull`) its neighbours would go on running the old code.
+    rounding.py (or a `git pull`) its neighbors would go on running the old code.
     """
     here = Path(__file__).parent
     newest = max(source.stat().st_mtime for source in here.glob("*.py"))
@@ -44,7 +44,7 @@ _drop_stale_machine_code()
 # Up to so many elements (two work items) a loop runs serially: threads cost about 12 us a start.
 # Serial over threaded time of an op, median of 9 turns, seven ops, 2 threads on 2 shared cores:
 # n = 11 and 2,048: 0.37 to 0.57; 32,768: 0.44 to 0.76; 65,536: 0.48 to 0.86; 131,072: 0.57 to 0.98;
-# 524,288: 0.84 to 1.17. With more cores the last ones would favour threads sooner.
+# 524,288: 0.84 to 1.17. With more cores the last ones would favor threads sooner.
 SERIAL = 65536
 
 _lock = threading.Lock()

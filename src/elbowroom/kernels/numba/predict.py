@@ -1,6 +1,6 @@
 """Lorenzo prediction (specification: `reference/predict.py`): a row at a time, left to right.
 
-A map is `rows * columns * inner` numbers in memory, the neighbour on the left is `inner` before,
+A map is `rows * columns * inner` numbers in memory, the neighbor on the left is `inner` before,
 the one above `columns * inner`.
 """
 
@@ -17,7 +17,7 @@ def residuals(q, first, rows, columns, inner, r):
     place = first % (rows * row)
     j, o = place % row, 0
     while o < n:
-        count = min(n - o, inner - j if j < inner else row - j)  # one run: same neighbours
+        count = min(n - o, inner - j if j < inner else row - j)  # one run: same neighbors
         left, above = inner if j >= inner else 0, row if place >= row else 0
         differences(q, u64(ahead + o), u64(left), u64(above), u64(o), u64(o + count), r)
         o, j, place = o + count, j + count, place + count
@@ -27,7 +27,7 @@ def residuals(q, first, rows, columns, inner, r):
 
 @jit
 def differences(q, at, left, above, first, last, r):
-    """Writes the differences of one run from `at`; a distance of 0 means no such neighbour."""
+    """Writes the differences of one run from `at`; a distance of 0 means no such neighbor."""
     at -= first
     if left and above:
         for o in range(first, last):
@@ -73,7 +73,7 @@ def restore(codes, flags, place, rows, columns, inner, lines):
 
 @jit
 def restore_one(codes, flags, first, count, lines, above, here, j):
-    """A run with neighbours side by side: the one on the left stays in a register."""
+    """A run with neighbors side by side: the one on the left stays in a register."""
     for i in range(count):
         up = lines[above, j + i + u64(1)] - lines[above, j + i]
         codes[first + i] += i32(flags[first + i]) & up

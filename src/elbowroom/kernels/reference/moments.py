@@ -29,7 +29,7 @@ of a positive float32, read as an integer, are its logarithm to base 2 but for a
     code 0 = 0, code c = the square of the float whose bits are L + (c - 1) st
 
 so levels are evenly spaced within an octave, and no logarithm or power is computed. Stochastic
-rounding between the two neighbours lo, hi: up where (v - lo) > u (hi - lo), so E[v~] = v: to
+rounding between the two neighbors lo, hi: up where (v - lo) > u (hi - lo), so E[v~] = v: to
 nearest, v would stop to decay at beta2 = 0.999. A v > 0 never gets code 0.
 
 expanded8, for either: E4M3 after the dynamic range expansion of COAT (arXiv 2410.19313):
@@ -38,7 +38,7 @@ expanded8, for either: E4M3 after the dynamic range expansion of COAT (arXiv 241
     y = 448 (|x| / 2^H)^k,   code = sign E4M3(y);   x~ = sign * 2^H (|code| / 448)^(1 / k)
 
 to nearest, but what moves by less than 2 codes in a step as in softsign8: to nearest no v would
-decay at beta2 = 0.999, and no m at momentum 0.99. Between neighbours y0 and y0 + d, f of the way,
+decay at beta2 = 0.999, and no m at momentum 0.99. Between neighbors y0 and y0 + d, f of the way,
 
     p(up) = f - f (1 - f) (1 / k - 1) d / (2 y)
 

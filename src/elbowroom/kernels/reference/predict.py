@@ -1,4 +1,4 @@
-"""Lorenzo prediction of integers in maps: what is coded is the difference from the neighbours.
+"""Lorenzo prediction of integers in maps: what is coded is the difference from the neighbors.
 
     r[i, j] = q[i, j] - q[i, j-1] - q[i-1, j] + q[i-1, j-1]        outside of a map q is 0
 

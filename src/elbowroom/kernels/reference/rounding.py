@@ -21,7 +21,7 @@ def bf16_up(x: Tensor) -> Tensor:
 
 
 def _next_bf16(x: Tensor, *, up: bool) -> Tensor:
-    """The bf16 neighbour of x: its bit pattern plus or minus one; the step across 0 by hand."""
+    """The bf16 neighbor of x: its bit pattern plus or minus one; the step across 0 by hand."""
     pattern = x.view(torch.int16)
     away = (x > 0) if up else (x < 0)
     smallest = torch.tensor(1 if up else -32767, dtype=torch.int16, device=x.device)  # +-9e-41

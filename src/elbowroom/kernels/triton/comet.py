@@ -1,7 +1,7 @@
 """Error-bounded codes (specification: `reference/comet.py`).
 
 x is read twice, by `_measure` for headers and sizes and by `_encode` for the codes, each element
-with three neighbours where a prediction asks for them; the host waits for the sum of the sizes, but
+with three neighbors where a prediction asks for them; the host waits for the sum of the sizes, but
 `comet_quantize_into` is given memory for the payload, and waits for nothing.
 `_decode` reads the payload and writes x~; with a prediction it writes residuals, 5 bytes an
 element, which `_restore` reads and writes again, a map a program.

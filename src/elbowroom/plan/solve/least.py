@@ -1,6 +1,6 @@
 """The choice with the least peak of all, whatever it costs: named where a budget is too small.
 
-    minimise t    subject to    level at every moment <= t, and all limits but the budget
+    minimize t    subject to    level at every moment <= t, and all limits but the budget
 
 by the program of `milp.py`; beside its answer stands what `boundaries.py` begins with, where
 programs leave that out, or the nearest to its fractions, where nothing whole came in time. The

@@ -5,7 +5,7 @@
     y_iAS  both: x_ia of some a in A, and some region of S, which i is an input of    >= 0
     s      seconds by which a link is late, out and in                                >= 0
 
-    minimise  seconds of all x_ia, x_R and z_n, and all s
+    minimize  seconds of all x_ia, x_R and z_n, and all s
 
     sum_a x_ia + sum_{R holds i} x_R = 1       each item is held in one way, or rebuilt
     x_R + sum_{R' around R} x_R' <= 1          of nested regions one
@@ -57,7 +57,7 @@ _ALLOWED = 1e3  # what the variance that is allowed is scaled to
 class Model:
     """The columns of a problem, and how to read a solution.
 
-    least  minimise the peak in place of the seconds
+    least  minimize the peak in place of the seconds
     """
 
     def __init__(self, problem: Problem, limits: Limits, *, least: bool = False) -> None:

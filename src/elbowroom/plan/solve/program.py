@@ -1,6 +1,6 @@
 """A linear program with whole numbers, written column by column and row by row; solved by HiGHS.
 
-minimise cost . x    subject to    low <= A x <= high,    0 <= x <= upper,    some x whole
+minimize cost . x    subject to    low <= A x <= high,    0 <= x <= upper,    some x whole
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,7 +4,7 @@ A vertex of the relaxation has no more split items than rows that bind, a dozen 
 are taken at its word, and the best is searched for the split ones (`milp`, on what is left). Among
 many items that is as good as done: within NEAR of the relaxation's bound. Where it is not, or does
 not fit, a `greedy` choice is made as well, and all items on which the two differ are searched anew
-(relaxation-induced neighbourhoods: Danna, Rothberg and Le Pape, Mathematical Programming 102,
+(relaxation-induced neighborhoods: Danna, Rothberg and Le Pape, Mathematical Programming 102,
 2005). What is not needed is taken back at the end.
 
 Checkmate rounds as well, with no promise on the budget: here every row is checked afterwards.

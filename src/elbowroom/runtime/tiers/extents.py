@@ -3,7 +3,7 @@
     taken:  [0 ......)      [ ......)                     offsets and sizes are whole pages
     free:            [ ....)         [ .. end)
 
-First fit; neighbours that are both free become one; the free part at the end is cut off.
+First fit; neighbors that are both free become one; the free part at the end is cut off.
 """
 
 from bisect import bisect_left, insort
