@@ -26,26 +26,24 @@ from elbowroom.optim import AdamW
 
 _SIZES = (300, 70_000)  # elements: see SERIAL in kernels/numba/launch.py
 _FACTS = (Facts(), Facts(has_zeros=True), Facts(smallest=0, largest=255), Facts(value=1.0))
-_FOR_SMALL = {"fdsr": {"min_numel": 0}}  # it leaves small tensors as they are
+_FOR_SMALL = {"fdsr": {"min_numel": 0}}  # its default stores small tensors raw
 _FLOATS = (torch.float32, torch.bfloat16)
 _DTYPES = (*_FLOATS, torch.int64, torch.bool)
-_OPTIMIZER = ""  # where a job has the id of a codec; dropout with it
+_OPTIMIZER = ""  # in place of the id of a codec: an optimizer step, and dropout
 _TRAINING = " "  # likewise: a training step
 
 Job = tuple[str, torch.dtype, tuple[int, ...]]  # codec, dtype, sizes
 
 
-def compile_ahead(processes: int | None = None, threaded: Collection[torch.dtype] = _DTYPES) -> int:
-    """Compiles what is not compiled yet, in `processes` processes (None: one per core, at most 8).
+def compile_ahead(threaded: Collection[torch.dtype] = _DTYPES) -> None:
+    """Compiles what is not compiled yet, in one process per core, at most 8.
 
-    threaded: the dtypes for which the threaded loops are compiled, too. Returns the number of jobs.
+    threaded: the dtypes for which the threaded loops are compiled, too
     """
-    jobs = list(_jobs(threaded))
     spawning = multiprocessing.get_context("spawn")
-    processes = processes or min(os.cpu_count() or 1, 8)
+    processes = min(os.cpu_count() or 1, 8)
     with ProcessPoolExecutor(processes, mp_context=spawning, initializer=_be_quiet) as pool:
-        list(pool.map(_call, jobs))
-    return len(jobs)
+        list(pool.map(_call, _jobs(threaded)))
 
 
 def _be_quiet() -> None:

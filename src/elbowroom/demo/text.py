@@ -19,6 +19,7 @@ from torch import Tensor
 from elbowroom.errors import DataError
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_TEST_FRACTION = 0.05  # of the bytes, held out
 _LEAST_NBYTES = 200_000  # below this there is nothing to learn, and the held-out part is too small
 
 
@@ -31,10 +32,8 @@ class Text:
     origin: str
 
 
-def load_text(
-    folder: Path | None = None, *, limit_nbytes: int = 4_000_000, test_fraction: float = 0.05
-) -> Text:
-    """The corpus, cut at `limit_nbytes`; its last part is held out. Raises DataError.
+def load_text(folder: Path | None = None, *, limit_nbytes: int = 4_000_000) -> Text:
+    """Returns the corpus, cut at `limit_nbytes`; its last part is held out. Raises DataError.
 
     `folder=None` is the standard library of the running Python.
     """
@@ -46,7 +45,7 @@ def load_text(
             f"{_LEAST_NBYTES:,}. Is the standard library zipped here? Run the demo without --text"
         )
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    kept = len(tokens) - int(len(tokens) * test_fraction)
+    kept = len(tokens) - int(len(tokens) * _TEST_FRACTION)
     version = ".".join(map(str, sys.version_info[:3]))
     origin = f"sources of Python {version}'s standard library, {len(tokens):,} bytes"
     return Text(tokens[:kept], tokens[kept:], origin)

@@ -109,14 +109,14 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def least_s(run: Callable[[], object], device: torch.device, runs: int = 5) -> float:
-    """The least seconds of several runs, after one that warms up: what the device can do.
+def least_s(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the least seconds of five runs, after one that warms up.
 
-    For a rate, not for a comparison: what a neighbor takes away is left out.
+    This is for a rate, not for a comparison: the time that other processes take is left out.
     """
     run()
     least = float("inf")
-    for _ in range(runs):
+    for _ in range(5):
         start_s = time.perf_counter()
         run()
         if device.type == "cuda":
@@ -126,15 +126,15 @@ def least_s(run: Callable[[], object], device: torch.device, runs: int = 5) -> f
 
 
 def typical_s(
-    run: Callable[[], object], between: Callable[[], object], device: torch.device, runs: int = 7
+    run: Callable[[], object], between: Callable[[], object], device: torch.device
 ) -> float:
-    """The median seconds of several runs, after one that warms up, with other work between them.
+    """Returns the median seconds of seven runs, after one that warms up, with other work between.
 
-    For a cost in a step, where neither code nor data is in the nearest caches.
+    This is for a cost in a step, where neither code nor data is in the nearest caches.
     """
     run()
     taken = []
-    for _ in range(runs):
+    for _ in range(7):
         between()
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ from elbowroom.nn.activations import GELU, SiLU
 from elbowroom.nn.dropout import Dropout
 from elbowroom.nn.fp8 import Fp8Linear, unfreeze
 from elbowroom.nn.norms import LayerNorm, RMSNorm
-from elbowroom.nn.swap import Replaced, replace, replace_classes
+from elbowroom.nn.swap import Replaced, replace
 
 Classes = dict[type[nn.Module], type[nn.Module]]
 _NORMS: Classes = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
@@ -49,7 +49,7 @@ def convert(
     for chosen, (classes, parts) in zip((norms, activations, dropout), _KINDS, strict=True):
         if chosen:
             wanted, alike = wanted | classes, alike + parts
-    return replace_classes(model, wanted, keep=keep, alike=alike)
+    return replace(model, lambda m: wanted.get(type(m)), keep=keep, like=tuple(wanted), alike=alike)
 
 
 def revert(model: nn.Module) -> Replaced:

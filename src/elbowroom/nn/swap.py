@@ -1,11 +1,11 @@
 """Replaces one class of module by another in a model that exists.
 
-A module changes its class, and nothing else: it is the same object with the same parameters, hooks
-and names, so that optimizers, `state_dict`, and whoever holds it notice nothing. Only the very
-classes that are named are taken; a subclass may mean something else, and is left alone.
+Only the class of a module changes. It stays the same object with the same parameters, hooks and
+names, so optimizers, `state_dict` and all references to it stay valid. Modules of a subclass are
+not replaced, because a subclass may compute something else.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from typing import NamedTuple
@@ -80,25 +80,6 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
-def replace_classes(
-    model: nn.Module,
-    classes: Mapping[type[nn.Module], type[nn.Module]],
-    *,
-    keep: Iterable[str] = (),
-    alike: Iterable[str] = (),
-    note: str = "",
-) -> Replaced:
-    """Give each module whose class is a key the class that is its value.
-
-    alike  parts of names, in small letters, of classes that are told if they are left alone
-    """
-
-    def choose(module: nn.Module) -> type[nn.Module] | None:
-        return classes.get(type(module))
-
-    return replace(model, choose, keep=keep, like=tuple(classes), alike=alike, note=note)
-
-
 def replace(
     model: nn.Module,
     choose: Callable[[nn.Module], type[nn.Module] | None],
@@ -108,10 +89,11 @@ def replace(
     alike: Iterable[str] = (),
     note: str = "",
 ) -> Replaced:
-    """Give each module the class that `choose` gives for it, if any.
+    """Gives each module the class that `choose` returns for it, if any.
 
-    like   classes whose subclasses are told if they are left alone
-    alike  parts of names, in small letters, of classes that are told if they are left alone
+    keep   names of modules that stay as they are, including all modules inside
+    like   classes whose subclasses are reported if they are not replaced
+    alike  parts of class names, in lower case; such classes are reported if they are not replaced
     """
     kept = _checked(model, keep)
     swaps, left = [], []
@@ -134,7 +116,7 @@ def replace(
 
 
 def name_of(module: nn.Module) -> str:
-    """The name that a module had in the model when it was converted; "" for any other."""
+    """Returns the name that a module had in the model when it was converted; "" for others."""
     return str(module.__dict__.get(_NAME, ""))
 
 

@@ -20,7 +20,8 @@ from elbowroom.report.chart import step_chart
 from elbowroom.report.step import Step, is_plain, module_label, plain, planned, profiled
 from elbowroom.units import show_nbytes, show_seconds
 
-MOST_TENSORS = 25
+MOST_TENSORS = 25  # of a page
+_ROWS = 10  # of the table in the terminal
 _SMALL = 1000  # a tensor below this part of all that is saved is not listed
 _CHART_NOTE = (
     "The line shows all memory in use; each column of the picture shows its highest moment. The "
@@ -138,12 +139,12 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
     )
 
 
-def profile_table(profile: Profile, most: int = 10) -> Table:
+def profile_table(profile: Profile) -> Table:
     """Returns a table of the largest saved tensors, for the terminal."""
     table = Table("module", "op", "shape")
     table.add_column("size", justify="right")
     table.add_column("possible actions", overflow="fold")
-    for one in prospects(profile)[:most]:
+    for one in prospects(profile)[:_ROWS]:
         row = _row(profile, one, [], None)
         cells = (row.module, row.op, row.shape, row.size, "; ".join(row.ways))
         table.add_row(*(Text(cell) for cell in cells))
