@@ -1,4 +1,4 @@
-"""Checks of the public verbs' arguments: each refusal is a sentence that says what is possible."""
+"""Checks of the public functions' arguments. Each error says what is possible."""
 
 import logging
 
@@ -64,7 +64,7 @@ def check_device(device: torch.device | str) -> torch.device:
 def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str = "fit") -> None:
     """Checks that an optimizer trains this model.
 
-    One that trains something else is only warned of: parameters may be wrapped.
+    If it has none of the model's parameters, it only warns, because parameters may be wrapped.
     """
     if optimizer is None:
         return

@@ -1,12 +1,12 @@
 """Public names whose modules are imported when a name is first asked for (PEP 562).
 
-A function may have the name of a package inside of the one that shows it: `elbowroom.plan` is a
-function, and `from elbowroom.plan import ...` a package. Python sets each package that it has
-imported as an attribute of the one around it, which would hide the function. So it may not do that
-for these names; an import statement finds the package all the same.
+A function may have the same name as a subpackage: `elbowroom.plan` is a function, and
+`from elbowroom.plan import ...` imports from a package. Python sets each imported subpackage as an
+attribute of its parent, which would hide the function, so this is prevented for these names. An
+import statement still finds the package.
 
-The garbage collector pauses meanwhile: an import makes many objects and no garbage, and a pass over
-all that torch has made takes longer than the import of a package of ours.
+The garbage collector is paused during an import, which makes many objects and no garbage: one pass
+over the objects of torch takes longer than the import of one of our packages.
 """
 
 import gc

@@ -4,7 +4,7 @@
 
 If the process is killed before the rename, the old file stays, and `.NAME.PID.part` may be deleted.
 
-And files without a name, for bytes that end with the process (`open_unlinked`).
+`open_unlinked` makes files without a name, which disappear with the process.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 def _sync_folder(folder: Path) -> None:
     """Syncs a folder, so that a new name is on the disk.
 
-    Systems that cannot are left to do so when they do.
+    A system without this call writes the folder when it does.
     """
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)

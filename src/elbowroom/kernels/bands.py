@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """All that a block size and the levels of the bands decide.
+    """Layout that follows from a block size and the levels of the bands.
 
     No tuple, not even a named one: Triton 3.8 takes a kernel's constants that are tuples for tuples
     of its own, which have neither these methods nor `index` and `count`.
@@ -58,7 +58,7 @@ class Bands:
 
     @property
     def bands(self) -> int:
-        """Bands that are coded or in part coded, with a weight each: 1..bands (0 is the mean)."""
+        """The number of bands with coded coefficients, which have a weight each; 0 is the mean."""
         return self.band[self.coded - 1]
 
     @property

@@ -1,11 +1,11 @@
-"""Tests for tensors whose values the host can look at, and for those it would wait for."""
+"""Tells whether the host can read the values of a tensor, and whether it would wait for them."""
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_values(x: Tensor) -> bool:
-    """Returns whether x has elements that may be examined."""
+    """Returns whether x has values that can be read: it is neither a meta nor a fake tensor."""
     return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 

@@ -1,12 +1,12 @@
 """Division of maps into blocks and ranges: arithmetic that all backends share, on plain ints.
 
-A tensor of maps is [outer, rows, columns, inner] in memory order (`codecs/facts.py`: Maps). Cells
-of high x wide elements are laid over each map from its upper left corner; those at the right and
-lower edge hold what is left. A table of cells is [outer, down, across, inner] in memory order too.
+A tensor of maps is [outer, rows, columns, inner] in memory order (`codecs/facts.py`: Maps). Each
+map is cut into cells of high x wide elements from its upper left corner; cells at the right and
+lower edge may be smaller. A table of cells is [outer, down, across, inner] in memory order too.
 
 A *block* has a mean: block x block elements. A *range* has a scale and a low: reach x reach
-blocks, or, at reach 0, the map. In a map of one row both are as many elements in a run (block^2,
-reach^2 blocks), so that they cost the same.
+blocks or, at reach 0, the whole map. In a map of one row, a block is a run of block^2 elements and
+a range a run of reach^2 blocks, so that they take as many bytes.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Memory for what an op returns: dtype, shape and device, said once.
+"""Allocates the outputs of ops: their dtype, shape and device are defined here alone.
 
-numba's and Triton's launchers fill it, and torch's fake and meta tensors have no more than it.
+The launchers of numba and Triton fill this memory; fakes of ops return it as it is.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Each op of `ops.py`, declared once: its schema, and what it returns.
+"""Each op of `ops.py`, declared once: its schema, and the allocation of its outputs.
 
-An op that writes into what it is given returns nothing. One whose outputs have a size that depends
-on values has them of a dynamic size where there are no values (`torch.library`).
+An op that writes into its arguments returns nothing. If the size of an output depends on values,
+the fake of the op has an output of dynamic size (`torch.library`).
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from elbowroom.kernels import outputs
 
 
 class OpSpec(NamedTuple):
-    """schema: in `torch.library`'s words. outputs: allocates what the op returns, if it does."""
+    """schema: as `torch.library` takes it. outputs: allocates the outputs; None: there are none."""
 
     schema: str
     outputs: Callable[..., Any] | None = None
 
 
 def _dynamic(x: Tensor) -> Tensor:
-    """Bytes, of which only values tell how many."""
+    """Allocates bytes whose number depends on values."""
     return outputs.bytes_of(x, torch.library.get_ctx().new_dynamic_size())
 
 
 def _lost(x: Tensor) -> Tensor:
-    """Allocates the count of values that have not fit."""
+    """Allocates the count of values that did not fit."""
     return x.new_empty((), dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Layout of optimizer states in memory, and the constants of their mathematics, for all backends.
+"""Layout of optimizer states in memory, and the constants of their formulas, for all backends.
 
 A parameter of shape [D, ...] is D rows of R elements. A row is cut into groups of 128, the last one
 shorter; no group crosses a row, so that a shard of whole rows is encoded as the whole would be.

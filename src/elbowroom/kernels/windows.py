@@ -31,9 +31,9 @@ class Window(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of a place: 1, 2, 4 or 8; 0 where places cannot be told apart, or do not fit.
+        """Bits of a place: 1, 2, 4 or 8; 0 if places are ambiguous, or need more bits.
 
-        They cannot if one row of a window reaches as far as its next begins.
+        They are ambiguous if one row of a window reaches as far as the beginning of its next row.
         """
         if (self.kernel_x - 1) * self.dilation_x >= self.step_y:
             return 0

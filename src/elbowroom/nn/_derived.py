@@ -1,10 +1,10 @@
-"""Classes made at run time: a behavior of ours in front of the user's class of module.
+"""Classes that are made at run time: a behavior of ours as a mixin before the user's module class.
 
-    derived(Fp8Norm, LlamaRMSNorm)     isinstance of both; the name of the second
+    derived(Fp8Norm, LlamaRMSNorm)     a subclass of both, with the name of the second
 
 A module that gets such a class keeps its parameters, hooks and attributes, and `isinstance`, class
-names and `super().forward` go on to work. It can be copied and pickled: what is written down is the
-pair of classes, from which the reader makes the class again.
+names and `super().forward` keep working. It can be copied and pickled: a pickle has the pair of
+classes, from which the class is made again.
 """
 
 from typing import Any, ClassVar

@@ -79,7 +79,7 @@ def in_flow(*tensors: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Returns whether a compiler reads along: nodes are not for it, and it manages memory."""
+    """Returns whether a compiler or tracer records the call; then torch's own ops run."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
@@ -362,9 +362,9 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor | None:
-    """The product of two tensors of one shape, of which a node has given one; None if it has not.
+    """Returns the product of two tensors of one shape; None unless a node has made one of them.
 
-    The other is read in FP8. Of the first is saved what it is rebuilt from, or itself.
+    The other one is read in FP8. For the first, the tensors that it is rebuilt from are saved.
     """
     given = is_known(a), is_known(b)
     if not any(given):

@@ -93,7 +93,7 @@ def _fitted(
 
 
 def _exact_eps(module: nn.Module, eps: float) -> float:
-    """The number that the module itself holds, if one is as good as that: without rounding."""
+    """Returns the module's own number nearest to `eps`, which has rounding errors; else `eps`."""
     held = (each for each in vars(module).values() if isinstance(each, float))
     near = (each for each in held if each > 0 and abs(each - eps) <= max(0.02 * each, 1e-9))
     return min(near, key=lambda each: abs(each - eps), default=max(eps, 0.0))
@@ -198,7 +198,7 @@ def _run(module: nn.Module, values: Mapping[str, Tensor], x: Tensor) -> Tensor |
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A copy that shares the parameters and has no hooks: what it leaves behind, nobody sees."""
+    """Returns a copy that shares the parameters and has no hooks, so that runs have no effects."""
     twin = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(twin, name).clear()

@@ -1,6 +1,7 @@
 """A seed for what one call draws, from torch's own generator on the CPU.
 
-So torch.manual_seed decides it, checkpointing restores it, and a GPU is not waited for.
+So `torch.manual_seed` determines it, checkpointing restores it, and the host need not wait for a
+GPU.
 """
 
 import torch

@@ -108,7 +108,7 @@ def unfreeze(model: nn.Module) -> None:
 
 
 def _kind_of(module: nn.Module, flow: bool) -> type[nn.Module] | None:
-    """The class that a module gets, or None."""
+    """Returns the class that a module gets; None if it is not converted."""
     kind = type(module)
     if kind is nn.Linear:
         return Fp8Linear
@@ -154,7 +154,7 @@ def _above(modules: dict[str, nn.Module], name: str) -> Iterator[str]:
 
 
 def _freeze(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Hold the weights of these that do not learn, and that no other module has, in FP8."""
+    """Stores weights in FP8 that do not require gradients and that no other module shares."""
     owners = Counter(
         id(p) for m in model.modules() for p in m.__dict__.get("_parameters", {}).values()
     )
@@ -211,12 +211,12 @@ class _Fp8(nn.Module):
     # --- a weight that is held in FP8 ---
 
     def freeze(self) -> None:
-        """Hold the weight in FP8, for good."""
+        """Stores the weight in FP8; its rounding is permanent."""
         self.__dict__[_HELD_AS] = self.weight.dtype
         self._set_codes(*self._quantized(self.weight))
 
     def thaw(self) -> None:
-        """Hold what the weight decodes to, in the dtype it had."""
+        """Stores the decoded weight, in the dtype that it had."""
         scale = self.weight_scale
         if scale is None:
             return
@@ -250,7 +250,7 @@ class _Fp8(nn.Module):
     ) -> None:
         """Loads a state dict as torch does; weights are turned into what this layer holds.
 
-        Both weights in FP8 and others are.
+        State dicts may have weights in FP8 or in other dtypes.
         """
         weight, scale = (state_dict.get(f"{prefix}{name}") for name in ("weight", "weight_scale"))
         if weight is not None and self.weight_scale is not None and scale is None:

@@ -1,8 +1,8 @@
-"""Why a plan does with a storage what it does: what its other options would have done to the plan.
+"""The reasons of a plan: what another option for one storage would have done to the plan.
 
-All else stays as it is. With an option that costs less, the peak or the noise would have been above
-what is allowed; the next one that is allowed costs more, in seconds and in those that its noise is
-worth.
+All other choices stay as they are. With an option that costs less, the peak or the noise would be
+above what is allowed. The next best option that is allowed costs more, in seconds and in those that
+its noise is worth.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""A few samples at a time: how many the backward of a convolution takes (`runtime/direct/`).
+"""The number of samples that the backward of a convolution takes at once (`runtime/direct/`).
 
-What a convolution library makes of whole tensors, in layouts of its own, is as large as they are.
-Of a few samples it is small, and lies in a cache; and no more of the input need be decoded.
+A convolution library copies whole tensors into layouts of its own. For a few samples at a time
+these copies are small, and stay in a cache; and only these samples of the input are decoded.
 """
 
 from math import gcd, prod

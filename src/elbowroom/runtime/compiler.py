@@ -65,7 +65,7 @@ def _force(more: int) -> None:
 
 
 def _notice_functions() -> None:
-    """Until `_heard` is closed, notices calls of compiled functions.
+    """Notices calls of compiled functions, until `_heard` is closed.
 
     There is no public interface for this: for each compiled call, Dynamo calls an internal function
     that applies its stance. In a version without it, calls are not noticed.

@@ -129,14 +129,14 @@ class Levels(NamedTuple):
 class Call:
     """One call from Python to a torch function, while it runs.
 
-    reads        what its backward reads
-    rounds       it runs as a node of ours whose backward rounds otherwise
-    would_rerun  attention: a node of ours may run it again; reruns: it does
-    levels       that attention needs of a code of what it saves now
-    fewest       for attention's codes (`direct/attention/`)
-    samples      that a convolution's backward takes at once
-    began        autograd's number that nodes of its own begin with
-    first        its first argument; version: of that, as the call began
+    reads        the form of the saved tensor that its backward reads
+    rounds       whether it runs as a node of ours whose backward rounds in another way
+    would_rerun  attention: whether a node of ours may run it again; reruns: whether it does
+    levels       the levels that attention needs of the code of the tensor that it saves now
+    fewest       the fewest levels for attention's codes (`direct/attention/`)
+    samples      the number of samples that a convolution's backward takes at once
+    began        the sequence number of autograd that the call's own nodes begin with
+    first        its first argument; version: the version of that as the call began
     """
 
     # Most calls have these values, so they are class attributes.
@@ -275,13 +275,14 @@ def _is_cast(x: Tensor, of: Any) -> bool:
 
 
 class Reading(NamedTuple):
-    """Way in which an op reads a tensor that it saves.
+    """How an op reads a tensor that it saves.
 
-    why: the reason, where it needs the exact value
-    width: elements of a row, where x has rows that a code had better keep apart; 0: none
-    by_size: the op divides by each row's own size: they must be kept apart (`plan/site.py`)
-    saturates: autograd's number of the sigmoid, tanh, softmax or exp whose result it is; -1: none
-    is_exp: it is the result of exp
+    why        the reason if it needs the exact value
+    width      elements of a row, if a code should not mix the rows of x; 0: no rows
+    by_size    whether the op divides by the size of each row, so that no code may mix rows
+               (`plan/site.py`)
+    saturates  sequence number of the sigmoid, tanh, softmax or exp that made x; -1: none
+    is_exp     whether x is the result of exp
     """
 
     need: Need

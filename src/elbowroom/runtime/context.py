@@ -25,22 +25,22 @@ OUTLIVED = "other code held it until backward"  # so that encoding it frees noth
 
 
 class Context:
-    """Seed, steps and the plan cache of one model's training.
+    """Seed, steps and the plan cache of one model's training; for `er.saving`, of the process.
 
-    Or those of the process, for plain `er.saving`.
-
-    unrepeatable  names of modules that are never to be recomputed
-    blames_classes  others of their class are not recomputed either, as long as there are plans
-                    without them
-    capacities    of codes whose size only the device knows
-    coders        encoders of the kinds of tensors that were met last
-    device_seeds  the seeds of settled steps, where codes are made on a GPU
+    unrepeatable  names of modules that must not be recomputed
+    blames_classes  whether other modules of their classes are not recomputed either, as long as
+                    there are plans without them
+    capacities    sizes of payloads that only the device knows
+    coders        cache of coders for small tensors
+    device_seeds  seeds of settled steps whose codes are made on a GPU
     kept          reasons for sites that are always kept
     made_again    rebuilt tensors that wait for their next readers
-    recurrent_layers  the most that one forward has called so far
-    runs_again    recurrent layers are recomputed in backward, in every forward (`recurrent.py`)
-    keeps_bits    no sum may be rounded otherwise, so they are then recomputed each as a whole
-    takes_small   a fit plans tensors below its min_nbytes, too
+    recurrent_layers  the largest number of recurrent layers that one forward has called
+    runs_again    whether recurrent layers are recomputed in backward, in every forward
+                  (`recurrent.py`)
+    keeps_bits    whether each recurrent layer is then recomputed as a whole, so that sums are
+                  rounded as in plain autograd
+    takes_small   whether a fit also plans tensors below its min_nbytes
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True, keeps_bits: bool = False) -> None:
@@ -72,7 +72,7 @@ class Context:
         return mixed(self.first_seed() + self.reserve(1) + 1)
 
     def first_seed(self) -> int:
-        """Return what the count is added to; `mixed` makes a seed of the sum."""
+        """Returns the number to which the count is added; `mixed` makes a seed of the sum."""
         return _first_seed_of(self.seed, _rank())
 
     def reserve(self, seeds: int) -> int:

@@ -1,12 +1,13 @@
-"""Inputs of norms that wait for one more op, which reads the norm's output.
+"""Inputs of norms whose encoding waits until the op that reads the norm's output is known.
 
-The mask helps if that is a ReLU; if it is a GELU or SiLU, a finer code is needed. A norm's input is
-recognized when the norm saves it. The op that follows is known when the next op saves something;
-until then the tensor stays as it is. Where it might be the ReLU of a sum, the branch that is added
-may save, too: then it waits for a few more, as long as nothing else reads the norm's output.
-Another op that reads the input meanwhile raises the code to the levels that it needs, and what
-would be too coarse for a reader of the norm's output is not rebuilt from it (`would_suffice`).
-Waiting does not extend a lifetime: if backward comes first, the tensor is freed as always.
+If that op is a ReLU, its mask allows a smaller code; if it is a GELU or SiLU, a finer code is
+needed. A norm's input is recognized when the norm saves it. The following op is known when the next
+op saves something; until then the tensor stays as it is. If the following op may be the ReLU of a
+sum, ops of the added branch may save first, so encoding waits for a few more ops, as long as
+nothing else reads the norm's output. Another op that reads the input meanwhile raises the code to
+the levels that it needs, and tensors for whose readers the code would be too coarse are not rebuilt
+from it (`would_suffice`). Waiting does not extend a lifetime: if backward comes first, the tensor
+is freed as always.
 
 The whole gradient of a norm may also pass through one ReLU (`Gate`). Such a gradient is 0 wherever
 the ReLU is, and the norm's backward reads the input there in one small term only, so that a coarse
@@ -91,7 +92,7 @@ class Waiting:
         return self._mask is not None
 
     def end(self) -> None:
-        """Encodes the slot, with the mask if there is one, unless it was changed or encoded."""
+        """Encodes the slot, with the mask if there is one; not if it was changed or encoded."""
         slot = self.slot()
         kept = None if slot is None else slot.value
         if slot is not None:

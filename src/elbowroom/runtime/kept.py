@@ -17,7 +17,7 @@ from elbowroom.runtime.storage import storage_nbytes
 
 
 class Lone:
-    """A tensor that is only kept and counted.
+    """A tensor that is kept and counted, and has no slot.
 
     It has no storage of the common kind (subclass, sparse), or is one of thousands (`Many`).
     """

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """Interface of an event: whether a stream has finished its work up to it."""
+    """Interface of an event of a stream."""
 
     def query(self) -> bool:
-        """Returns whether the stream has done it; this does not wait."""
+        """Returns whether the stream has reached the event, without waiting."""
         ...
 
     def synchronize(self) -> None:
-        """Waits until the stream has."""
+        """Waits until the stream has reached the event."""
         ...
 
 

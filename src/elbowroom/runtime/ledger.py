@@ -321,10 +321,10 @@ class Ledger(Account):
         return Mark(self._clock, *sums, self.most_nbytes, self.held_nbytes)
 
     def counts(self, slot_of: Callable[[Entry], int], since: Mark) -> Counts:
-        """Returns what has been added to it, for forwards that repeat the one that did.
+        """Returns what a forward has added to the ledger, for forwards that repeat it.
 
         slot_of: entry -> the number of its slot, or a negative one
-        since: how far it had come before
+        since: the mark of the ledger before that forward
         """
         entries = tuple(
             Counted(

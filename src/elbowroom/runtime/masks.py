@@ -1,9 +1,9 @@
 """Ops whose backward reads one bit of an element, and which bit that is.
 
-relu        its output: where that is positive. A NaN is: its gradient passes
-leaky_relu  its input (in place: its output): where that is positive. A NaN is not
-relu6       its input: where that lies between 0 and 6. A NaN does on a GPU; on a CPU by its
-            place, so that a tensor with one is kept, as codecs keep it
+relu        set where its output is positive or NaN
+leaky_relu  set where its input (in place: its output) is positive; not for a NaN
+relu6       set where its input lies between 0 and 6. On a GPU also for a NaN; on a CPU this depends
+            on the place of the NaN, so a tensor with a NaN is kept
 """
 
 from typing import Any
@@ -49,15 +49,16 @@ def mask_bits(base: Tensor, consumer: str, *, only_output: bool = False) -> Tens
 def unpacked(
     bits: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """1 where a bit is set, 0 elsewhere: all that the op of a mask reads."""
+    """Returns 1 where a bit is set and 0 elsewhere, which is all that the op of a mask reads."""
     encoded = Encoded(BitMask(), (bits,), shape, stride, dtype, facts=Facts(value=1.0))
     return encoded.decode(ARENA.take(encoded.numel, dtype, bits.device))
 
 
 class Bits(tuple[Tensor, tuple[int, ...], tuple[int, ...], torch.dtype, Any]):
-    """The mask of a tensor that nothing else is held of in a settled step.
+    """The mask of a tensor of which a settled step holds nothing else.
 
-    bits, and shape, strides and dtype of the tensor; what lives as long as anything that is held.
+    A tuple of the bits; shape, strides and dtype of the tensor; and a token that lives as long as
+    anything that is held.
     """
 
     __slots__ = ()

@@ -1,8 +1,8 @@
-"""Names of the modules that run, below the outermost one that was called: for the ledger's table.
+"""Names of the modules that run, relative to the outermost one that was called, for the ledger.
 
-Global module hooks, so that no module is changed. They are installed while some context is open or
-some model is fitted, and counted: a context that closes inside a hook must not change the table
-that PyTorch is walking through.
+They come from global module hooks, so that no module is changed. The hooks are installed while any
+context is open or any model is fitted. Installations are counted, because a context that closes
+inside of a hook must not change the table of hooks that PyTorch iterates over.
 """
 
 import sys

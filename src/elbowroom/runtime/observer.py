@@ -4,9 +4,9 @@
     Listener                     is notified of all actions. There always is one: usually `NOBODY`;
                                  `replay/tracer.py` records a script
 
-A lower package does not import a higher one, so the hooks do not use `measure`; they know only that
-the errors of codes may be measured (`Observer`), or a profile recorded (`Recorder`). Most steps are
-not watched, and then nothing here is called but `begin`.
+The hooks cannot import `measure`, which is a higher package. They only know these interfaces, for
+measuring the errors of codes (`Observer`) and for recording a profile (`Recorder`). Most steps are
+not watched; then only `begin` is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of torch's that are written in Python, run so that what they call is seen.
+"""Runs torch's functions that are written in Python so that the ops inside them are seen.
 
 A TorchFunctionMode sees such a function as one call, because its first lines dispatch it to the
 mode, which is off while it handles the call. So the tensors of ops inside it (linear, softmax,

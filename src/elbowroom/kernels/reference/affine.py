@@ -1,6 +1,6 @@
-"""out <- x * scale + shift by channel, and exactly 0 where a bitmap says so.
+"""out <- x * scale + shift by channel, and exactly 0 where a bit is not set.
 
-This is the output of BatchNorm and ReLU, remade; or the input of a norm, made even.
+It rebuilds the output of BatchNorm and ReLU, and normalizes the input of a norm.
 """
 
 import torch
@@ -27,7 +27,7 @@ def mapped(
     inner: int,
     bits: Tensor | None = None,
 ) -> Tensor:
-    """Returns the same as [N] float32: x itself if a quantizer takes no scale and shift."""
+    """Returns the same as [N] float32; x itself if there is no scale and shift."""
     y = x.float()
     if scale is not None and shift is not None:
         at, channels = torch.arange(x.numel(), device=x.device), scale.shape[-1]

@@ -1,4 +1,4 @@
-"""Backward of a batch norm on its normalized input xhat, which the gradient takes the place of.
+"""Backward of a batch norm on its normalized input xhat, which the gradient overwrites.
 
 by channel, over its M elements:
 grad_bias = sum(grad);   grad_weight = sum(grad * xhat)

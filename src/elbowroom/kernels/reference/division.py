@@ -1,4 +1,4 @@
-"""Low-frequency part and low-bit high-frequency part: the code of DIVISION, its edges mended.
+"""Block means and a low-bit code of the differences: DIVISION, with maps of any size.
 
 x is [outer, rows, columns, inner] in memory order, a *map* being the rows x columns of one (outer,
 inner); a block is `block` x `block` elements of a map, shorter at its right and lower edge.

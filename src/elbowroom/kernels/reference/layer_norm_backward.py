@@ -1,4 +1,4 @@
-"""Backward of a layer norm on its normalized input xhat, which the gradient takes the place of.
+"""Backward of a layer norm on its normalized input xhat, which the gradient overwrites.
 
 by row of D elements, with g = grad * weight:
 grad_x      = rstd * (g - mean(g) - xhat * mean(g * xhat))

@@ -1,4 +1,4 @@
-"""Mean, variance, least and largest value of each row: the facts that a code of it depends on.
+"""Mean, variance, least and largest value of each row.
 
 by row of D elements, x wide:
 mean = sum(x) / D;   variance = sum((x - mean)^2) / D;   least = min(x);   most = max(x)

@@ -1,4 +1,4 @@
-"""A group's payload, its sections one after the other: codes, and bytes (see `fdsr.py`)."""
+"""The payload of a group: sections of codes and bytes, one after the other (see `fdsr.py`)."""
 
 import torch
 from torch import Tensor

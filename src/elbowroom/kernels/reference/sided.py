@@ -1,8 +1,8 @@
-"""Dither on either side of a threshold that a bitmap tells: each side has its own levels.
+"""Dither on each side of a threshold, with its own levels; a bitmap says which side a value is on.
 
-The bitmap is there anyway (the mask of the ReLU that follows a norm), so which side a value lies on
-is known for nothing, and each side's range is about half of the whole: at equal levels half the
-step. What lies below serves only the norm's backward, and bears a coarser code.
+The bitmap is stored anyway (the mask of the ReLU that follows a norm), so the side of a value costs
+no bits. The range of a side is about half of the whole range: at equal levels, half the step. Only
+the backward of the norm reads the values below the threshold, so their code may be coarser.
 
     tile      the values whose bit is set, in order, then the others: two short tiles of `dither`
     payload   per tile: upper ranges, upper codes, lower ranges, lower codes

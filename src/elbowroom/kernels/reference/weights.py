@@ -1,4 +1,4 @@
-"""bf16 weights that small updates do not get lost in.
+"""bf16 weights in which small updates are not lost.
 
     nearest    w_b = bf16(w), ties to even: an update below half a step of bf16 is lost
     sr         w_b = the 16 upper bits of (bits of w + a uniform 16-bit integer): E[w_b] = w

@@ -1,8 +1,8 @@
-"""Tables of `Bands` and of the DCT's weights for compiled code, which can ask nothing else.
+"""Tables of `Bands` and of the DCT's weights, as functions that compiled code can call.
 
     b  a `Bands`    p  a position    i_b  a band, 1.. (0 is the mean)    i_r  a run    i_s  a span
 
-Each is called with constants and gives one.
+Arguments and results are constants of the compiler.
 """
 
 import triton

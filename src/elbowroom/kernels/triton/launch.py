@@ -1,4 +1,4 @@
-"""Starting a kernel: on the right device, over so many tiles, without fused multiply-adds.
+"""Starts a kernel on the device of its arguments, over all tiles, without fused multiply-adds.
 
 A fused multiply-add rounds once where the reference rounds twice: a value at a rounding boundary
 would get another code.
@@ -22,9 +22,9 @@ _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constants: Any) -> None:
     """Run `kernel` over `tiles` tiles, R of them a program, on the device of the first argument.
 
-    A GPU has programs enough with one tile each; the interpreter takes as long for a program,
-    whatever is in it (4 ms to 0.4 s by its length; triton 3.7), and so gets at most two, and one
-    for two tiles.
+    On a GPU a program has one tile. The interpreter takes as long for a program however many tiles
+    it has (4 ms to 0.4 s, by the length of the kernel; triton 3.7), so there are at most two
+    programs then, and one for two tiles.
     """
     if tiles == 0:
         return

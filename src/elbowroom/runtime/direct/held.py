@@ -25,7 +25,7 @@ def view_of(ctx: Any, i: int) -> View | None:
 
 
 def packed(ctx: Any, i: int) -> Any:
-    """Returns what `_pack` made of the i-th saved tensor."""
+    """Returns the object that `_pack` has returned for the i-th saved tensor."""
     held = ctx._raw_saved_tensors[i].data
     return held.held if isinstance(held, Deferred) else held
 

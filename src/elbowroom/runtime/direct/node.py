@@ -1,4 +1,4 @@
-"""The base class of our autograd nodes enters them without the checks that they do not need."""
+"""Base class of our autograd nodes, whose `apply` skips checks that they do not need."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 class Node(torch.autograd.Function):
     """Autograd function whose `forward` has the context, and that runs outside of torch.func.
 
-    `Function.apply` makes sure of both for each call, in six functions of Python's.
+    `Function.apply` checks both in each call, in six Python functions.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Returns what `forward` makes of these; its node is in the graph."""
+        """Returns the result of `forward`, whose node is in the graph."""
         if _are_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Product of two tensors, whose backward holds one tensor of the result's size at a time.
 
-    grad_a = sum(grad * b)      grad_b = sum(grad * a)      each over what its factor was spread
+    grad_a = sum(grad * b)      grad_b = sum(grad * a)      over dimensions that were broadcast
 
 torch's own backward restores both factors, computes both products and only then sums the product of
 a factor that was broadcast over a map (a gate, an attention weight, the scale of a layer): at that

@@ -6,7 +6,7 @@ handle          holds                                   restore()
 KeepHandle      the tensor itself                       the tensor, after a version check
 EncodeHandle    an `Encoded`                            decodes; or the original, if something else
                                                         keeps it alive
-MovedCodeHandle an `Encoded` without its largest        brings that back, and decodes
+MovedCodeHandle an `Encoded` without its largest        fetches that buffer, and decodes
                 buffer, and a ticket for it
 OffloadHandle   a ticket of another tier                brings the bytes back; or the original, as
                                                         above

@@ -1,11 +1,12 @@
 """Encode: an `Encoded` is held, and decoded in backward.
 
-Encoding frees bytes only if nobody else holds the storage, which cannot be known when it is saved.
-So a weak reference stays: if the storage is still there at restore, and unchanged, it is given back
-as it is, exactly and for nothing, and `on_outlived` is told, so that the site is kept next time.
+Encoding frees bytes only if nothing else holds the storage, which cannot be known when it is saved.
+So a weak reference stays. If the storage still exists at restore, unchanged, the original is
+returned, which is exact and takes no time; `on_outlived` is called, so that the site is kept next
+time.
 
-The largest buffer of a code may lie in another tier (`MovedCodeHandle`). It comes back each time
-the code is read, and is let go after that.
+The largest buffer of a code may be in another tier (`MovedCodeHandle`). It is fetched each time
+that the code is read, and released after that.
 """
 
 from collections.abc import Callable
@@ -156,7 +157,7 @@ class EncodeHandle:
         return self._code().buffers[0], value
 
     def _code(self) -> Encoded:
-        """Returns the code, to be read."""
+        """Returns the code, with all of its buffers on the tensor's device."""
         return self._encoded
 
     def _decoded(self, affine: Affine | None, bits: Tensor | None) -> Tensor:
