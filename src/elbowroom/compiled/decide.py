@@ -200,7 +200,7 @@ def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
             yield saved | {storage}
             continue
         views = {n for n in saved if joint.facts[n].storage is storage}
-        if views and storage.op == "call_function" and mayrun_again(storage):
+        if views and storage.op == "call_function" and may_run_again(storage):
             freed = without(joint, saved, views)
             if freed is not None:
                 yield freed
@@ -215,7 +215,7 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
         if node.op == "placeholder":
             result.add(node)
             continue
-        if not mayrun_again(node):
+        if not may_run_again(node):
             return None
         for read in node.all_input_nodes:
             if read in result or joint.facts.get(read) is None:
@@ -223,7 +223,7 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
             if read.op == "placeholder":
                 result.add(read)
             elif is_tensor(read) and (
-                joint.facts[read].kind is Kind.EXTERN or not mayrun_again(read)
+                joint.facts[read].kind is Kind.EXTERN or not may_run_again(read)
             ):
                 result.add(read)  # recomputing a library call is a change of its own
             else:
@@ -231,14 +231,14 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
     return None if result & dropped else result
 
 
-def mayrun_again(node: fx.Node) -> bool:
+def may_run_again(node: fx.Node) -> bool:
     """Returns whether a second run of the op gives the same value, without side effects."""
     if node.op != "call_function" or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", "") == "getitem" and all(
-            mayrun_again(n) for n in node.all_input_nodes
+            may_run_again(n) for n in node.all_input_nodes
         )
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
@@ -328,7 +328,7 @@ def _soon_made(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
     found = [
         (joint.clock.of_node(storage) / joint.facts[storage].nbytes, joint.place[storage])
         for storage in views
-        if joint.facts[storage].nbytes > _LARGE * step.peak_nbytes and mayrun_again(storage)
+        if joint.facts[storage].nbytes > _LARGE * step.peak_nbytes and may_run_again(storage)
     ]
     nodes = list(joint.place)
     return [(rate, views[nodes[place]]) for rate, place in sorted(found)]
