@@ -1,4 +1,4 @@
-"""Profiles and plans as JSON files: written aside first, and read with suspicion."""
+"""Profiles and plans as JSON files, which are replaced whole and checked when they are read."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A step in parts, each with forwards and a backward: some graphs wait for that of a later part.
+"""A step in parts, each with forwards and a backward; some graphs wait for a later backward.
 
     part 0   G, D(real), D(fake)   backward of D's graphs; that of G waits
     part 1   (G,) D(fake)          backward of both

@@ -5,9 +5,9 @@
     codes            fewer       the largest code
     nothing          the fewest  none
 
-What moves less leaves more of the budget for the step, and may fit where the others do not. It has
-no option that the first has not, so it is not searched where its bound says that it could gain
-hardly anything: `solve/bound.py`.
+A row that moves less leaves more of the budget for the step, and may fit where the others do not.
+All of its options are also options of the first row, so it is not searched if its bound shows that
+it could hardly gain anything (`solve/bound.py`).
 """
 
 from collections.abc import Callable

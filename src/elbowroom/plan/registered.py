@@ -1,14 +1,15 @@
 """The lossy part of the menu: every registered codec, at the settings that it names.
 
-Of all settings a planner takes those that hold fewer bytes than any milder one. Beside `dither`
-they have to by 3 %, and no smaller one may have nearly their error: what is nearly the same would
-make problems larger, and no plan better. Milder is by the error of a normal (`codecs/quality.py`),
-each at the size that it has for tensors of a kind: maps or rows, of this dtype, with zeros or not.
+A planner considers the settings that take fewer bytes than every milder one, that is, every one
+with a smaller error on normal data (`codecs/quality.py`). Sizes are those for tensors of one kind:
+maps or rows, of this dtype, with zeros or not. A setting of another codec than `dither` must take
+3 % less, and no smaller setting may have nearly its error, because settings that are nearly the
+same make problems larger and no plan better. Biased settings are left out, because an error that
+does not average out cannot be counted as noise.
 
-Where nobody has named codecs, what is biased takes no part: what does not average out cannot be
-counted as noise. Of codecs that are named, all settings take part
-that hold less than any milder one. A codec that says of its size or error what is not
-so is named in one warning, and takes no part.
+If the user names codecs, all of their settings that take fewer bytes than every milder one are
+considered, also biased ones. A codec whose declared size or error is wrong is named in one warning,
+and left out.
 """
 
 import logging
@@ -24,9 +25,9 @@ from elbowroom.errors import PlanError
 
 _log = logging.getLogger("elbowroom.plan")
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
-_LESS = 0.97  # of the bytes of what is milder
-_NEAR = 1.25  # times the error: as fine
-_MORE = 1.25  # of the bytes of a normal: what may come where a size depends on the values
+_LESS = 0.97  # of the bytes of the milder settings
+_NEAR = 1.25  # times the error: counts as equally fine
+_MORE = 1.25  # of the bytes for normal data: allowance if a size depends on the values
 
 # What two policies of `er.saving` fix is chosen here for each tensor: of `lean` the levels of a
 # norm's input, and of others; of `coat` the number of elements that share a scale.
@@ -152,10 +153,10 @@ def by_error(settings: Sequence[Codec], *, maps: bool = True) -> list[Codec]:
 
 
 def expected_nbytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts) -> int:
-    """Bytes that a code will hold, or nearly always at most.
+    """Returns the bytes of a code, or an upper bound that nearly always holds.
 
-    Where a size depends on the values and the codec can only promise that it is no larger than the
-    tensor, it is that of a normal and a quarter more.
+    If a size depends on the values, it is the size for normal data and a quarter more, and at most
+    the bound that the codec states.
     """
     said = codec.encoded_nbytes(shape, dtype, facts)
     if isinstance(codec, Dither) or codec.fixed_size(facts):

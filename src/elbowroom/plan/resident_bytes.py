@@ -1,4 +1,4 @@
-"""The bytes that a model and its optimizers hold between steps: for people, and for plans.
+"""The bytes that a model and its optimizers hold between steps.
 
 Shown as "states int8: 2.05 bytes a parameter (fp32 8.00), weights 4.00, gradients 4.00".
 """

@@ -1,14 +1,17 @@
-"""The solver that is used where none is named.
+"""The default solver.
 
-Plain autograd if that fits; `rounding` for many items. Else the cheapest of uniform, greedy and
-what the relaxation and greedy differ in, searched; it is done if that is within NEAR of the
-relaxation's bound, which proves that no search would gain more; so is greedy's choice alone. If it
-is not, milp searches it all.
+Plain autograd is returned if it fits, and `rounding` solves problems of many items. For other
+problems, these are tried in turn until one is so near the bound of the linear relaxation
+(`is_near`) that a search could hardly gain more:
 
-Of a step that is an estimate nothing is searched for a gain that is smaller than its errors. The
-relaxation, rounded, is enough where it is near the bound, for a third of what a greedy walk takes;
-else the cheaper of it and greedy is. The whole search takes a step or two of a small model, for a
-gain of 0.2 % of a step in what was measured.
+    1. `greedy`, which includes `uniform`
+    2. a search over the items in which the relaxation and greedy differ; the cheaper of 1 and 2
+    3. `milp` over all items; the cheapest of the three
+
+If the step is an estimate, gains that are smaller than its errors are not searched for. Then the
+rounded relaxation comes first, which takes a third of the time of greedy, and the cheaper of it and
+greedy is final. The whole search takes as long as a step or two of a small model, and gained 0.2 %
+of a step where it was measured.
 """
 
 from elbowroom.plan.problem import Choice, Problem, keep_all
@@ -22,9 +25,9 @@ _NODES = 200
 
 
 def auto(problem: Problem, limits: Limits) -> Choice | None:
-    """Never worse than uniform; nor, of FEW items, than greedy. None if nothing fits.
+    """Returns a choice that is never worse than uniform; up to FEW items, nor than greedy.
 
-    Of an estimate it may be worse by what `is_near` allows.
+    For an estimated step it may be worse by as much as `is_near` allows. None if nothing fits.
     """
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)

@@ -1,10 +1,11 @@
-"""Modules that run again from codes of their inputs, found beside the search.
+"""Choices in which modules are recomputed from codes of their inputs.
 
-Whether a module may start from a code is decided together with how its input is held. In fractions
-that says little (half a module from half a code adds no noise), and a search over many modules is
-lost in it: so where there are more than FEW, programs leave codes out of what modules start from,
-and what is tried here stands beside their answer: all modules of one depth from the codes of one
-name, all else by that name too, and from there as `greedy` goes on.
+Whether a module may start from a code depends on how its input is held. A linear program says
+little about that (half a module from half a code adds no noise), and a search over many modules
+does not end in time. So if more than FEW modules could start from codes, the programs of `milp.py`
+let modules start from exact inputs only, and their answer is compared with the choices made here:
+all modules of one depth are recomputed from codes of one setting, and all other items are held by
+that setting, too. `greedy` improves the best of these.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ FEW = 6
 
 
 def searched(problem: Problem) -> Problem:
-    """Returns the problem as programs search it."""
+    """Returns the problem as the programs of `milp.py` search it."""
     coded = [region for region in problem.regions if region.levels < inf]
     if len(coded) <= FEW:
         return problem
@@ -27,9 +28,9 @@ def searched(problem: Problem) -> Problem:
 
 
 def best_start(problem: Problem, limits: Limits, *, least: bool = False) -> Choice | None:
-    """The cheapest of the uniform choices that fits, or else the one of the least peak.
+    """Returns the cheapest uniform choice that fits; if none fits, the one of the least peak.
 
-    least  the one of the least peak in any case
+    least  returns the one of the least peak in any case
     """
     found = [choice for choice in uniform_from_codes(problem) if obeys(problem, choice, limits)]
     peaks = [peak(problem, choice) for choice in found]

@@ -1,12 +1,11 @@
-"""The choice with the least peak of all, whatever it costs: named where a budget is too small.
+"""The choice with the least peak, whatever it costs. A refusal of a budget names this peak.
 
     minimize t    subject to    level at every moment <= t, and all limits but the budget
 
-by the program of `milp.py`; beside its answer stands what `boundaries.py` begins with, where
-programs leave that out, or the nearest to its fractions, where nothing whole came in time. The
-lower of both goes further down by greedy walks towards a budget below, one share of the peak after
-another. Nothing of it depends on the budget, so the peak that is named
-is one that the same search finds when it is given as the budget.
+The program of `milp.py` solves this. Its answer is compared with the choices of `boundaries.py`,
+which programs leave out, or, if no whole numbers were found in time, with the rounded fractions.
+Greedy walks then lower the better of the two, towards smaller and smaller budgets. Nothing depends
+on the budget that was asked for, so the same search finds this peak when it is given as the budget.
 """
 
 from dataclasses import replace
@@ -25,9 +24,9 @@ _STEPS = (5, 8, 11, 14)  # halvings of the peak: steps down from it, the next wh
 
 
 def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Choice | None:
-    """The choice with the least peak of all that the other limits allow.
+    """Returns the choice with the least peak that the other limits allow.
 
-    fitting  only one that fits is of use: None as soon as it is proved that none does
+    fitting  returns None as soon as it is proved that no choice fits the budget
     """
     asked = "least peak", limits if fitting else replace(limits, budget=0), fitting
     if asked not in problem.answers:
@@ -37,7 +36,7 @@ def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Ch
 
 
 def known_least(problem: Problem, limits: Limits) -> Choice | None:
-    """The same if it has been asked for already, and fits; else None."""
+    """Returns the choice with the least peak if it is known already, and fits; else None."""
     found: Choice | None = problem.answers.get(("least peak", replace(limits, budget=0), False))
     return found if found is not None and fits(problem, found, limits) else None
 
