@@ -101,8 +101,7 @@ def run(
     The model that the script trains is found at its first call, and fitted to the budget as by
     er.fit. The states of its optimizers are counted. If the script trains several models (a
     generator and a discriminator), they keep to the budget together, and steps that they share
-    have one plan.
-    A loss outside of the model is covered if it is a module.
+    have one plan. A loss outside of the model is covered if it is a module.
 
     What the script compiles with torch.compile stays compiled: the plan of a model, a loss or a
     whole step is then made inside its graphs, and the figures are estimates.
@@ -119,9 +118,8 @@ def run(
 
     Exit code: the script's own; 3 if no plan with the allowed actions fits the budget; 4 if the
     script ended without an error, but its last measured step was above the budget, or none of
-    several steps could be measured; 2 for a mistake
-    that one line explains, or if the model cannot be found, before its first update; 130 if
-    stopped.
+    several steps could be measured; 2 for a mistake that one line explains, or if the model cannot
+    be found, before its first update; 130 if stopped.
     """
     given = None if plan is None else Plan.load(plan)
     asked: int | str
@@ -308,7 +306,7 @@ class _Run:
         ]
 
     def _compiling(self) -> AbstractContextManager[object]:
-        """Also keeps what the script compiles outside of the model inside the budget.
+        """Keeps code that the script compiles outside of the model inside the budget, too.
 
         Plans of the eager engine and offload do not work in graphs, so with these it runs eagerly.
         """

@@ -483,7 +483,7 @@ def may_offload(where: Any, device: torch.device) -> bool:
 
 
 def place_of(device: torch.device) -> str:
-    """Where saved tensors of a compiled model on this device can be moved."""
+    """Returns the place to which saved tensors of a compiled model on this device can be moved."""
     return "file" if device.type == "cpu" else "host"
 
 

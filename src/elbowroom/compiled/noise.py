@@ -29,7 +29,7 @@ from elbowroom.compiled.rewrite import Coded
 
 
 class Reach:
-    """How far the errors of codes reach in one graph, as shares of what could have any."""
+    """The reach of the errors of codes in one graph, as shares of all values that may be coded."""
 
     def __init__(self, joint: Joint, plain: Step) -> None:
         """Measure against what `plain` saves."""

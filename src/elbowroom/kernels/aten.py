@@ -269,7 +269,7 @@ def _unpacked_tiles(codes: Tensor, count: int, n: int, levels: int) -> Tensor:
 
 
 def _runs(levels: int) -> list[tuple[int, int, int]]:
-    """How a tile's bytes hold its codes, run by run: codes in a byte, their base, their shift."""
+    """Returns, for each run of a tile's bytes: codes in a byte, their base, their shift."""
     if levels in RADIX:
         return [(RADIX[levels], levels, 0)]
     return [(s.per, 1 << s.width, s.shift) for s in segments(levels)]

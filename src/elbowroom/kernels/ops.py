@@ -129,7 +129,7 @@ def _serve(op: str, backend: str) -> Callable[..., Any]:
 
 
 def _serve_seeded(op: str, at: int, backend: str) -> Callable[..., Any]:
-    """The same with a seed that lies in a tensor, which Triton alone leaves there."""
+    """Serves an op whose seed lies in a tensor; other backends than Triton read it on the host."""
 
     def by_number(*args: Any) -> Any:
         serve = getattr(reference, op) if backend == "reference" else _serve(op, backend)

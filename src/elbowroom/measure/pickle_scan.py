@@ -33,7 +33,7 @@ def _counted(longest: int) -> bytes:
 
 @cache
 def _run() -> re.Pattern[bytes]:
-    """As many harmless opcodes as there are in a row."""
+    """Returns a pattern of a run of harmless opcodes."""
     number = rb"(?:K.|M..|J.{4}|[N\x88\x89]|G.{8}|\x8a(?:%b))" % _counted(_MOST_INT_NBYTES)
     opcodes = (
         rb"[\x94}\](aeus)]",  # MEMOIZE, a dict, a list, MARK, APPEND(S), SETITEM(S), ()

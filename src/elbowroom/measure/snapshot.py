@@ -251,7 +251,7 @@ def _snapshot(data: Any, device: int | None) -> Snapshot:
 
 
 class _Stack(NamedTuple):
-    """What is read of a list of frames.
+    """Facts that are read from a list of frames.
 
     alike         equal for equal files, names and lines; whatever else is in frames may be endless
     is_backward   autograd's engine runs: its threads have no frame of Python

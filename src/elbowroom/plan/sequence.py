@@ -48,7 +48,7 @@ def _later(storage: Storage, moments: int, storages: int) -> Storage:
 
 
 def _later_call(call: ModuleCall, moments: int, storages: int) -> ModuleCall:
-    """Likewise; `storages` come before those that it names."""
+    """Returns a call of a module so many moments later; `storages` come before those it names."""
     return replace(
         call,
         inputs=tuple(i + storages if i >= 0 else i for i in call.inputs),

@@ -18,7 +18,7 @@ from elbowroom.plan.site import Need, Reads
 
 @dataclass(frozen=True)
 class Shared:
-    """What is shared, by index of the storage: seconds that this saves.
+    """The storages that are shared, by index, and the seconds that this saves.
 
     peak  of the step with it, in bytes
     """

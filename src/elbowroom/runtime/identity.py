@@ -181,7 +181,7 @@ class Identity:
         return self._cheapest(origin.recipe, x)
 
     def operand_or_spare(self, x: Tensor, call: "Call", out: Tensor) -> "Source | None":
-        """The same, or a copy of x, if x cannot be rebuilt from held tensors."""
+        """Returns the source of x, or a copy of x if it cannot be rebuilt from held tensors."""
         source = self.operand(x, call)
         if isinstance(source, Slot) or (source is not None and followed(source) is not None):
             return source

@@ -285,7 +285,7 @@ def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
 
 
 def _corrected(pair: TwoBatches, budget: int, allowed: int, exact: bool | None) -> int:
-    """The same where less is allowed than the budget, because predictions were too optimistic."""
+    """Returns the largest batch within a part of the budget, as predictions were too optimistic."""
     try:
         return _largest(pair, allowed, exact)
     except BudgetTooSmall as error:

@@ -160,7 +160,7 @@ class PartialSolution:
         return _with_bytes(effect, spans)
 
     def _effect_of_holding(self, i: int, option: int) -> Effect | None:
-        """The same, where all that changes is how one item is held."""
+        """Returns the effect of holding one item by another option; None if a limit forbids it."""
         if not self._agrees(i, option, self.recomputed):
             return None
         effect = Effect(0, self.level[:0], 0.0, 0.0, {})

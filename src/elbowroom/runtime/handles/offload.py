@@ -96,7 +96,7 @@ class OffloadHandle:
 
     @property
     def away(self) -> "OffloadHandle":
-        """What is moved: this."""
+        """The object whose tensor is moved: this handle itself."""
         return self
 
     @property

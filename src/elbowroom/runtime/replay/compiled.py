@@ -507,7 +507,7 @@ def _ready_varying(
     others: tuple[Callable[[Replay], Slot | Ready], ...],
     bound: Callable[..., Op] | None,
 ) -> Callable[[Replay], Ready]:
-    """The same of what has another number of rows in each forward."""
+    """Returns the recipe as `_ready` does, for tensors whose number of rows varies."""
     op, source, bits, noise = recipe.op, recipe.source, recipe.bits, recipe.noise
 
     def make_ready(replay: Replay) -> Ready:

@@ -92,7 +92,7 @@ class Remains:
 
 
 class Progress:
-    """How far a forward has come: the ops that have begun, and the recipes that they have made.
+    """Progress of a forward: the ops that have begun, and the recipes that they have made.
 
     is_over: no script is written of it any more
     """

@@ -395,7 +395,7 @@ class Replay(Observing):
         return Kept((x if x.is_leaf else x.detach(), version, self.token))
 
     def _pack_outside(self, x: Tensor) -> Any:
-        """The same of what is saved between two calls, or in a forward that has diverged."""
+        """Returns what is held of a tensor saved between two calls, or after a divergence."""
         saving = self.saving
         if saving is not None and self._is_inside:
             self._numel += x.numel()
