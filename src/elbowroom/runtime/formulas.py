@@ -22,6 +22,12 @@ COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STAT
 DIFFERENCE, INDEX, SHAPE = Formula.DIFFERENCE, Formula.INDEX, Formula.SHAPE
 PERIODIC, TAIL = Formula.PERIODIC, Formula.TAIL
 
+# What several nodes save under the same names.
+_NORMALIZED = {"input": SUMMED, "weight": STATISTIC, "result1": STATISTIC, "result2": STATISTIC}
+_RUNNING = {"running_mean": STATISTIC, "running_var": STATISTIC}
+_RESERVE = {"result3": INDEX}
+_TARGETS = {"self": SHAPE, "target": INDEX, "weight": STATISTIC, "total_weight": STATISTIC}
+
 FORMULAS: dict[str, dict[str, Formula]] = {
     # Contractions: each element of a gradient is a sum over many of the saved ones.
     "AddbmmBackward0": {"batch1": SUMMED, "batch2": SUMMED},  # grad @ batch2^T, batch1^T @ grad
@@ -61,74 +67,14 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "GridSampler3DBackward0": {"input": SUMMED, "grid": COMPARED},  # as grid_sampler_2d
     # Normalization: smooth in the input where mean and rstd are given; those are never coded.
     # (grad - mean(grad) - xhat mean(grad xhat)) weight rstd
-    "NativeBatchNormBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "running_mean": STATISTIC,
-        "running_var": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-    },
-    # as native_batch_norm
-    "NativeBatchNormLegitBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "running_mean": STATISTIC,
-        "running_var": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-    },
-    # as native_batch_norm
-    "NativeBatchNormLegitBackward1": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-    },
-    # as native_batch_norm
-    "BatchNormWithUpdateBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "running_mean": STATISTIC,
-        "running_var": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-        "result3": INDEX,
-    },
-    # as native_batch_norm
-    "CudnnBatchNormBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "running_mean": STATISTIC,
-        "running_var": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-        "result3": INDEX,
-    },
-    # as native_batch_norm
-    "MiopenBatchNormBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "running_mean": STATISTIC,
-        "running_var": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-    },
-    # as native_batch_norm, by group
-    "NativeGroupNormBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-    },
-    # as native_batch_norm, by row
-    "NativeLayerNormBackward0": {
-        "input": SUMMED,
-        "weight": STATISTIC,
-        "bias": SHAPE,
-        "result1": STATISTIC,
-        "result2": STATISTIC,
-    },
+    "NativeBatchNormBackward0": _NORMALIZED | _RUNNING,
+    "NativeBatchNormLegitBackward0": _NORMALIZED | _RUNNING,  # as native_batch_norm
+    "NativeBatchNormLegitBackward1": _NORMALIZED,  # as native_batch_norm
+    "BatchNormWithUpdateBackward0": _NORMALIZED | _RUNNING | _RESERVE,  # as native_batch_norm
+    "CudnnBatchNormBackward0": _NORMALIZED | _RUNNING | _RESERVE,  # as native_batch_norm
+    "MiopenBatchNormBackward0": _NORMALIZED | _RUNNING,  # as native_batch_norm
+    "NativeGroupNormBackward0": _NORMALIZED,  # as native_batch_norm, by group
+    "NativeLayerNormBackward0": _NORMALIZED | {"bias": SHAPE},  # as native_batch_norm, by row
     # as layer norm without a mean
     "FusedRmsNormBackward0": {"input": SUMMED, "weight": STATISTIC, "result1": STATISTIC},
     # of weights
@@ -222,19 +168,9 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "MaxUnpool2DBackward0": {"indices": INDEX},  # grad at the indices
     "MaxUnpool3DBackward0": {"indices": INDEX},  # grad at the indices
     # of its inputs, -grad weight / total_weight to the targets:
-    "NllLoss2DBackward0": {
-        "self": SHAPE,
-        "target": INDEX,
-        "weight": STATISTIC,
-        "total_weight": STATISTIC,
-    },
+    "NllLoss2DBackward0": _TARGETS,
     # of its inputs, -grad weight / total_weight to the targets:
-    "NllLossBackward0": {
-        "self": SHAPE,
-        "target": INDEX,
-        "weight": STATISTIC,
-        "total_weight": STATISTIC,
-    },
+    "NllLossBackward0": _TARGETS,
     "ReflectionPad1DBackward0": {"self": SHAPE},  # sums of grad
     "ReflectionPad2DBackward0": {"self": SHAPE},  # sums of grad
     "ReflectionPad3DBackward0": {"self": SHAPE},  # sums of grad
