@@ -74,7 +74,7 @@ def is_weight(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class Linear:
-    """shape: of the input, [..., features]."""
+    """A linear layer. shape: of the input, [..., features]."""
 
     shape: tuple[int, ...]
 

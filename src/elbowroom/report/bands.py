@@ -36,7 +36,7 @@ THROUGHOUT, SAVED, TRANSIENTS = "held throughout", "saved for backward", "transi
 
 @dataclass(frozen=True)
 class Band:
-    """nbytes: held at each moment. color: the number of one in the page's style."""
+    """One band of a chart. nbytes: held at each moment. color: its number in the page's style."""
 
     name: str
     nbytes: Bytes

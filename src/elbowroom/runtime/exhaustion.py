@@ -2,7 +2,7 @@
 
 import torch
 
-_SAYINGS = (
+_MESSAGES = (
     "can't allocate memory",  # PyTorch's CPU allocator
     "bad_alloc",  # C++
     "Cannot allocate memory",  # the system
@@ -23,4 +23,4 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _says_so(message: str) -> bool:
-    return any(saying in message for saying in _SAYINGS)
+    return any(part in message for part in _MESSAGES)
