@@ -408,6 +408,19 @@ ROWS = {
         replace(GIVENS, phase=P.SETTLED, has_fit=True),
         (ForgetCalls(1),),
     ),
+    # It was settled on though nobody had measured it.
+    "no plan by a rehearsal of an odd step, and the one before was not measured yet": Row(
+        replace(FRESH, before=Before(replace(VERIFYING, has_fit=True), 2)),
+        RehearsedInVain(ERROR),
+        replace(VERIFYING, phase=P.SETTLED, was_unexpected=True, attempts=Attempts()),
+        (ForgetCalls(2),),
+    ),
+    "another budget, by which nobody has seen the steps before to fit": Row(
+        replace(GUESSED, before=Before(SETTLED, 2)),
+        OptionsChanged(FitOptions(900)),
+        replace(FRESH, options=FitOptions(900)),
+        (FORGET,),
+    ),
     "more plans than leave out whole classes": Row(
         replace(FRESH, infeasible=True), NoPlanLeft(MORE), FRESH, (FORGET, BlameNoClasses())
     ),

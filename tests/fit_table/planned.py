@@ -59,6 +59,7 @@ from fit_table.values import (
     TWO,
     VERIFYING,
     WATCHING,
+    Call,
     P,
     Plan,
     Profile,
@@ -69,6 +70,10 @@ from fit_table.values import (
     step,
 )
 
+KEPT = chosen(KEEPS.plan, Profile(peak=900))
+PLAINLY = replace(
+    KNOWN, phase=P.VERIFYING, profile=KEPT.candidate.profile, profiled_at=0
+)  # a plain step was profiled
 SAME, SETTLES = chosen(Plan("same")), {"phase": P.SETTLED}
 
 
@@ -106,22 +111,84 @@ ROWS = {
         (BEGIN,),
     ),
     "nothing need be done": Row(
-        replace(KNOWN, phase=P.VERIFYING),
-        PlanMade(KEEPS, STOCK),
-        {"phase": P.SETTLED, "chosen": KEEPS, "preset": 0, "headroom": Headroom(500)},
+        PLAINLY,
+        PlanMade(KEPT, STOCK),
+        {"phase": P.SETTLED, "chosen": KEPT, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
+    # Plain training was settled on by an estimate, and took 1.37 of a budget.
+    "nothing need be done by a step that was no plain one: it is measured": Row(
+        replace(PLAINLY, profiled_at=1),
+        PlanMade(KEPT, STOCK),
+        {"plan": KEPT.plan, "chosen": KEPT, "headroom": Headroom(500)},
+        (BEGIN,),
+    ),
+    "nothing need be done by a rehearsal: it is measured": Row(
+        GUESSED, PlanMade(KEEPS, STOCK), {"plan": KEEPS.plan, "chosen": KEEPS}, (BEGIN,)
+    ),
+    "nothing need be done once states take less than in a plain step: it is measured": Row(
+        replace(PLAINLY, profile=Profile(peak=1001)),
+        PlanMade(KEPT, STOCK),
+        {
+            "plan": KEPT.plan,
+            "chosen": KEPT,
+            "profile": KEPT.candidate.profile,
+            "profiled_at": None,
+            "headroom": Headroom(500),
+        },
+        (BEGIN,),
+    ),
+    "nothing need be done, as a measured step shows": Row(
+        following(KEEPS, profiled_at=1),
+        step(1000),
+        {
+            "phase": P.SETTLED,
+            "plan": None,
+            "preset": 0,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(600, None, 450),
+            "attempts": KNOWN.attempts.after(KEEPS, 1000),
+        },
+        (said(KEEPS, 1000),),
+    ),
+    "something need be done, as a measured step shows": Row(
+        following(KEEPS, profiled_at=1),
+        step(1001),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "once_nbytes": 101,
+            "headroom": Headroom(601),
+            "attempts": KNOWN.attempts.after(KEEPS, 1001),
+        },
+        (said(KEEPS, 1001), MAKE),
+    ),
     "nothing need be done for a smaller call": Row(
-        replace(KNOWN, phase=P.VERIFYING, largest=TWO),
-        PlanMade(KEEPS, STOCK),
-        {"phase": P.IDLE, "chosen": KEEPS, "preset": 0, "headroom": Headroom(500)},
+        replace(PLAINLY, largest=TWO),
+        PlanMade(KEPT, STOCK),
+        {"phase": P.IDLE, "chosen": KEPT, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done once noise is known": Row(
         replace(SMALLEST, largest=TWO),
         PlanMade(KEEPS, STOCK),
-        {"phase": P.IDLE, "chosen": KEEPS, "plan": None, "preset": 0},
+        {"chosen": KEEPS, "plan": KEEPS.plan},
         (BEGIN,),
+    ),
+    "nothing need be done for a smaller call than the largest, as one of the smallest shows": Row(
+        following(KEEPS, P.SMALLEST, largest=Call(9), rounds=3),
+        step(800),
+        {
+            "phase": P.IDLE,
+            "plan": None,
+            "preset": 0,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(547),
+            "attempts": KNOWN.attempts.after(KEEPS, 887),
+        },
+        (said(KEEPS, 887),),
     ),
     "the same plan is rebuilt, and fits": Row(
         GUESSED, PlanMade(SAME, MemoryState(90), fits=True), {**SETTLES, "memory": MemoryState(90)}
@@ -221,9 +288,29 @@ ROWS = {
         (CheckPlan(),),
     ),
     "no plan fits, but the preset has been seen to": Row(
-        replace(KNOWN, phase=P.VERIFYING, profile=Profile(peak=1000)),
+        replace(KNOWN, phase=P.VERIFYING, profile=Profile(peak=1000), profiled_at=1),
         NoPlan(ERROR, Fallbacks()),
         {"phase": P.SETTLED},
+    ),
+    # It settled on a preset that no step had run at.
+    "no plan fits, and the step that was within the budget ran at another preset": Row(
+        replace(KNOWN, phase=P.VERIFYING, profile=Profile(peak=1000), profiled_at=0),
+        NoPlan(ERROR, Fallbacks()),
+        {"phase": P.IDLE},
+        (Raise(ERROR),),
+    ),
+    "no plan fits, but the one that the profiled step followed": Row(
+        replace(VERIFYING, attempts=Attempts(taken=(Taken(1000, PLAN),))),
+        NoPlan(ERROR, MORE),
+        {"phase": P.SETTLED},
+        (TakePlan(PLAN),),
+    ),
+    # It was an AssertionError: forwards that climb tell no peak of their plan.
+    "no plan is left after forwards that held more than was planned for": Row(
+        replace(VERIFYING, rounds=1, attempts=Attempts(), once_nbytes=100),
+        NoPlan(ERROR, Fallbacks()),
+        {"once_nbytes": 0},
+        (MakeSmallest(),),
     ),
     # It was an AssertionError: no plan was followed that a smaller one could take the place of.
     "no plan fits a larger call than nothing need be done for, by a plan that was rebuilt": Row(

@@ -129,7 +129,9 @@ def test_gradients_of_followed_steps_stay_exact(net: str, diverges: list[bool]) 
     assert diverges == [False, False]
 
 
-def test_a_settled_fit_stays_within_its_budget() -> None:
+@pytest.mark.parametrize("share", [0.6, 0.7])
+def test_a_settled_fit_stays_within_its_budget(share: float) -> None:
+    """At 0.7, plain training is predicted to fit, and takes 1.4 of the budget."""
     torch.manual_seed(0)
     model, x = NETS["gelu"](), torch.rand(4, 3, 64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -141,7 +143,7 @@ def test_a_settled_fit_stays_within_its_budget() -> None:
 
     step()
     static = sum(p.nbytes for p in model.parameters())
-    budget = static + int(0.6 * peak(step))
+    budget = static + int(share * peak(step))
     er.fit(model, budget=budget, optimizer=optimizer, noise=0.1)
     for _ in range(12):
         step()

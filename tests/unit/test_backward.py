@@ -275,12 +275,13 @@ class Mixes(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """Maps that lie as the library wants them."""
+    """Maps that lie as the library wants them. convolution: the second, of 64 channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, convolution: nn.Conv2d, *, weights: bool = True) -> None:
         super().__init__()
-        layers = nn.Sequential(nn.Conv2d(8, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
-        self.layers = layers.to(memory_format=torch.channels_last)
+        self.layers = nn.Sequential(nn.Conv2d(8, 64, 3), nn.ReLU(), convolution, nn.ReLU())
+        if weights:
+            self.layers.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x.contiguous(memory_format=torch.channels_last)).mean()
@@ -353,7 +354,24 @@ NETS = {
     "pointwise": (Pointwise, (8, 3, 48, 48)),
     "mixes few": (Mixes, (15, 3, 32, 32)),
     "mixes many": (Mixes, (16, 3, 32, 32)),
-    "channels last": (ChannelsLast, (8, 8, 48, 48)),
+    "channels last": (lambda: ChannelsLast(nn.Conv2d(64, 64, 3)), (8, 8, 48, 48)),
+    "wide, channels last": (lambda: ChannelsLast(nn.Conv2d(64, 256, 3)), (4, 8, 8, 8)),
+    "wide, channels of maps last": (
+        lambda: ChannelsLast(nn.Conv2d(64, 256, 3), weights=False),
+        (4, 8, 8, 8),
+    ),
+    "depthwise, channels last": (
+        lambda: ChannelsLast(nn.Conv2d(64, 64, 7, groups=64)),
+        (8, 8, 16, 16),
+    ),
+    "small depthwise, channels last": (
+        lambda: ChannelsLast(nn.Conv2d(64, 64, 3, groups=64)),
+        (8, 8, 16, 16),
+    ),
+    "groups, channels last": (
+        lambda: ChannelsLast(nn.Conv2d(64, 64, 5, groups=32)),
+        (8, 8, 12, 12),
+    ),
     "widens": (Widens, (8, 3, 48, 48)),
     "biased attention": (Biased, (4, 128, 64)),
 }

@@ -19,6 +19,7 @@ class Line(Enum):
     MEASURED = "prediction and measurement of a step"
     LARGER_STEP = "a step holds more than those before"
     OUTSIDE = "little of what a step takes is saved where it can be changed"
+    BLIND = "five steps could not be measured"
     ABOVE = "steps stay above the budget"
     SMALLEST = "the smallest plans are tried"
     NEAR = "the smallest plan is near the budget"

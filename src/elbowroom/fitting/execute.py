@@ -70,6 +70,7 @@ _LINES: dict[Line, Callable[..., None]] = {
     Line.MEASURED: messages.say_measured,
     Line.LARGER_STEP: messages.warn_larger_step,
     Line.OUTSIDE: messages.warn_outside,
+    Line.BLIND: messages.warn_blind,
     Line.ABOVE: messages.warn_above,
     Line.SMALLEST: messages.warn_smallest,
     Line.NEAR: messages.warn_near,

@@ -148,7 +148,8 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
     state = replace(state, tries=state.tries + 1)
     if seen.seen is None or seen.profile is None or seen.climbed:
         return _try_again(state, seen)
-    state = _noted(state, _at_largest(state, seen, seen.seen.peak))
+    peak_nbytes = _at_largest(state, seen, seen.seen.peak)
+    state = _noted(state, peak_nbytes)
     # What stands beside the model may vary: the next plan has room for the most of it.
     beside_nbytes = max(seen.beside_nbytes, state.most_beside_nbytes)
     profile = seen.profile.shifted(beside_nbytes - seen.beside_nbytes)
@@ -157,7 +158,9 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
         phase=Phase.VERIFYING,
         profile=profile,
         profiled=state.now,
+        profiled_at=state.ran_at,
         rehearsed=False,
+        has_fit=state.has_fit or peak_nbytes <= state.options.budget_nbytes,
         beside_nbytes=beside_nbytes,
         once_nbytes=0,
         again_nbytes=0,
@@ -173,7 +176,9 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
     if state.tries < _MOST_TRIES:
         return state, ()
     state = replace(state, phase=Phase.SETTLED)
-    if peak_nbytes is None or peak_nbytes <= state.options.budget_nbytes:
+    if peak_nbytes is None:
+        return state, (say(Line.BLIND),)
+    if peak_nbytes <= state.options.budget_nbytes:
         return state, ()
     if seen.climbed:
         why = "hold more than was planned for"

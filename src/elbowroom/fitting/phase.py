@@ -18,7 +18,7 @@
                  it is a little too large                    CORRECTING
                  it does not fit, or is for another step     GUESSING
     CORRECTING   the step was profiled                       VERIFYING
-    VERIFYING    no action is needed                         SETTLED; for a smaller call IDLE
+    VERIFYING    a plain step was measured, and fits         SETTLED; for a smaller call IDLE
                  the plan fits                               SETTLED
                  it is lossy, and its noise can be measured  WATCHING
                  it exceeds the budget, up to three times    VERIFYING, with another plan

@@ -41,7 +41,7 @@ from elbowroom.fitting.observations import (
     SmallestMade,
 )
 from elbowroom.fitting.phase import Phase
-from elbowroom.fitting.state import FitState
+from elbowroom.fitting.state import PLAIN, FitState
 
 if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
@@ -70,19 +70,29 @@ def begun(state: FitState, plan: "Plan") -> Step:
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
     """Follows a plan once states have its format."""
     profile = seen.chosen.candidate.profile
-    state = replace(state, chosen=seen.chosen, memory=seen.memory, profile=profile)
+    profiled_at = state.profiled_at if profile is state.profile else None
+    state = replace(state, chosen=seen.chosen, memory=seen.memory)
+    state = replace(state, profile=profile, profiled_at=profiled_at)
     return begun(state, seen.chosen.plan)
 
 
 def plan_made(state: FitState, seen: PlanMade) -> Step:
-    """Follows the plan, unless it does nothing, or the current plan is as good and fits."""
+    """Follows the plan, unless it does nothing, or the current plan is as good and fits.
+
+    The peak of plain training is an estimate where tensors were made smaller in the profiled step.
+    So a plan that does nothing is followed and measured, too, unless that step was a plain one.
+    """
     if seen.fits and _is_no_better(state, seen):
         return begin_to_watch(replace(state, memory=seen.memory))
+    is_known = seen.chosen.plan.changes_nothing and state.has_profiled(PLAIN)
     state, commands = _held(state, seen)
-    if seen.chosen.plan.changes_nothing:
-        phase = Phase.SETTLED if state.ratio == 1 else Phase.IDLE
-        state = replace(state, plan=None, preset=0, phase=phase)
-    return state, commands
+    return (_without_plan(state) if is_known else state), commands
+
+
+def _without_plan(state: FitState) -> FitState:
+    """Returns the state in which plain training goes on."""
+    phase = Phase.SETTLED if state.ratio == 1 else Phase.IDLE
+    return replace(state, plan=None, preset=PLAIN, phase=phase)
 
 
 def _is_no_better(state: FitState, seen: PlanMade) -> bool:
@@ -105,6 +115,8 @@ def begin_to_watch(state: FitState) -> Step:
     """Settles, or requests a plan that leaves memory for a meter, if there is noise to measure."""
     plan = state.plan
     assert plan is not None
+    if plan.changes_nothing:
+        return _without_plan(state), ()
     if not plan.is_lossy or state.was_watched:
         return replace(state, phase=Phase.SETTLED), ()
     margin = state.margin_nbytes + room_nbytes(plan)
@@ -146,12 +158,15 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
         return replace(state, phase=Phase.WRITING, plan=None, headroom=headroom), ()
     if state.corrects:
         return go_smaller(state, seen.fallbacks)
+    known = _taken_again(state)
+    if known is not None:
+        return known
     state = replace(state, phase=Phase.IDLE, plan=None).knowing(profile)
     more = tries_more(state, seen.fallbacks)
     if more is not None:
         return more
-    if profile.peak <= state.options.budget_nbytes:
-        return replace(state, phase=Phase.SETTLED), ()  # the uniform preset has been seen to fit
+    if state.has_profiled(state.preset):
+        return replace(state, phase=Phase.SETTLED), ()
     if seen.again:
         return state.fresh(), (ForgetScripts(),)
     if _comes_near(state, seen):
@@ -181,17 +196,25 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     return None
 
 
+def _taken_again(state: FitState) -> Step | None:
+    """Settles on a plan that was measured within the budget; None: none was."""
+    least = state.attempts.least
+    if least is None or least.peak_nbytes > state.options.budget_nbytes:
+        return None
+    return replace(state, phase=Phase.SETTLED), (TakePlan(least.chosen),)
+
+
 def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     """Tries smaller plans after corrected ones have needed more than the budget.
 
     If the plan is rehearsed and recomputes no module, the next step is profiled, which replaces all
     estimates. Otherwise the plans of the least predicted peak are measured, one after another.
     """
-    plan, least = state.plan, state.attempts.least
+    plan = state.plan
     assert plan is not None
-    assert least is not None
-    if least.peak_nbytes <= state.options.budget_nbytes:
-        return replace(state, phase=Phase.SETTLED), (TakePlan(least.chosen),)
+    known = _taken_again(state)
+    if known is not None:
+        return known
     more = tries_more(state, fallbacks)
     if more is not None:
         return more

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
 
+PLAIN = 0  # index of "keep" in every ladder
 SAFEST_EXACT = 1  # index of "exact" in every ladder
 _MOST_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
 _MOST_WITHOUT = 8  # steps with fewer gradients, until one is measured all the same
@@ -59,6 +60,7 @@ class FitState:
     profile       of the step that was written down, or rehearsed
     rehearsed     the backward of that is an estimate
     profiled      the call that it is of
+    profiled_at   the preset of that step; None: it is an estimate, or followed a plan
     beside_nbytes what stood beside the model in it
     most_beside_nbytes  the most that stood beside it as it was planned again for that
     once_nbytes   by which plans in which no module runs again have been too optimistic
@@ -104,6 +106,7 @@ class FitState:
     profile: "Profile | None" = None
     rehearsed: bool = False
     profiled: "Signature | None" = None
+    profiled_at: int | None = None
     beside_nbytes: int = 0
     most_beside_nbytes: int = 0
     once_nbytes: int = 0
@@ -149,7 +152,10 @@ class FitState:
         )
 
     def back(self, before: "FitState") -> Self:
-        """Returns to the settled state of before, if steps since then did not contradict it."""
+        """Returns to the setting of before, if steps since then did not contradict it.
+
+        If that was still being verified, learning begins anew after this step, which is unusual.
+        """
         return replace(
             self.fresh(),
             phase=Phase.SETTLED,
@@ -161,12 +167,13 @@ class FitState:
             profile=before.profile,
             rehearsed=before.rehearsed,
             profiled=before.profiled,
+            profiled_at=before.profiled_at,
             beside_nbytes=before.beside_nbytes,
             infeasible=before.infeasible,
-            has_fit=True,
+            has_fit=before.settled,
             was_rehearsed=before.was_rehearsed,
             was_watched=before.was_watched,
-            was_unexpected=self.was_unexpected,
+            was_unexpected=self.was_unexpected or not before.settled,
             before=None,
         )
 
@@ -195,6 +202,18 @@ class FitState:
     def follows_given(self) -> bool:
         """True if the plan that is followed is the one that was given."""
         return self.plan is not None and self.plan is self.given
+
+    @property
+    def ran_at(self) -> int | None:
+        """Preset that the step ran at, also under a plan that is as good as none; None: a plan."""
+        if self.plan is None:
+            return self.preset
+        return PLAIN if self.plan.changes_nothing else None
+
+    def has_profiled(self, preset: int) -> bool:
+        """Returns whether a step at this preset was profiled, and was within the budget."""
+        profile, budget_nbytes = self.profile, self.options.budget_nbytes
+        return profile is not None and self.profiled_at == preset and profile.peak <= budget_nbytes
 
     @property
     def is_learned(self) -> bool:

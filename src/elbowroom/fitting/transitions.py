@@ -192,7 +192,11 @@ def _stands_beside(state: FitState, nbytes: int) -> Step:
 
 
 def _plan_again(state: FitState, growth: float) -> Step:
-    """Replans from the known profile, if possible, for a larger call or another budget."""
+    """Replans from the known profile, if possible, for a larger call or another budget.
+
+    To neither does a state of before apply.
+    """
+    state = replace(state, before=None)
     if state.headroom.transient_nbytes is None or state.rehearsed or state.infeasible:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
