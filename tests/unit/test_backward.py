@@ -311,6 +311,18 @@ class Sees(nn.Module):
         return out
 
 
+class Scans(nn.Module):
+    """A first convolution of one channel, whose maps are the largest of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.AvgPool2d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean()
+        return out
+
+
 class Biased(nn.Module):
     """Attention with a learned bias for every pair, as of relative positions."""
 
@@ -356,6 +368,7 @@ NETS = {
     "channels last": (ChannelsLast, (8, 8, 48, 48)),
     "widens": (Widens, (8, 3, 48, 48)),
     "biased attention": (Biased, (4, 128, 64)),
+    "scans": (Scans, (8, 1, 32, 96)),
 }
 
 

@@ -10,13 +10,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from elbowroom.measure.layouts import copied_nbytes
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.backward import Graph, Node
-from elbowroom.runtime.kept import Deferred
-from elbowroom.runtime.slot import View
 
 _SAVED = "_raw_saved_"
 _RESULTS = ("result", "output", "out", "grad_input")  # fields of an op's own results
@@ -25,7 +23,6 @@ _POSITIONS = {  # of inputs, in the order of an op's arguments; others come firs
     **dict.fromkeys(("other", "mat2", "weight", "key", "batch1", "tensor1", "end", "exponent"), 1),
     **dict.fromkeys(("value", "batch2", "tensor2"), 2),
 }
-_LIBRARY_SAMPLES = 16  # of which convolutions of one pixel are oneDNN's, on one thread
 
 
 def graph_of(
@@ -84,8 +81,7 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
         takes=tuple(map(_gradient_nbytes, fn._input_metadata)),
         gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
-        workspace=getattr(fn, "workspace_nbytes", None) or _layout_nbytes(fn),
-        copies_maps=fn.name().startswith("ConvolutionBackward") and _copies_maps(fn),
+        workspace=getattr(fn, "workspace_nbytes", None) or copied_nbytes(fn),
         reads=tuple(_reads(fn, found)) if is_hidden else (),
     )
 
@@ -122,45 +118,3 @@ def _reads(fn: Any, found: dict[Any, int]) -> Iterator[tuple[int, int]]:
             to, nr = edges[k] if k < len(edges) else (None, 0)
             if to is not None:
                 yield found[to], nr
-
-
-def _layout_nbytes(fn: Any) -> int:
-    """Returns what a convolution takes for another layout of an input that needs no gradient.
-
-    Of one that needs one, the graph tells the size. The first layer's is an image.
-    """
-    if not fn.name().startswith("ConvolutionBackward") or fn.next_functions[0][0] is not None:
-        return 0
-    view = _saved_input(fn)
-    return 0 if view is None else 2 * prod(view.geometry.shape) * view.slot.dtype.itemsize
-
-
-def _copies_maps(fn: Any) -> bool:
-    """Returns whether a convolution's library copies its maps into layouts of its own.
-
-    On a CPU, oneDNN copies none whose channels come last in memory. Where each pixel is multiplied
-    by a matrix alone, in one or two dimensions of fp32, PyTorch calls it for at least 16 samples or
-    on several threads (`ConvParams::use_mkldnn` in ATen/native/Convolution.cpp); otherwise it
-    multiplies matrices as the maps lie. Where it is not known, maps are taken to be copied.
-    """
-    made, view = fn._input_metadata[0], _saved_input(fn)
-    if made.device.type != "cpu":
-        return True
-    if view is not None and len(view.geometry.shape) == 4:
-        channels, stride = view.geometry.shape[1], view.geometry.stride
-        if channels > 1 and stride[1] == 1 and stride[3] == channels:
-            return False
-    weight, which = fn.next_functions[1]
-    if weight is None or made.dtype is not torch.float32 or fn._saved_groups != 1:
-        return True
-    pixels = weight._input_metadata[which].shape[2:]
-    is_product = {*pixels, *fn._saved_stride} == {1} and len(pixels) < 3
-    uses_library = made.shape[0] >= _LIBRARY_SAMPLES or torch.get_num_threads() > 1
-    return uses_library or not is_product or prod(made.shape[2:]) == 1
-
-
-def _saved_input(fn: Any) -> View | None:
-    """Returns how a convolution's input is held; None: not by us."""
-    packed = getattr(fn._raw_saved_input, "data", None)
-    view = packed.held if isinstance(packed, Deferred) else packed
-    return view if isinstance(view, View) else None
