@@ -24,6 +24,13 @@ _BETWEEN = {  # largest gradients that a formula makes beside its result
     "VarBackward": 1,
     "ReciprocalBackward": 1,
     "LogSigmoidBackward": 1,
+    "NativeBatchNormBackward": 1,
+    "AbsBackward": 1,
+    "CosBackward": 1,
+    "SinBackward": 1,
+    "Log1PBackward": 1,
+    "CumsumBackward": 2,
+    "ErfBackward": 4,
 }
 _PASS = (  # their gradient is what came in, or a view of it
     *("AddBackward", "AliasBackward", "CatBackward", "CloneBackward", "ExpandBackward"),
