@@ -51,6 +51,10 @@ class Profile:
     def shifted(self, nbytes):
         return replace(self, static=self.static + nbytes, peak=self.peak + nbytes)
 
+    @property
+    def followed_peak(self):
+        return self.peak
+
     def peak_with(self, born_nbytes):
         return self.peak + born_nbytes
 

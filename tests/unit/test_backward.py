@@ -312,6 +312,41 @@ class Sees(nn.Module):
         return out
 
 
+class Scans(nn.Module):
+    """A first convolution of one channel, whose maps are the largest of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.AvgPool2d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean()
+        return out
+
+
+class Normalized(nn.Module):
+    """A batch norm, whose backward makes a map beside its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 64, 1), nn.BatchNorm2d(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean()
+        return out
+
+
+class Functions(nn.Module):
+    """A derivative of several factors, each of which is a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.erf(self.up(x)).mean()
+
+
 class Biased(nn.Module):
     """Attention with a learned bias for every pair, as of relative positions."""
 
@@ -374,6 +409,9 @@ NETS = {
     ),
     "widens": (Widens, (8, 3, 48, 48)),
     "biased attention": (Biased, (4, 128, 64)),
+    "scans": (Scans, (8, 1, 32, 96)),
+    "normalized": (Normalized, (8, 3, 32, 32)),
+    "erf": (Functions, (512, 32)),
 }
 
 

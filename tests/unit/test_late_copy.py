@@ -133,6 +133,40 @@ def test_gathering_takes_no_more_than_it_does_plainly():
     assert ours <= plain + 8 * NODES  # a few numbers
 
 
+class Weighted(nn.Module):
+    """The same with weights of edges, which are data: no op saves what they are multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sums = nn.Linear(WIDTH, WIDTH), Sums()
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        h = self.linear(x)
+        return self.sums(h, weight * h.index_select(0, index[0]), index[1])
+
+
+class Sums(nn.Module):
+    def forward(self, like: Tensor, messages: Tensor, index: Tensor) -> Tensor:
+        to = index[:, None].expand_as(messages)
+        return like.new_zeros(like.shape).scatter_add(0, to, messages)
+
+
+def test_nothing_is_copied_to_find_out_that_it_could_be(monkeypatch):
+    layers, h = nn.ModuleList(Weighted() for _ in range(2)), torch.randn(NODES, WIDTH)
+    index, weight = torch.randint(0, NODES, (2, EDGES)), torch.rand(EDGES, 1)
+    copies: list[object] = []
+    monkeypatch.setattr(LateCopy, "hold", lambda slot, handle: copies.append(handle))
+
+    def step() -> None:
+        x = h
+        for layer in layers:
+            x = torch.tanh(layer(x, index, weight))
+        x.sum().backward()
+
+    er.measure(step, min_nbytes=0)
+    assert not copies
+
+
 @pytest.mark.parametrize("temporary", [False, True])
 def test_what_is_gathered_is_made_again(temporary):
     torch.manual_seed(0)

@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
+import elbowroom as er
 from elbowroom.plan.backward import Graph, Node
+from elbowroom.plan.build_problem import build_problem
+from elbowroom.plan.menu import spared, workspace
 from elbowroom.plan.profile import Profile, Save, Storage
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, Unallocated, with_backward
-from elbowroom.plan.site import Need, Site
+from elbowroom.plan.site import Need, Reads, Site
 
 STATIC = 1000
 
@@ -108,3 +112,44 @@ def test_the_input_of_a_checkpoint_is_asked_for_by_the_op_that_runs_first_of_tho
     graph = Graph(nodes, ((4, 0),), asks=((1,), (5,)))
     step = with_backward(ForwardProfile(of(saved(1, 0), saved(2, 1)), graph), [], 0, LIKELY)
     assert [storage.needs[0] - step.backward for storage in step.storages] == [1, 0]
+
+
+def test_what_a_convolution_copies_is_known_as_what_its_turns_spare():
+    nodes = (Node(0, "Mul", (100,), ((-1, 0),)), Node(1, "Conv", (40,), ((0, 0),), workspace=70))
+    (one,) = of(saved(100, 0)).storages
+    site = replace(one.saves[0].site, shape=(4, 25), reads=Reads.SAMPLES, samples=1)
+    conv = replace(one, saves=(replace(one.saves[0], site=site),))
+    graph = Graph(nodes, ((1, 0),), asks=((1,),))
+    step = with_backward(ForwardProfile(of(conv), graph), [], 0, LIKELY)
+    (conv,) = step.storages
+    (need,) = conv.needs
+    assert step.level[need] - step.floor[need] == 100 + 100 + 70  # restored, made and copied
+    assert workspace(step, conv, need) == 70
+    assert spared(step, conv) == {need: round(3 / 4 * 70 - 1 / 4 * 100)}
+
+
+def test_a_step_that_follows_its_plan_reads_bits_that_a_profiled_one_restores():
+    (one,) = of(saved(50, 0)).storages
+    site = replace(one.saves[0].site, need=Need.MASK, reads=Reads.BITS)
+    save = replace(one.saves[0], site=site, asked=1)
+    relu = replace(one, held=2, kept=False, needs=(1,), saves=(save,))
+    step = replace(of(relu), level=(STATIC, STATIC + 60), floor=(STATIC, STATIC))
+    assert (step.peak, step.followed_peak) == (STATIC + 60, STATIC + 10)
+    kept = replace(step, storages=(replace(relu, kept=True),))
+    assert kept.followed_peak == kept.peak
+
+
+def test_a_tensor_of_which_only_sizes_are_read_takes_no_memory():
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    with er.saving(min_nbytes=0):
+        y = F.max_pool2d(torch.relu(x), 2)
+    assert y.grad_fn._saved_self.untyped_storage().nbytes() <= x.itemsize
+
+    profile = er.measure(lambda: F.max_pool2d(torch.relu(x), 2).sum().backward(), min_nbytes=0)
+    (relu,) = (one for one in profile.storages if one.saves[0].site.consumer == "relu")
+    reads = {save.site.reads: save.asked for save in relu.saves}
+    assert set(reads) == {Reads.BITS, Reads.SIZES}
+    assert relu.restored == (reads[Reads.BITS],)
+    problem = build_problem(profile, exact=True)
+    options = problem.problem.items[problem.storages.index(profile.storages.index(relu))].options
+    assert all((reads[Reads.SIZES], 0) in option.direct for option in options[1:])

@@ -148,7 +148,9 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
     state = replace(state, tries=state.tries + 1)
     if seen.seen is None or seen.profile is None or seen.climbed:
         return _try_again(state, seen)
-    peak_nbytes = _at_largest(state, seen, seen.seen.peak)
+    followed = seen.seen.followed_peak
+    lasting = followed if followed > state.options.budget_nbytes else seen.seen.peak
+    peak_nbytes = _at_largest(state, seen, lasting)
     state = _noted(state, peak_nbytes)
     # What stands beside the model may vary: the next plan has room for the most of it.
     beside_nbytes = max(seen.beside_nbytes, state.most_beside_nbytes)

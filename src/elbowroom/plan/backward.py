@@ -24,6 +24,13 @@ _BETWEEN = {  # largest gradients that a formula makes beside its result
     "VarBackward": 1,
     "ReciprocalBackward": 1,
     "LogSigmoidBackward": 1,
+    "NativeBatchNormBackward": 1,
+    "AbsBackward": 1,
+    "CosBackward": 1,
+    "SinBackward": 1,
+    "Log1PBackward": 1,
+    "CumsumBackward": 2,
+    "ErfBackward": 4,
 }
 _PASS = (  # their gradient is what came in, or a view of it
     *("AddBackward", "AliasBackward", "CatBackward", "CloneBackward", "ExpandBackward"),
@@ -55,7 +62,6 @@ class Node:
     reads   (node, which of its tensors) of what it has saved, where the user's hooks hold it
     workspace  bytes that it is known to take beside gradients
     is_older   its op ran before the forward that the graph is of
-    copies_maps  a convolution's library copies what it reads and makes into layouts of its own
     """
 
     nth: int
@@ -66,7 +72,6 @@ class Node:
     reads: tuple[tuple[int, int], ...] = ()
     workspace: int = 0
     is_older: bool = False
-    copies_maps: bool = True
 
     @property
     def is_leaf(self) -> bool:
@@ -141,12 +146,14 @@ class Moment:
 
     nth      its number
     nbytes   gradients that wait, that it makes, and what lies between
+    waits    gradients that wait as it begins, its own counted
     stay     of gradients that stay: those so far, its own counted
     hidden   of what the user's hooks have put back for it: a checkpoint of the user's
     """
 
     nth: int
     nbytes: int
+    waits: int
     stay: int
     hidden: int = 0
     is_leaf: bool = False
@@ -210,10 +217,10 @@ class _Backward:
         while self._ready:
             _, at = heapq.heappop(self._ready)
             node = self._nodes[at]
-            self._peak = self._gradients.nbytes
+            waits = self._peak = self._gradients.nbytes
             self._run(at, node)
             hidden = self._hidden.read_by(at)
-            yield Moment(node.nth, self._peak, self._stay, hidden, node.is_leaf)
+            yield Moment(node.nth, self._peak, waits, self._stay, hidden, node.is_leaf)
 
     def _run(self, at: int, node: Node) -> None:
         came = self._came.pop(at, {})
@@ -276,12 +283,6 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
     broadcasts = name in _REDUCING and any(size < largest for size in sizes)
-    if name == "ConvolutionBackward":  # maps in another layout (measured), or the weight
-        given = [nodes[to].takes[which] for to, which in node.gives[:1] if to >= 0]
-        if not node.copies_maps:
-            return max(*sizes[len(given) :], node.workspace, 0)
-        copies = given[0] + max(largest, given[0]) if given else 2 * largest
-        return max(copies, *sizes, node.workspace)
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 

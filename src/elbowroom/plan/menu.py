@@ -173,6 +173,8 @@ class _Held:
                 return not (self.rebuilt or (self.codec is not None and bool(self.value)))
             case Reads.SAMPLES:
                 return exact or not (isinstance(self.codec, Dither) or self.mapped)
+            case Reads.SIZES:
+                return False
         return True
 
 

@@ -90,9 +90,11 @@ class Storage:
     def restored(self) -> tuple[int, ...]:
         """The needs at which the restored storage takes memory of its own, if it is not kept.
 
-        Where a product's result takes the place of a restored factor, the factor takes none.
+        Where a product's result takes the place of a restored factor, the factor takes none, nor
+        does a tensor of which only the sizes are read.
         """
-        others = {save.asked for save in self.saves if save.site.reads is not Reads.PLACE}
+        none = (Reads.PLACE, Reads.SIZES)
+        others = {save.asked for save in self.saves if save.site.reads not in none}
         places = {save.asked for save in self.saves} - others
         return tuple(need for need in self.needs if need not in places)
 
@@ -207,6 +209,19 @@ class Profile:
     def peak(self) -> int:
         """The highest memory use, in bytes."""
         return max(self.level, default=self.static)
+
+    @property
+    def followed_peak(self) -> int:
+        """The peak, in bytes, without tensors that a step restores for bits while it is profiled.
+
+        A step that is not profiled reads the bits.
+        """
+        level = list(self.level)
+        for storage in self.storages:
+            for need in storage.restored if storage.held and not storage.kept else ():
+                reads = (save.site.reads for save in storage.saves if save.asked == need)
+                level[need] -= storage.nbytes * all(one is Reads.BITS for one in reads)
+        return max(level, default=self.static)
 
     def peak_with(self, state_nbytes: int) -> int:
         """Returns the peak as if the optimizer states created at its end had existed before."""

@@ -116,11 +116,15 @@ class ForwardProfile:
 
 @dataclass
 class _Moment:
-    """One moment of backward: an op that asks for something, or several that do not."""
+    """One moment of backward: an op that asks for something, or several that do not.
+
+    waits: gradients that wait as it begins
+    """
 
     asks: list[tuple[int, int]]
-    nbytes: int
-    stay: int
+    nbytes: int = 0
+    waits: int = 0
+    stay: int = 0
 
 
 def with_backward(
@@ -145,15 +149,17 @@ def with_backward(
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)
     stands = profile.static + forward_profile.left_nbytes
-    base = []
+    base, floor = [], []
     asked: dict[tuple[int, int], int] = {}
     for k, moment in enumerate(moments):
         asked.update(dict.fromkeys(moment.asks, first + k))
-        beside = moment.nbytes
-        if k == 0:
-            beside = max(beside, loss_nbytes)
+        beside, waits = moment.nbytes, moment.waits
+        if k == 0 and loss_nbytes > beside:
+            beside = waits = loss_nbytes
         beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
-        base.append(stands + small[k] + min(moment.stay, born) + beside)
+        stays = stands + small[k] + min(moment.stay, born)
+        base.append(stays + beside)
+        floor.append(stays + waits)
     asked_storages = tuple(
         _as_requested(storage, i, asked, first, first + len(base) - 1)
         for i, storage in enumerate(storages)
@@ -165,7 +171,7 @@ def with_backward(
     return replace(
         profile,
         level=level,
-        floor=(*profile.floor, *level[first:]),
+        floor=(*profile.floor, *floor),
         starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(base)))),
         backward=min(first, len(level) - 1),
         seconds=3 * forward_s,
@@ -198,19 +204,19 @@ def _moments(graph: Graph, care: float) -> list[_Moment]:
     asks = _requests(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
     for one in ran:
-        nbytes = int(care * one.nbytes) + one.hidden
+        nbytes, waits = (int(care * part) + one.hidden for part in (one.nbytes, one.waits))
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
-            found.append(_Moment(asking, nbytes, one.stay))
+            found.append(_Moment(asking, nbytes, waits, one.stay))
             continue
         last = found[-1]
         if nbytes + one.stay <= last.nbytes + last.stay:
             continue
         if last.asks:
-            found.append(_Moment([], nbytes, one.stay))
+            found.append(_Moment([], nbytes, waits, one.stay))
         else:
             last.nbytes, last.stay = nbytes, one.stay
-    return found or [_Moment([], 0, 0)]
+    return found or [_Moment([])]
 
 
 def _requests(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:

@@ -105,6 +105,7 @@ class Reads(Enum):
     SAMPLES = "samples"  # what is decoded, a few samples at a time (convolution)
     GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
     PLACE = "place"  # the tensor, decoded or rebuilt to where the gradient will be (products)
+    SIZES = "sizes"  # sizes alone, of a tensor without memory (pooling)
 
 
 class Rebuildable(Enum):

@@ -51,7 +51,7 @@ from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
-from elbowroom.runtime.handles.rebuild import DEEPEST_READY
+from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
 from elbowroom.runtime.identity import (
     Identity,
     dense_base,
@@ -629,7 +629,9 @@ class Saving:
         if storage_nbytes(x) < self.min_nbytes:
             return None  # kept, whatever its possible sources
         origin = self._identity.origin(x)
-        ready = None if origin is None else origin.ready()
+        if origin is None or origin.recipe is None or waits_for_copy(origin.recipe):
+            return None
+        ready = origin.ready()
         return None if ready is None or not ready.exact else ready.sole_source
 
     def _copied(self, slot: Slot, y: Tensor) -> None:

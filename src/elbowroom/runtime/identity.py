@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.rebuild import Expected, Op, Ready, Recipe, followed
+from elbowroom.runtime.handles.rebuild import Expected, Op, Ready, Recipe, can_follow
 from elbowroom.runtime.late_copy import CONSTANT, LateCopy
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
@@ -183,7 +183,7 @@ class Identity:
     def operand_or_spare(self, x: Tensor, call: "Call", out: Tensor) -> "Source | None":
         """Returns the source of x, or a copy of x if it cannot be rebuilt from held tensors."""
         source = self.operand(x, call)
-        if isinstance(source, Slot) or (source is not None and followed(source) is not None):
+        if isinstance(source, Slot) or (source is not None and can_follow(source)):
             return source
         return self.spare(x, call.name, out) or source
 
@@ -209,7 +209,7 @@ class Identity:
 
     def _cheapest(self, recipe: Recipe, x: Tensor, version: int | None = None) -> "Source":
         """Returns x's recipe; if it is expensive or not ready, a saved tensor is preferred."""
-        if not self.is_exact or not (recipe.op.products or recipe.ready() is None):
+        if not self.is_exact or not (recipe.op.products or not can_follow(recipe)):
             return recipe
         held = self._held(x) if version in (None, version_of(x)) else None
         return self._link(x, version, recipe) if held is None else held

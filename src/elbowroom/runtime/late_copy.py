@@ -56,6 +56,11 @@ class LateCopy(CountedSlot):
     def value(self, value: Handle | None) -> None:
         self._value, self._storage = value, None
 
+    @property
+    def is_pending(self) -> bool:
+        """True if there is no copy yet, and there can be one."""
+        return self._storage is not None and self._counter._version == self._version
+
     def _copy(self, *, only_for_out: bool = False) -> None:
         """Copies the tensor, the first time that it is called; else, it does nothing."""
         storage, self._storage = self._storage, None

