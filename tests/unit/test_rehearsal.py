@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.backward import Graph, Node
+from elbowroom.plan.make import make_plan
 from elbowroom.plan.profile import Profile, Save, Storage
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, Unallocated, with_backward
-from elbowroom.plan.site import Need, Site
+from elbowroom.plan.site import Need, Reads, Site
 
 STATIC = 1000
 
@@ -108,3 +111,32 @@ def test_the_input_of_a_checkpoint_is_asked_for_by_the_op_that_runs_first_of_tho
     graph = Graph(nodes, ((4, 0),), asks=((1,), (5,)))
     step = with_backward(ForwardProfile(of(saved(1, 0), saved(2, 1)), graph), [], 0, LIKELY)
     assert [storage.needs[0] - step.backward for storage in step.storages] == [1, 0]
+
+
+def least(turns: bool, reads: Reads = Reads.SAMPLES) -> tuple[int, ...]:
+    """Returns the levels of a step of one convolution, and the least budget of lossy plans."""
+    shape, nbytes = (16, 1 << 18), 16 << 20
+    site = Site("conv", "conv2d", "", shape, torch.float32, nbytes, Need.LOSSY)
+    site = replace(site, reads=reads, samples=4)
+    storage = Storage(
+        nbytes, 0, True, 0, 0, (), 0, 0.0, (), (Save(site, "", ("conv",), 0), Save(site, "", (), 0))
+    )
+    before = Node(0, "MulBackward0", (nbytes,), ((-1, 0),))
+    conv = Node(1, "ConvolutionBackward0", (nbytes,), ((0, 0), (-1, 0)))
+    graph = Graph((before, conv), roots=((1, 0),), asks=((1, 0),))
+    forward_profile = ForwardProfile(of(storage), graph)
+    step = with_backward(forward_profile, [], 0, LIKELY, turns=turns)
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(step, 1, exact=False)
+    return refused.value.least_nbytes, *step.level
+
+
+def test_plans_of_an_estimate_know_what_a_convolution_spares_by_taking_turns():
+    (whole, *levels_whole), (turns, *levels_turns) = least(False), least(True)
+    assert levels_whole == levels_turns  # the first step is profiled, and takes none
+    # Of the copies of two maps that it makes, three quarters.
+    assert whole - turns == 3 * (2 * 16 << 20) // 4
+
+
+def test_an_op_that_takes_no_turns_spares_nothing_in_an_estimate():
+    assert least(True, Reads.RESTORED) == least(False, Reads.RESTORED)

@@ -142,12 +142,14 @@ class Moment:
     nth      its number
     nbytes   gradients that wait, that it makes, and what lies between
     stay     of gradients that stay: those so far, its own counted
+    before   of gradients as it begins: what it takes, and others that wait
     hidden   of what the user's hooks have put back for it: a checkpoint of the user's
     """
 
     nth: int
     nbytes: int
     stay: int
+    before: int = 0
     hidden: int = 0
     is_leaf: bool = False
 
@@ -210,10 +212,10 @@ class _Backward:
         while self._ready:
             _, at = heapq.heappop(self._ready)
             node = self._nodes[at]
-            self._peak = self._gradients.nbytes
+            before = self._peak = self._gradients.nbytes
             self._run(at, node)
             hidden = self._hidden.read_by(at)
-            yield Moment(node.nth, self._peak, self._stay, hidden, node.is_leaf)
+            yield Moment(node.nth, self._peak, self._stay, before, hidden, node.is_leaf)
 
     def _run(self, at: int, node: Node) -> None:
         came = self._came.pop(at, {})

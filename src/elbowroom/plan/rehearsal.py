@@ -25,6 +25,7 @@ import torch
 from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.profile import Profile, Storage, is_planned
 from elbowroom.plan.sequence import in_sequence
+from elbowroom.plan.site import Reads
 
 CAREFUL, LIKELY = 1.25, 1.0  # of what the graph says
 _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
@@ -116,11 +117,15 @@ class ForwardProfile:
 
 @dataclass
 class _Moment:
-    """One moment of backward: an op that asks for something, or several that do not."""
+    """One moment of backward: an op that asks for something, or several that do not.
+
+    before  bytes, of `nbytes`, that are there as the op begins that takes the most
+    """
 
     asks: list[tuple[int, int]]
     nbytes: int
     stay: int
+    before: int = 0
 
 
 def with_backward(
@@ -128,11 +133,15 @@ def with_backward(
     gradients: Iterable[Unallocated],
     state_nbytes: int,
     care: float = CAREFUL,
+    *,
+    turns: bool = False,
 ) -> Profile:
     """A whole step, from a forward whose storages were all dropped.
 
     state_nbytes  of the optimizer's, which the step will create
     care          times what the graph says that backward takes
+    turns         plans know what convolutions spare by taking turns, which they do not in the first
+                  step, for it is profiled
     """
     profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
@@ -145,7 +154,7 @@ def with_backward(
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)
     stands = profile.static + forward_profile.left_nbytes
-    base = []
+    base, floor = [], []
     asked: dict[tuple[int, int], int] = {}
     for k, moment in enumerate(moments):
         asked.update(dict.fromkeys(moment.asks, first + k))
@@ -153,7 +162,10 @@ def with_backward(
         if k == 0:
             beside = max(beside, loss_nbytes)
         beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
-        base.append(stands + small[k] + min(moment.stay, born) + beside)
+        others = stands + small[k] + min(moment.stay, born)
+        base.append(others + beside)
+        samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
+        floor.append(others + moment.before if turns and samples else -1)
     asked_storages = tuple(
         _as_requested(storage, i, asked, first, first + len(base) - 1)
         for i, storage in enumerate(storages)
@@ -165,7 +177,7 @@ def with_backward(
     return replace(
         profile,
         level=level,
-        floor=(*profile.floor, *level[first:]),
+        floor=(*profile.floor, *(level[first + k] if n < 0 else n for k, n in enumerate(floor))),
         starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(base)))),
         backward=min(first, len(level) - 1),
         seconds=3 * forward_s,
@@ -199,17 +211,18 @@ def _moments(graph: Graph, care: float) -> list[_Moment]:
     found: list[_Moment] = []
     for one in ran:
         nbytes = int(care * one.nbytes) + one.hidden
+        before = int(care * one.before) + one.hidden
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
-            found.append(_Moment(asking, nbytes, one.stay))
+            found.append(_Moment(asking, nbytes, one.stay, before))
             continue
         last = found[-1]
         if nbytes + one.stay <= last.nbytes + last.stay:
             continue
         if last.asks:
-            found.append(_Moment([], nbytes, one.stay))
+            found.append(_Moment([], nbytes, one.stay, before))
         else:
-            last.nbytes, last.stay = nbytes, one.stay
+            last.nbytes, last.stay, last.before = nbytes, one.stay, before
     return found or [_Moment([], 0, 0)]
 
 
