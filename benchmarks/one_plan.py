@@ -393,6 +393,11 @@ def line(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def timed(row: dict[str, Any]) -> str:
+    """The time of a row over plain's, and the range of its pairs."""
+    return f"{row['ratio']:.3f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
+
+
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ours = [row for row in rows if row["policy"] == ALL]
     losing, smaller = [], []
@@ -408,8 +413,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         best = min(rivals, key=lambda other: other["ratio"], default=None)
         if best is not None and row["ratio"] > best["ratio"] * ALIKE:
             losing.append(
-                f"{row['model']} at {row['share']}: {row['ratio']:.3f}, {best['policy']} "
-                f"{best['ratio']:.3f}"
+                f"{row['model']} at {row['share']}: {timed(row)}, {best['policy']} {timed(best)}"
             )
     for model in dict.fromkeys(row["model"] for row in rows):
         least = {
@@ -455,8 +459,7 @@ def goal(rows: list[dict[str, Any]], model: str, times: float) -> dict[str, Any]
         if row is None:
             return "none"
         below = row["plain_nbytes"] / row["peak_nbytes"]
-        spread = f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
-        return f"{below:.2f} times at {row['ratio']:.2f} ({spread}), {row['policy']}"
+        return f"{below:.2f} times at {timed(row)}, {row['policy']}"
 
     def peak(row: dict[str, Any]) -> int:
         return int(row["peak_nbytes"])
