@@ -14,11 +14,11 @@ Grads = list[Tensor]
 
 
 class GradientError:
-    """g~ against g over noise seeds, summed up as it comes."""
+    """g~ against g over noise seeds, summed up as it comes. norm2: |g|^2."""
 
     def __init__(self, g: Grads) -> None:
         self._g = g
-        self._norm2 = _norm2(g)
+        self.norm2 = _norm2(g)
         self._sum = [torch.zeros_like(part) for part in g]
         self.errors2: list[float] = []
         self.bit_equal = True
@@ -28,7 +28,7 @@ class GradientError:
         self.bit_equal &= all(
             torch.equal(new, true) for new, true in zip(grads, self._g, strict=True)
         )
-        self.errors2.append(_norm2(differences) / self._norm2)
+        self.errors2.append(_norm2(differences) / self.norm2)
         torch._foreach_add_(self._sum, differences)
 
     @property
@@ -53,7 +53,7 @@ class GradientError:
 
     @property
     def _mean2(self) -> float:
-        return _norm2(self._sum) / len(self.errors2) ** 2 / self._norm2
+        return _norm2(self._sum) / len(self.errors2) ** 2 / self.norm2
 
 
 def _norm2(parts: Grads) -> float:

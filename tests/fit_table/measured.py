@@ -257,6 +257,14 @@ ROWS = {
         {"phase": P.SETTLED, "tries": 5},
         (say(Line.OUTSIDE, peak_nbytes=1100, seen_nbytes=800),),
     ),
+    "a step that climbed from an estimated plan: the next one begins where it has ended": Row(
+        GUESSED,
+        written(climbed=True, preset=3),
+        {"plan": None, "preset": 3, "tries": 1, "headroom": Headroom()},
+    ),
+    "a step that climbed from a plan that is no estimate": Row(
+        VERIFYING, written(climbed=True, preset=3), {"tries": 1}
+    ),
     "five steps above the budget that climbed": Row(
         replace(FRESH, tries=4),
         written(climbed=True),

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import elbowroom as er
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.backward import Graph, Node
 from elbowroom.plan.build_problem import build_problem
+from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import spared, workspace
 from elbowroom.plan.profile import Profile, Save, Storage
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, Unallocated, with_backward
@@ -120,7 +123,7 @@ def test_what_a_convolution_copies_is_known_as_what_its_turns_spare():
     site = replace(one.saves[0].site, shape=(4, 25), reads=Reads.SAMPLES, samples=1)
     conv = replace(one, saves=(replace(one.saves[0], site=site),))
     graph = Graph(nodes, ((1, 0),), asks=((1,),))
-    step = with_backward(ForwardProfile(of(conv), graph), [], 0, LIKELY)
+    step = with_backward(ForwardProfile(of(conv), graph), [], 0, LIKELY, turns=True)
     (conv,) = step.storages
     (need,) = conv.needs
     assert step.level[need] - step.floor[need] == 100 + 100 + 70  # restored, made and copied
@@ -153,3 +156,32 @@ def test_a_tensor_of_which_only_sizes_are_read_takes_no_memory():
     problem = build_problem(profile, exact=True)
     options = problem.problem.items[problem.storages.index(profile.storages.index(relu))].options
     assert all((reads[Reads.SIZES], 0) in option.direct for option in options[1:])
+
+
+def least(turns: bool, reads: Reads = Reads.SAMPLES) -> tuple[int, ...]:
+    """Returns the levels of a step of one convolution, and the least budget of lossy plans."""
+    shape, nbytes = (16, 1 << 18), 16 << 20
+    site = Site("conv", "conv2d", "", shape, torch.float32, nbytes, Need.LOSSY)
+    site = replace(site, reads=reads, samples=4)
+    storage = Storage(
+        nbytes, 0, True, 0, 0, (), 0, 0.0, (), (Save(site, "", ("conv",), 0), Save(site, "", (), 0))
+    )
+    before = Node(0, "MulBackward0", (nbytes,), ((-1, 0),))
+    conv = Node(1, "ConvolutionBackward0", (nbytes,), ((0, 0), (-1, 0)), workspace=2 * nbytes)
+    graph = Graph((before, conv), roots=((1, 0),), asks=((1, 0),))
+    forward_profile = ForwardProfile(of(storage), graph)
+    step = with_backward(forward_profile, [], 0, LIKELY, turns=turns)
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(step, 1, exact=False)
+    return refused.value.least_nbytes, *step.level
+
+
+def test_plans_of_an_estimate_know_what_a_convolution_spares_by_taking_turns():
+    (whole, *levels_whole), (turns, *levels_turns) = least(False), least(True)
+    assert levels_whole == levels_turns  # the first step is profiled, and takes none
+    # Of the copies of two maps that it makes, three quarters.
+    assert whole - turns == 3 * (2 * 16 << 20) // 4
+
+
+def test_an_op_that_takes_no_turns_spares_nothing_in_an_estimate():
+    assert least(True, Reads.RESTORED) == least(False, Reads.RESTORED)

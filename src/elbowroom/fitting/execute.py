@@ -5,6 +5,7 @@ FitState --transitions--> commands --here--> observations --transitions--> FitSt
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -242,12 +243,15 @@ def repeatable(planning: "Planning", profile: Profile) -> Profile:
     return profile.never_again(context.unrepeatable, alike=context.blames_classes)
 
 
-def step_of(planning: "Planning", forward_profile: ForwardProfile, care: float) -> Profile:
+def step_of(
+    planning: "Planning", forward_profile: ForwardProfile, care: float, *, turns: bool = False
+) -> Profile:
     """Returns the whole step of a rehearsed forward: its backward is an estimate."""
     born = planning.model_state.unallocated_gradients(), planning.memory.unallocated_state_nbytes
-    return with_backward(
-        replace(forward_profile, profile=repeatable(planning, forward_profile.profile)), *born, care
+    forward_profile = replace(
+        forward_profile, profile=repeatable(planning, forward_profile.profile)
     )
+    return with_backward(forward_profile, *born, care, turns=turns)
 
 
 def _chosen(planning: "Planning", *, estimated: bool | None = None) -> Chosen:
@@ -279,15 +283,16 @@ def chosen_by_forward(
     forward_profile = forward_profile.beside(planning.state.beside_nbytes)
     parts, resident = planning.calls.parts(forward_profile), planning.model_state.resident_bytes()
 
-    def step(care: float) -> Profile:
-        found = step_of_parts(parts, lambda part: step_of(planning, part, care))
+    def step(care: float, *, turns: bool = False) -> Profile:
+        found = step_of_parts(parts, lambda part: step_of(planning, part, care, turns=turns))
         return replace(found, standing=resident)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
     more = fallbacks_of(planning)
     may_gain = planning.state.may_gain(layers=more.layers, small=more.small)
     chosen = plan_by_forward(
-        steps.__getitem__,
+        steps,
+        partial(step, turns=True),
         planning.model_state.states,
         planning,
         settings_of(planning),

@@ -175,6 +175,10 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
 def _try_again(state: FitState, seen: StepMeasured) -> Step:
     """Measures again after an inconclusive measurement; after several, keeps the setting."""
     peak_nbytes = seen.peak
+    if seen.climbed and state.rehearsed and state.profile is not None:
+        # An estimated plan would climb in each step, and a step of two settings tells nothing.
+        headroom = state.headroom.forgotten()
+        state = replace(state, plan=None, preset=seen.preset, headroom=headroom)
     if state.tries < _MOST_TRIES:
         return state, ()
     state = replace(state, phase=Phase.SETTLED)

@@ -6,7 +6,7 @@ after all codes, and only optimistic estimates of backward are tried after them.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +110,8 @@ Step = Callable[[float], Profile]  # the rehearsed step, with so much care
 
 
 def plan_by_forward(
-    step: Step,
+    steps: Mapping[float, Profile],
+    in_turns: Step,
     states: States,
     owner: object,
     settings: PlannerSettings,
@@ -121,6 +122,8 @@ def plan_by_forward(
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
 
+    steps            the rehearsed step, by the care that is taken
+    in_turns         the same, if convolutions take turns, as they do once it is settled
     owner            the planning it is for
     measures         the smallest is worth a step
     leaves_room      the smallest exact plan is taken if it fits: others share the step
@@ -130,18 +133,18 @@ def plan_by_forward(
     """
     if leaves_room and settings.options.exact is not False:
         exactly = replace(settings, options=replace(settings.options, exact=True))
-        smallest = states.smallest(step(CAREFUL), owner, exactly)
+        smallest = states.smallest(steps[CAREFUL], owner, exactly)
         if smallest is not None and smallest.plan.peak <= settings.options.budget_nbytes:
             return smallest
     for one in _tries(settings.options.exact):
-        profile = step(one.care)
+        profile = steps[one.care]
         for candidate in states.candidates(profile, owner)[one.state : one.state + 1]:
             plan = settings.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care < CAREFUL:
                     _warn_optimistic(settings, owner)
                 return Chosen(candidate, plan)
-    smallest = states.smallest(step(LIKELY), owner, settings) if measures else None
+    smallest = states.smallest(steps[LIKELY], owner, settings) if measures else None
     if smallest is not None:
         profile, budget_nbytes = smallest.candidate.profile, settings.options.budget_nbytes
         free = budget_nbytes - profile.static
@@ -149,7 +152,7 @@ def plan_by_forward(
         if might and profile.forward_peak <= _FIRST * budget_nbytes:
             _warn_optimistic(settings, owner)
             return smallest
-    raise _refusal(step, states, owner, settings, gradient_nbytes)
+    raise _refusal(steps, in_turns, states, owner, settings, gradient_nbytes)
 
 
 def _warn_optimistic(settings: PlannerSettings, owner: object) -> None:
@@ -179,21 +182,28 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 
 def _refusal(
-    step: Step, states: States, owner: object, settings: PlannerSettings, gradient_nbytes: int
+    steps: Mapping[float, Profile],
+    in_turns: Step,
+    states: States,
+    owner: object,
+    settings: PlannerSettings,
+    gradient_nbytes: int,
 ) -> BudgetTooSmall:
     """Returns a refusal that names a budget that should do; a smaller one may do, too.
 
+    Convolutions may take turns once the step is settled, so the care is taken of that. The first
+    step is profiled, and runs them whole: it has to fit by the graph at its word.
     Where plans have little to give, care would name more than plain autograd needs. So no more is
     named than that takes by the graph at its word, with room for a gradient of a parameter that is
     made in another layout, or before it is added to one that is there.
     """
     exact = settings.options.exact
 
-    def profile_of(care: float) -> Profile:
-        return states.candidates(step(care), owner)[0 if exact else -1].profile
+    def profile_of(step: Profile) -> Profile:
+        return states.candidates(step, owner)[0 if exact else -1].profile
 
-    def refused(care: float, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
-        profile = profile_of(care)
+    def refused(step: Profile, margin: int = 0, least_is: str = AT_LEAST) -> BudgetTooSmall:
+        profile = profile_of(step)
         finest = settings.options.budget_nbytes >> 8  # an estimate is not known better than that
         asked = replace(settings, least_is=least_is, finest=finest)
         try:
@@ -206,12 +216,19 @@ def _refusal(
             least_nbytes=plan.budget,
         )
 
-    best, least = refused(LIKELY).least_nbytes, refused(CAREFUL).least_nbytes
-    likely = profile_of(LIKELY)
+    likely, careful, turning = steps[LIKELY], steps[CAREFUL], in_turns(CAREFUL)
+    plain_profile = profile_of(likely)
+    first, least, step = refused(likely).least_nbytes, refused(careful).least_nbytes, careful
+    best = first
+    if not exact and turning.floor != careful.floor:
+        settled, static = refused(turning).least_nbytes, plain_profile.static
+        least, step = (settled, turning) if settled > first else (first, likely)
+        tried = static + int(_SURE * (first - static))  # a step is worth it from here on
+        best = min(max(refused(in_turns(LIKELY)).least_nbytes, tried), first)
     should_do = _SHOULD_DO.format(show_nbytes(best))
-    margin = int(_MARGIN * (least - step(CAREFUL).static))
-    plain = plain_peak(likely)
-    plain += int(_MARGIN * (plain - likely.static)) + gradient_nbytes
+    margin = int(_MARGIN * (least - careful.static))
+    plain = plain_peak(plain_profile)
+    plain += int(_MARGIN * (plain - plain_profile.static)) + gradient_nbytes
     if plain < least + margin:
-        return refused(LIKELY, plain - best, should_do)
-    return refused(CAREFUL, margin, should_do)
+        return refused(likely, plain - first, should_do)
+    return refused(step, margin, should_do)

@@ -520,8 +520,11 @@ def _levels(codec: Codec, site: Site) -> float:
         return codec.levels
     if isinstance(codec, Sided) and codec.is_rough_elsewhere:
         return levels_of_upper(codec)  # the rough values have no gradient of their own
-    quality = quality_of(codec, maps=len(site.shape) >= 4)
-    is_less = codec.is_relative and site.facts.has_zeros  # where a dither is better than usual
+    maps = len(site.shape) >= 4
+    quality = quality_of(codec, maps=maps)
+    # A dither is better than usual where a ReLU leaves zeros, and of maps, whose values lie apart
+    # from zero or in a narrow range: a code whose error goes with each value gains nothing by that.
+    is_less = codec.is_relative and (site.facts.has_zeros or maps)
     return quality.levels_of_zeros if is_less else quality.levels
 
 

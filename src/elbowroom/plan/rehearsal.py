@@ -25,6 +25,7 @@ import torch
 from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.profile import Profile, Storage, is_planned
 from elbowroom.plan.sequence import in_sequence
+from elbowroom.plan.site import Reads
 
 CAREFUL, LIKELY = 1.25, 1.0  # of what the graph says
 _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
@@ -132,11 +133,15 @@ def with_backward(
     gradients: Iterable[Unallocated],
     state_nbytes: int,
     care: float = CAREFUL,
+    *,
+    turns: bool = False,
 ) -> Profile:
     """A whole step, from a forward whose storages were all dropped.
 
     state_nbytes  of the optimizer's, which the step will create
     care          times what the graph says that backward takes
+    turns         plans know what convolutions spare by taking turns, which they do not in the first
+                  step, for it is profiled
     """
     profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
@@ -159,7 +164,8 @@ def with_backward(
         beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
         stays = stands + small[k] + min(moment.stay, born)
         base.append(stays + beside)
-        floor.append(stays + waits)
+        samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
+        floor.append(stays + waits if turns or not samples else -1)
     asked_storages = tuple(
         _as_requested(storage, i, asked, first, first + len(base) - 1)
         for i, storage in enumerate(storages)
@@ -171,7 +177,7 @@ def with_backward(
     return replace(
         profile,
         level=level,
-        floor=(*profile.floor, *floor),
+        floor=(*profile.floor, *(level[first + k] if n < 0 else n for k, n in enumerate(floor))),
         starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(base)))),
         backward=min(first, len(level) - 1),
         seconds=3 * forward_s,
