@@ -1,6 +1,7 @@
 """The step that all optimizers share: checks, then one kernel call a device and format.
 
     step   refuse what cannot be done -> look at all gradients -> states -> one call a format
+           (what is like the last step is not looked at again: `prepared.py`)
 
 1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long. So
    would a finite gradient above 1.8e19, whose square is no float32, in an encoded v: it is treated
@@ -39,12 +40,13 @@ from elbowroom.optim.device_steps import DeviceSteps, Step, is_capturing
 from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
 from elbowroom.optim.layout import StateLayout
 from elbowroom.optim.parameters import DTYPES, Update, check_held, facts_of, update_of
+from elbowroom.optim.prepared import Prepared
 from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
 from elbowroom.optim.settings import check_torchs, foreign
 from elbowroom.optim.sharded import agreed, aligned, is_sharded, local
 from elbowroom.optim.state_dict import decoded, loaded, portable
 from elbowroom.optim.transcode import follow
-from elbowroom.optim.verdict import Verdict, is_read_later, joined
+from elbowroom.optim.verdict import Verdict, is_read_later
 
 _log = logging.getLogger("elbowroom.optim")
 
@@ -64,6 +66,7 @@ class EncodedOptimizer(Optimizer):
     _running: list[Verdict] | None = None  # of this step, which are read later
     _ended: tuple[list[Verdict], int] | None = None  # of the last step, and what is known of it
     _counts: DeviceSteps | None = None  # where devices count steps for themselves
+    _prepared: Prepared | None = None  # by the last step for the next one
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -123,7 +126,7 @@ class EncodedOptimizer(Optimizer):
         if self.released is not None:
             raise InvalidSetting("gradients of this optimizer are released already")
         check_alone([p for group in self.param_groups for p in group["params"]])
-        self.released = GradientRelease(self)
+        self.released, self._prepared = GradientRelease(self), None
         return self.released
 
     @property
@@ -169,12 +172,14 @@ class EncodedOptimizer(Optimizer):
                 loss = closure()
         self.settle()
         self._hear_of_graphs()
-        due = self._due()
+        batches, grads = self._due()
         left = 0 if self.released is None else self.released.end_step()
-        # All ranks must ask, also one where a parameter has no gradient in this step.
-        everything = (p for group in self.param_groups for p in group["params"])
-        if not self._updated(due, agreed(everything, _beyond(due))):
-            left += len(due)
+        flag = batches.beyond(grads)
+        if self._prepared is None:
+            # All ranks must ask, also one where a parameter has no gradient in this step.
+            flag = agreed((p for group in self.param_groups for p in group["params"]), flag)
+        if not self._updated(batches, grads, flag):
+            left += len(grads)
         self.end_step(left)
         return loss
 
@@ -185,8 +190,9 @@ class EncodedOptimizer(Optimizer):
         """
         self.settle()
         self._check_torchs(group)
-        due = [self._due_one(index, group, p, grad)]
-        return self._updated(due, agreed([p], _beyond(due)))
+        due, grad = self._due_one(index, group, p, grad)
+        batches = Batches(self.rule, [due], [grad])
+        return self._updated(batches, [grad], agreed([p], batches.beyond([grad])))
 
     def end_step(self, left: int) -> None:
         """Ends a step. left: how many of its gradients are known not to have been applied."""
@@ -312,10 +318,17 @@ class EncodedOptimizer(Optimizer):
         group, second = self.group_of(p), self.layout.second
         return state_nbytes(p, state or group["state"], second=second, weights=group["weights"])
 
-    def _due(self) -> list[Due]:
-        made, index = [], 0
+    def _due(self) -> tuple[Batches, list[Tensor]]:
+        """Returns all that is due, and the gradients as the kernels take them."""
         for group in self.param_groups:
             self._check_torchs(group)
+        if self._prepared is not None:
+            same = self._prepared.grads(self.param_groups, self.state)
+            if same is not None:
+                return self._prepared.batches, same
+            self._prepared = None
+        made, index = [], 0
+        for group in self.param_groups:
             for p in group["params"]:
                 grad = p.grad
                 if grad is not None:
@@ -323,10 +336,13 @@ class EncodedOptimizer(Optimizer):
                         self.released.check(index, p)
                     made.append(self._due_one(index, group, p, grad))
                 index += 1
-        return made
+        grads = [grad for _, grad in made]
+        return Batches(self.rule, [due for due, _ in made], grads), grads
 
-    def _due_one(self, index: int, group: Group, p: Tensor, grad: Tensor) -> Due:
-        """Returns what is due of one parameter.
+    def _due_one(self, index: int, group: Group, p: Tensor, grad: Tensor) -> tuple[Due, Tensor]:
+        """Returns what is due of one parameter, and this rank's part of its gradient.
+
+        A dense gradient lies as the parameter does; a sparse one is coalesced.
 
         Raises UnsupportedParameter and UnsupportedGradient; nothing has changed then.
         """
@@ -349,9 +365,9 @@ class EncodedOptimizer(Optimizer):
                 f"ones; that of a parameter of shape {tuple(p.shape)} is "
                 f"{str(grad.layout).removeprefix('torch.')}. Use sparse=False in the layer"
             )
-        return new_due(Due, (index, group, p, grad, update))
+        return new_due(Due, (index, group, p, update)), grad
 
-    def _updated(self, due: list[Due], flag: Tensor | None) -> bool:
+    def _updated(self, batches: Batches, grads: list[Tensor], flag: Tensor | None) -> bool:
         """Updates what is due, unless the flag is up; returns whether it did.
 
         Whether the flag is up is not asked where that waits.
@@ -359,31 +375,36 @@ class EncodedOptimizer(Optimizer):
         What it returns is right as far as that is known.
         """
         if flag is not None and is_read_later(flag):
-            counters = self._update(due, flag)
+            counters = self._update(batches, grads, flag)
             if not is_capturing(flag.device):  # of what a graph launches nobody is told
                 self._running = [*(self._running or ()), Verdict(flag, counters)]
             return True
         usable = flag is None or not flag.tolist()
         if usable:
-            self._update(due, None)
+            self._update(batches, grads, None)
         return usable
 
-    def _update(self, due: list[Due], skip: Tensor | None) -> list[Tensor]:
+    def _update(self, batches: Batches, grads: list[Tensor], skip: Tensor | None) -> list[Tensor]:
         """Runs one step of all; returns their counters. skip: see `ops.optimizer_step`."""
-        if not due:
+        if not grads:
             return []
-        states = [self._state_of(one) for one in due]
-        counters = [state["step"] for state in states]
+        due = batches.due
         dry = not has_values(due[0].p)
+        is_whole = not dry and self.released is None
+        if self._prepared is not None:
+            states = list(self.state.values())
+        else:
+            states = [self._state_of(one) for one in due]
+            if is_whole:
+                self._prepared = Prepared.of(self.param_groups, self.state, batches, grads)
+        counters = [state["step"] for state in states]
         steps = [1] * len(due) if dry else [int(x) for x in ops.advance(counters, 1).tolist()]
         if self._counts is None:
             self._counts = DeviceSteps()
-        is_whole = not dry and self.released is None
-        batches = Batches(self.rule, self.factors, self._counts if is_whole else None)
-        batches.add(due, states, steps)
-        batches.run(skip)
+        counts = self._counts if is_whole else None
+        written = batches.run(states, grads, steps, self.factors, counts, skip)
         # The kernels write unseen by autograd, whose checks go by these counters.
-        increment_version([*counters, *batches.written])
+        increment_version([*counters, *written])
         return counters
 
     def _state_of(self, due: Due) -> dict[str, Tensor]:
@@ -420,17 +441,3 @@ def _in_place(p: Tensor, state: dict[str, Tensor], update: Update) -> bool:
     if update.m_kind == "fp32":
         return state[update.first.codes].stride() == stride
     return not update.order and "order" not in state
-
-
-def _beyond(due: list[Due]) -> Tensor | None:
-    """Returns whether a gradient is not finite, or too large for its parameter's format: int32 [].
-
-    None: there is none, or none with values.
-    """
-    if not due or not has_values(due[0].grad):
-        return None
-    by: defaultdict[tuple[torch.device, float], list[Tensor]] = defaultdict(list)
-    for _, _, _, grad, update in due:
-        values = grad.values().contiguous() if grad.is_sparse else grad
-        by[values.device, update.limit].append(values)
-    return joined([ops.beyond(some, limit) for (_, limit), some in by.items()])

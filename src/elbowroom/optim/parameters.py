@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.errors import UnsupportedParameter
-from elbowroom.kernels.states import MOST, code_shape
+from elbowroom.kernels.states import CODES, MOST, bound_shape, code_shape
 from elbowroom.optim.formats import StateNames, format_of, names, row_of
 from elbowroom.optim.order import Order, order_of
 from elbowroom.optim.sharded import in_whole_rows, is_sharded, local
@@ -39,7 +39,7 @@ class Update:
 
     first, second  the names of its states, of which `second` may be missing
     m_kind, v_kind  how they are held (`kernels/states.py`)
-    m_shape        the shape of the first one's codes
+    held           name, shape and dtype of each tensor of them
     row            elements of a row
     order          in which its dimensions lie in memory, where that stands beside its codes
     residual       whether it is held in 24 bits
@@ -50,7 +50,7 @@ class Update:
     second: StateNames | None
     m_kind: str
     v_kind: str
-    m_shape: torch.Size
+    held: tuple[tuple[str, torch.Size, torch.dtype], ...]
     row: int
     order: Order
     residual: bool
@@ -82,13 +82,21 @@ def update_of(facts: Facts, state: str, weights: str, moments: tuple[str, ...]) 
     found = format_of(facts.shape, state, second=len(moments) > 1)
     kinds, row, n = (found.first.kind, found.second.kind), row_of(facts.shape), facts.local_shape
     held = [names(name, kind) for name, kind in zip(moments, kinds, strict=False)]
+    tensors: list[tuple[str, torch.Size, torch.dtype]] = []
+    for name, kind in zip(held, kinds, strict=False):
+        if kind == "fp32":
+            tensors.append((name.codes, n, torch.float32))
+        else:
+            codes, bounds = (of(kind, n.numel(), row) for of in (code_shape, bound_shape))
+            tensors.append((name.codes, torch.Size(codes), CODES[kind]))
+            tensors.append((name.bounds, torch.Size(bounds), torch.int16))
     encoded = kinds[0] != "fp32"
     return Update(
         first=held[0],
         second=held[1] if len(held) > 1 else None,
         m_kind=kinds[0],
         v_kind=kinds[1],
-        m_shape=torch.Size(code_shape(kinds[0], n.numel(), row)) if encoded else n,
+        held=tuple(tensors),
         row=row,
         order=order_of(_stand_in(facts)) if encoded else (),
         residual=weights == "residual" and facts.dtype is torch.bfloat16,
@@ -120,7 +128,7 @@ def _check(facts: Facts, weights: str) -> None:
 def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str) -> None:
     """Raises UnsupportedParameter where p has no values, or its states are another parameter's.
 
-    Of those the shape and the device of the first moment are examined, and whether it is there.
+    Kernels read states by address, and cannot notice.
     """
     if p.is_meta:
         raise UnsupportedParameter(
@@ -130,8 +138,11 @@ def check_held(p: Tensor, state: dict[str, Tensor], update: Update, held_as: str
         )
     if not state:
         return
-    m, device = state.get(update.first.codes), p.device
-    if m is None or local(m).shape != update.m_shape or m.device != device:
+    device = p.device
+    for name, shape, dtype in update.held:
+        x = state.get(name)
+        if x is not None and x.dtype is dtype and x.device == device and local(x).shape == shape:
+            continue
         raise UnsupportedParameter(
             f"a parameter of shape {tuple(p.shape)} is {_name(p.dtype)} on {device}, and its "
             f"states are not those of such a parameter, held as {held_as!r}: it was exchanged "

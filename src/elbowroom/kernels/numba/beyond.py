@@ -26,13 +26,14 @@ def beyond(xs: list[Tensor], limit: float) -> Tensor:
         return found
     bits = int(np.float32(limit).view(np.int32))
     limits = bits, bits >> 16, _LARGEST_HALF  # of a bf16: the upper half of its float32's bits
-    kinds = [FLOATS[x.dtype] for x in xs]
+    kinds = np.array([FLOATS[x.dtype] for x in xs])
     starts = np.zeros(len(xs) + 1, np.int64)
     np.cumsum([x.numel() for x in xs], out=starts[1:])
     addresses = np.array([x.data_ptr() for x in xs], np.int64)
-    most_bits = np.array([limits[kind] for kind in kinds], np.int32)
     above = np.zeros(-(-starts[-1] // ITEM), np.bool_)
-    _beyond(addresses, starts, np.array(kinds), most_bits, above, size=int(starts[-1]))
+    _beyond(
+        addresses, starts, kinds, np.array(limits, np.int32)[kinds], above, size=int(starts[-1])
+    )
     return found.fill_(bool(above.any()))
 
 

@@ -1,7 +1,8 @@
 """A script as functions: one for each comparison and action of a replayed step.
 
     guard(replay, args, kwargs) -> bool     whether a call is the one
-    hold(replay, x) -> held                 what autograd holds of a tensor; None: the tensor
+    hold(replay, x) -> held                 what autograd holds of a tensor; `kept`: that is only
+                                            kept, which the caller does; None: it is another one
     differs instruction(replay, slot, whole, x)     sets the value of a slot
 
 All that is known beforehand is bound: kinds, shapes, sizes, numbers of slots and seeds, the codec's
@@ -282,7 +283,7 @@ def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
         if noted != NOWHERE:
             replay.noted[noted] = x.detach()
         if flat is not None:
-            return flat(replay, x)
+            return kept if flat is kept else flat(replay, x)
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
             if is_shared:
@@ -331,7 +332,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
         if noted != NOWHERE:
             replay.noted[noted] = x.detach()
         if number == NOWHERE:
-            return kept(replay, x)
+            return kept
         if fresh:
             replay.slots[number] = replay.new_slot(number, x, whole)
             if is_shared:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,11 +65,25 @@ class Kept(tuple[Tensor, int, Token | None]):
         return x
 
 
-class Rebuilt(tuple[Any, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], Token | None]):
+class How(NamedTuple):
+    """How a tensor is rebuilt.
+
+    run    gives the whole of it, of the geometry `base`; view: of the part that was saved
+    fixed  parameters that are read
+    """
+
+    run: _Run
+    fixed: tuple[Tensor, ...]
+    base: Geometry
+    view: Geometry | None
+    dtype: torch.dtype
+
+
+class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], Token | None]):
     """A tensor that is recomputed from others, which are kept.
 
-    What recomputes it; its sources; statistics of this forward; versions of the parameters that are
-    read; and what lives as long as anything that is held so.
+    How; its sources; statistics of this forward; versions of the parameters that are read; and what
+    lives as long as anything that is held so.
     """
 
     __slots__ = ()
@@ -79,14 +93,20 @@ class Rebuilt(tuple[Any, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.restore()
-        x: Tensor
-        device = self[1][0][0].device.type
+        (run, fixed, base, view, dtype), sources, given, versions, _ = self
+        device = sources[0][0].device.type
         if torch.is_autocast_enabled(device):  # which would run other kernels than forward did
             with torch.autocast(device, enabled=False):
-                x = self[0](self)
-        else:
-            x = self[0](self)
-        return x
+                return self.restore()
+        if fixed:
+            check_parameters(fixed, versions)
+        tensors = []
+        for x, version, _ in sources:
+            if x.is_inference() or x._version != version:
+                check_version(x, version)
+            tensors.append(x)
+        whole = as_base(run(tensors, given), base, dtype)
+        return whole if view is None else view.within(base, whole)
 
 
 def kept(replay: Replay, x: Tensor) -> Kept:
@@ -107,10 +127,13 @@ class Flat:
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Instruction]) -> None:
         self._saves: dict[int, list[tuple[Step, Save]]] = defaultdict(list)
+        self._noted: dict[int, Geometry] = {}
         for step in steps:
             for save in step.saves or ():
                 if save is not None and save.slot != NOWHERE:
                     self._saves[save.slot].append((step, save))
+                if save is not None and save.noted != NOWHERE:
+                    self._noted[save.noted] = save.geometry
         later = {instruction.slot for step in steps for instruction in (*step.before, *step.after)}
         later |= {instruction.slot for instruction in last}
         later |= {slot for step in steps for _, slot in step.copies}
@@ -167,7 +190,7 @@ class Flat:
         if save.instruction.bits:
             return _hold_bits(save.instruction, save.geometry, save.dtype)
         assert save.instruction.recipe is not None
-        return _rebuild(save.instruction.recipe, self._whole, save)
+        return _rebuild(save.instruction.recipe, self._whole, save, self._noted)
 
     def _whole(self, number: int) -> Geometry:
         """The geometry of all of a storage."""
@@ -210,7 +233,7 @@ def _geometries(recipe: NumberedRecipe) -> Iterator[Geometry]:
 
 def _keep_source(save: Save) -> HoldFlat:
     """Keeps a tensor from which others may be rebuilt."""
-    number, whole = save.slot, save.whole
+    number, whole = save.slot, None if save.whole == save.geometry else save.whole
 
     def keep(replay: Replay, x: Tensor) -> Kept:
         held = kept(replay, x)
@@ -233,35 +256,35 @@ def _hold_bits(instruction: Instruction, geometry: Geometry, dtype: torch.dtype)
     return hold
 
 
-def _rebuild(recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: Save) -> HoldFlat:
-    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
+def _rebuild(
+    recipe: NumberedRecipe,
+    whole: Callable[[int], Geometry],
+    save: Save,
+    noted: dict[int, Geometry],
+) -> HoldFlat:
+    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors.
+
+    noted: the geometries in which statistics are saved
+    """
     steps = tuple(recipe)
     numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))
     fixed = tuple(tensor for one in steps for tensor in one.op.fixed)
     refs = tuple(ref for one in steps for ref in _read(one))
+    are_whole = all(noted.get(ref.noted) == ref.geometry for ref in refs)
+    numbers_of_given = tuple(ref.noted for ref in refs) if are_whole else None
     run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
-    view, dtype = save.geometry, save.dtype
-    base = view if save.whole is None else save.whole
-
-    is_all_of_it = view == base
-
-    def make(held: Rebuilt) -> Tensor:
-        _, sources, given, versions, _ = held
-        if fixed:
-            check_parameters(fixed, versions)
-        tensors = []
-        for x, version, _ in sources:
-            if x.is_inference() or x._version != version:
-                check_version(x, version)
-            tensors.append(x)
-        whole_of_it = as_base(run(tensors, given), base, dtype)
-        return whole_of_it if is_all_of_it else view.within(base, whole_of_it)
+    base = save.geometry if save.whole is None else save.whole
+    view = None if save.geometry == base else save.geometry
+    how = How(run, fixed, base, view, save.dtype)
 
     def rebuild(replay: Replay, x: Tensor) -> Rebuilt:
         sources = tuple(map(replay.sources.__getitem__, numbers))
-        given = tuple([ref.tensor(replay) for ref in refs]) if refs else ()
+        if numbers_of_given is None:
+            given = tuple([ref.tensor(replay) for ref in refs])
+        else:
+            given = tuple(map(replay.noted.__getitem__, numbers_of_given))
         versions = tuple(map(version_of, fixed))
-        return Rebuilt((make, sources, given, versions, replay.token))
+        return Rebuilt((how, sources, given, versions, replay.token))
 
     return rebuild
 

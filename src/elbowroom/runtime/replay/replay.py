@@ -386,7 +386,8 @@ class Replay(Observing):
             hold = holds[i]
             if hold is not None:
                 held = hold(self, x)
-                return self._diverge_at(x) if held is None else held
+                if held is not kept:
+                    return self._diverge_at(x) if held is None else held
         # As in `kept`, without its call: most of what is saved comes here.
         try:
             version = x._version
@@ -433,7 +434,7 @@ class Replay(Observing):
                 alike = alike and x.requires_grad and checkpoint_call(x) is not None
             held = hold(self, x) if alike else None
             if held is not None:
-                return held
+                return kept(self, x) if held is kept else held
         return self._diverge_at(x)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
