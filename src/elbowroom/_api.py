@@ -365,9 +365,9 @@ def plan(
                proposes) or as objects: ["division"] gives the method of that paper. None: all
                registered codecs. Where a formula needs a finer code than these have, dither is used
 
-    Raises ValueError if the budget cannot be parsed, PlanError if it is a share of a GPU that this
-    machine does not have or if none of the codecs can be used, and BudgetTooSmall with the smallest
-    budget that is possible.
+    Raises UnknownField if the budget cannot be parsed, PlanError if it is a share of a GPU that
+    this machine does not have or if none of the codecs can be used, and BudgetTooSmall with the
+    smallest budget that is possible.
     """
     if isinstance(profile, Snapshot):
         return profile.plan(budget_nbytes(budget, "cuda"))
@@ -489,7 +489,7 @@ def fit(
     solver      the solver, as in `er.plan`: codecs=["division"], solver="delta" with exact=False is
                 DIVISION's code with DELTA's rule
 
-    Raises ValueError if the budget cannot be parsed, and PlanError if the given plan contradicts
+    Raises UnknownField if the budget cannot be parsed, and PlanError if the given plan contradicts
     the other arguments or the memory of the device is not known ("meta"). Forward (and fit, for
     `worst`) raises er.errors.BudgetTooSmall with the smallest budget that is possible. A copied or
     pickled model is a plain one.
@@ -615,6 +615,7 @@ def step(run: Callable[[], T]) -> T:
     Returns the result of `run`. Raises PlanError if no model is fitted, and OutOfMemory if plans
     for less memory do not help, or if the update of the optimizer had begun.
     """
+    check_function("run", run)
     found = _fittings()
     if not found:
         raise PlanError("step runs a step of a fitted model, and there is none; call er.fit first")
@@ -694,7 +695,7 @@ def largest_batch(
 
     The batch is predicted from two small batches, and then confirmed by a measured forward and
     backward. If that exceeds the budget, a new plan is made, up to three times. Model, gradients,
-    buffers, RNG and optimizer stay as they are. Raises ValueError if the budget cannot be parsed,
+    buffers, RNG and optimizer stay as they are. Raises UnknownField if the budget cannot be parsed,
     BudgetTooSmall if a batch of 1 does not fit, and PlanError if the step changes its parameters,
     or runs other ops at another batch size.
     """
@@ -771,7 +772,7 @@ def grow_batch(
     schedulers      learning rate schedulers whose `base_lrs` change in the same way
 
     The batch never shrinks. `growing.batch` is the current size, and `growing.grown` says when it
-    grew. Raises PlanError for invalid arguments, and ValueError if the budget cannot be parsed.
+    grew. Raises PlanError for invalid arguments, and UnknownField if the budget cannot be parsed.
     While iterating, it raises the errors of `largest_batch`, except for BudgetTooSmall: then the
     batch stays as it is, and the logger "elbowroom" says so.
     """
@@ -781,7 +782,7 @@ def grow_batch(
     check_function("loader_factory", loader_factory)
     check_function("loss", loss)
     check_optimizer(optimizer, model, "grow_batch")
-    check_growing(batch, rule, most, growth)
+    check_growing(batch, rule, most, growth, schedulers)
     options = FitOptions(budget_nbytes(budget, _home(model)), exact, None, min_nbytes)
 
     def find(make_batch: Callable[[int], Any]) -> int:

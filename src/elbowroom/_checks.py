@@ -1,9 +1,10 @@
 """Checks of the public functions' arguments. Each error says what is possible."""
 
 import logging
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -48,7 +49,7 @@ def check_device(device: torch.device | str) -> torch.device:
     """Returns the device, which is a CPU or one of this machine's GPUs of CUDA."""
     try:
         chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise PlanError(
             f"device={device!r} is not possible; it is 'cpu', 'cuda', a torch.device, or None"
         ) from error
@@ -105,3 +106,24 @@ def check_flag(name: str, given: object) -> None:
 def check_function(name: str, given: object) -> None:
     if not callable(given):
         raise PlanError(f"{name} is a function; got {type(given).__name__}")
+
+
+def check_path(name: str, given: object) -> Path:
+    if not isinstance(given, str | Path):
+        raise UnknownField(
+            f"{name} is the path of a file, a str or a Path; got {type(given).__name__}"
+        )
+    return Path(given)
+
+
+def check_scalar(loss: object) -> Tensor:
+    """Returns what a loss function of the user's has returned, which backward begins at."""
+    if not isinstance(loss, Tensor):
+        raise PlanError(f"loss(model, batch) returns a tensor; this one returned {loss!r:.80}")
+    if loss.numel() != 1 or not loss.requires_grad:
+        graph = "a graph" if loss.requires_grad else "no graph"
+        raise PlanError(
+            "loss(model, batch) returns one number with a graph that leads to the parameters; got "
+            f"a tensor of shape {tuple(loss.shape)} with {graph}"
+        )
+    return loss

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TypeGuard
 
+from elbowroom.errors import UnknownField
+
 _POWERS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*"
@@ -30,7 +32,7 @@ class Share:
 def parse_nbytes(size: float | str) -> int:
     """Bytes as an int: 6442450944, 6e9, "6GiB", "6 GiB", "512 MB" (10**6), "1.5g".
 
-    Parts of a byte are dropped. Raises ValueError for anything else, also for less than one byte.
+    Parts of a byte are dropped. Raises UnknownField for anything else, also for less than one byte.
     """
     return _nbytes(size, _WAYS)
 
@@ -39,20 +41,22 @@ def parse_budget(budget: float | str) -> int | Share:
     """Bytes, as `parse_nbytes` reads them; or a share of a device: 0.8, "0.8", "80%".
 
     A number below 1 without a unit is a share. All of the device is "100%". A float below 1000,
-    or a string of one without a unit ("80"), could as well be meant as a share. Raises ValueError
+    or a string of one without a unit ("80"), could as well be meant as a share. Raises UnknownField
     for those, and for what is neither bytes nor a share.
     """
     match = _FRACTION.fullmatch(budget) if isinstance(budget, str) else None
     number = budget if match is None else float(match[1])
     if match is not None and match[2]:
         if not 0 < float(match[1]) <= 100:
-            raise ValueError(f'{budget!r} is no share of a device; it is above 0 and up to "100%"')
+            raise UnknownField(
+                f'{budget!r} is no share of a device; it is above 0 and up to "100%"'
+            )
         return Share(float(match[1]) / 100)
     if _is_number(number) and 0 < number < 1:
         return Share(float(number))
     if _is_number(number) and 1 <= number < _FEW and not isinstance(budget, Integral):
         share = "100%" if number == 1 else f"{min(number, 100):g}%"
-        raise ValueError(
+        raise UnknownField(
             f'{budget!r} could be bytes or a share of the device; write "{share}" for the share, '
             'or a size such as "6 GiB"'
         )
@@ -64,7 +68,7 @@ def _nbytes(size: float | str, ways: str) -> int:
     text = size.strip() if isinstance(size, str) else ""
     is_negative = text[:1] == "-" and _NBYTES.fullmatch(text[1:]) is not None
     if is_negative or (_is_number(size) and not size > 0):
-        raise ValueError(f"a size in bytes is positive; got {size}. {ways[0].upper()}{ways[1:]}")
+        raise UnknownField(f"a size in bytes is positive; got {size}. {ways[0].upper()}{ways[1:]}")
     match = _NBYTES.fullmatch(size) if isinstance(size, str) else None
     if match is not None:
         unit = (match[2] or "").lower()
@@ -72,9 +76,9 @@ def _nbytes(size: float | str, ways: str) -> int:
     elif _is_number(size):
         nbytes = size
     else:
-        raise ValueError(f"cannot read {size!r} as a size; {ways}")
+        raise UnknownField(f"cannot read {size!r} as a size; {ways}")
     if not math.isfinite(nbytes) or nbytes < 1:
-        raise ValueError(f"{size!r} is no usable size; {ways}")
+        raise UnknownField(f"{size!r} is no usable size; {ways}")
     return int(nbytes)
 
 

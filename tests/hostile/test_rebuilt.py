@@ -267,6 +267,38 @@ def test_a_moved_copy_of_what_another_op_holds_is_kept() -> None:
         del unused
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_pieces_of_unsafe_chunk_are_made_again_each_of_its_own_part(changes: bool) -> None:
+    """Five pieces share a storage, but no tensor covers it; `x.is_sparse` changes nothing."""
+    leaf = torch.randn(6, 10, 5, requires_grad=True)
+
+    def run() -> Tensor:
+        pieces = torch.unsafe_chunk(leaf * 1.0, 5, 1)
+        terms = []
+        for piece in pieces:
+            assert not piece.is_sparse
+            gated = F.silu(piece)
+            terms.append((gated * gated).sum())
+        if changes:  # each piece counts its own changes
+            with torch.no_grad():
+                pieces[0].mul_(2)
+        return torch.stack(terms[1:]).sum()
+
+    assert same(both(run, leaf))
+
+
+def test_a_property_of_a_source_does_not_copy_it() -> None:
+    """`x.mT` and `x.T` change nothing, although autograd names their calls `__get__`."""
+    leaf = torch.randn(8, 8, requires_grad=True)
+    with er.saving(min_nbytes=0), Ops() as ops:
+        x = leaf * 1.0
+        gated = F.silu(x)
+        out = (gated * gated) @ x.mT
+    out.sum().backward()
+    assert ops.ran[_aten.silu] == 1
+    assert not ops.ran[_aten.clone]
+
+
 def test_modules_calls_are_not_seen_in_steps_that_call_nothing_compiled() -> None:
     import torch._dynamo
 

@@ -151,3 +151,65 @@ def test_facts_that_no_tensor_can_fulfil(facts, said):
 def test_bytes_of_a_dtype_that_is_not_taken(dtype):
     with pytest.raises(UnsupportedTensor, match="takes float32, bfloat16, float16; got"):
         er.codec("dither").encoded_nbytes((3,), dtype)
+
+
+def _model():
+    return nn.Linear(4, 4)
+
+
+def _batch(n):
+    return torch.randn(n, 4)
+
+
+def _grow(loader=lambda n: [_batch(n)], **settings):
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"rule": "none", "batch": 2, **settings}
+    growing = er.grow_batch(
+        loader, model, optimizer, budget="1 GiB", loss=lambda model, x: model(x).sum(), **settings
+    )
+    return next(iter(growing))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: er.fit(_model(), budget="lots"), "cannot read 'lots' as a size; write bytes"),
+        (lambda: er.fit(_model(), budget=float("nan")), "a size in bytes is positive; got nan"),
+        (lambda: er.fit(_model(), budget=1.5), "could be bytes or a share of the device"),
+        (lambda: er.fit(_model(), budget="150%"), "is no share of a device"),
+        (lambda: er.assert_peak(int, "1 XiB"), "cannot read '1 XiB' as a size"),
+        (lambda: er.fit(_model(), budget="1 GiB", loss=torch.tensor(1.0)), "got Tensor"),
+        (lambda: er.peak(None), "step is a function; got NoneType"),
+        (lambda: er.assert_peak(3, "1 GiB"), "step is a function; got int"),
+        (lambda: er.step(torch.tensor(1.0)), "run is a function; got Tensor"),
+        (lambda: er.log_to()(None, 1), "log takes a torch.nn.Module; got NoneType"),
+        (lambda: er.load_snapshot(None), "path is the path of a file, a str or a Path; got None"),
+        (lambda: er.load_snapshot("/"), "/ cannot be read .Is a directory"),
+        (lambda: er.explain_oom(3), "profile is the path of a file, a str or a Path; got int"),
+        (lambda: er.peak(int, device=10**30), "device=1000.* is not possible; it is 'cpu'"),
+        (lambda: _grow(lambda n: None), "loader_factory.n. returns an iterable .*; got NoneType"),
+        (lambda: _grow(lambda n: [None]), "one row per sample; got NoneType. It must"),
+        (lambda: _grow(rule=[]), r"rule=\[\] is not possible; .* is one of 'none'"),
+        (lambda: _grow(schedulers=3), "schedulers=3 is not possible; it is a list"),
+    ],
+)
+def test_what_no_function_takes_is_an_error_of_ours(ask, message):
+    with pytest.raises(er.errors.ElbowroomError, match=message):
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "returns a tensor; this one returned None"),
+        (torch.tensor(1.0), r"got a tensor of shape \(\) with no graph"),
+        (torch.ones(2, requires_grad=True), r"got a tensor of shape \(2,\) with a graph"),
+    ],
+)
+def test_a_loss_that_backward_cannot_begin_at(found, message):
+    model = _model()
+    with pytest.raises(PlanError, match=message):
+        er.dry_run(model, lambda: _batch(2), loss=lambda model, x: found)
+    with pytest.raises(PlanError, match=message):
+        er.largest_batch(model, _batch, budget="1 GiB", loss=lambda model, x: found)

@@ -665,6 +665,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", [["run", "--budget", "1GiB"], ["profile"]])
+def test_a_notebook_is_no_script(tmp_path, monkeypatch, command):
+    """Its JSON may be an expression of Python's: then it would run, and train nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.ipynb").write_text('{"cells": []}')
+    result = in_process(*command, "train.ipynb")
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("elbowroom: train.ipynb is a notebook; make a script of it")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -120,6 +120,33 @@ def test_an_error_in_a_process_is_shown_as_torch_shows_it(python):
     assert "ValueError: bad batch" in done.stderr
 
 
+IMPORTED = """
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def work(rank):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(64, 64)).square().mean().backward()
+        optimizer.step()
+    print("trained", flush=True)
+
+if __name__ == "__main__":
+    START
+"""
+
+
+def test_a_model_that_is_made_as_a_process_imports_the_script_is_found(python):
+    done = python(*run("--budget", "1GiB"), start="mp.spawn(work, nprocs=1)", text=IMPORTED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained\n"
+    assert "Sequential inside 1.00 GiB" in done.stderr
+
+
 SUBCLASS = """
 class Training(mp.get_context("spawn").Process):
     def run(self):

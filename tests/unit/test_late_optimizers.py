@@ -89,3 +89,18 @@ def test_a_program_that_is_watched_tells_of_each_optimizer_it_makes() -> None:
         assert made == [optimizer]
     torch.optim.SGD(model.parameters(), 0.1)
     assert made == [optimizer]
+
+
+def test_an_optimizer_that_was_made_before_the_program_was_watched_is_found() -> None:
+    """The imports that a spawned process begins with may make it."""
+    found: list[nn.Module] = []
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Discovery(found.append) as discovery:
+        model(torch.randn(3, 2))
+        assert not found
+        discovery.find_made()
+        assert discovery.made_optimizers
+        assert discovery.optimizers_of(model) == [optimizer]
+        model(torch.randn(3, 2))
+    assert found == [model]

@@ -216,6 +216,7 @@ class _Run:
         Returns the exit code of a refusal, or 0.
         """
         with self.discovery, self._compiling():
+            self.discovery.find_made()
             return self.in_a_copy(function, tell)
 
     def in_a_copy(self, function: Callable[[], object], tell: Tell) -> int:

@@ -43,6 +43,11 @@ def check_script(path: Path, *, is_module: bool = False) -> None:
         raise NoScript(f"{path} is a folder; name the script in it, or a package by -m")
     elif not path.is_file():
         raise NoScript(f"there is no script {path} (looked in {Path.cwd()})")
+    elif path.suffix == ".ipynb":  # JSON, which Python would often run as an expression
+        raise NoScript(
+            f"{path} is a notebook; make a script of it, as by "
+            f"`jupyter nbconvert --to script {path}`, or call er.fit in it"
+        )
 
 
 def run_script(path: Path, arguments: list[str], *, is_module: bool = False) -> int:

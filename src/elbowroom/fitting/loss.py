@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
@@ -58,7 +58,7 @@ def losses_of(loss: nn.Module | Iterable[nn.Module] | None, model: nn.Module) ->
     if loss is None:
         return []
     found = [loss] if isinstance(loss, nn.Module) else loss
-    if not isinstance(found, Iterable) or isinstance(found, str):
+    if not isinstance(found, Iterable) or isinstance(found, str | Tensor):
         raise PlanError(_no_module(loss))
     modules = list(found)
     for one in modules:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim import Optimizer
 
+from elbowroom._checks import check_scalar
 from elbowroom.errors import PlanError
 from elbowroom.measure.counting import Counting
 from elbowroom.measure.fakes import Fakes
@@ -115,7 +116,7 @@ def _fake_step(
     batch = fakes.batch(make_batch())
 
     def step() -> None:
-        loss(twin, batch).backward()  # type: ignore[no-untyped-call]
+        check_scalar(loss(twin, batch)).backward()  # type: ignore[no-untyped-call]
         if update is not None:
             update.step()
         twin.zero_grad(set_to_none=True)

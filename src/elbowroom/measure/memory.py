@@ -20,8 +20,8 @@ from elbowroom.units import Share, parse_budget
 def budget_nbytes(budget: float | str, device: torch.device | str) -> int:
     """A budget in bytes. device: whose memory it is a share of, if it is one.
 
-    Raises ValueError for a budget that cannot be read, and PlanError for a share of a device whose
-    memory is not known here.
+    Raises UnknownField for a budget that cannot be read, and PlanError for a share of a device
+    whose memory is not known here.
     """
     asked = parse_budget(budget)
     if isinstance(asked, Share):

@@ -23,7 +23,7 @@ from math import inf
 
 import torch
 
-from elbowroom._checks import check_device
+from elbowroom._checks import check_device, check_function
 from elbowroom.measure.allocations import Allocations, Change, Freed, Mark, is_busy, is_in_backward
 from elbowroom.measure.background import Background
 
@@ -80,6 +80,7 @@ def peak(step: Callable[[], object], *, device: torch.device | str | None = None
     >>> peak(lambda: torch.zeros(1000, dtype=torch.uint8))
     1000
     """
+    check_function("step", step)
     device = pick_device(device)
     if device.type != "cuda":
         return memory_curve(step, device=device).peak_nbytes
@@ -95,6 +96,7 @@ def memory_curve(
     step: Callable[[], object], *, device: torch.device | str | None = None
 ) -> MemoryCurve:
     """Every change of the allocated bytes on one device while `step()` runs, with its time."""
+    check_function("step", step)
     device = pick_device(device)
     if is_in_backward():
         raise RuntimeError(

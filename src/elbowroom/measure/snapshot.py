@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
+from elbowroom._checks import check_path
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError
 from elbowroom.measure.pickle_scan import scan
 from elbowroom.plan.plan import Plan
@@ -167,7 +168,7 @@ def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
 
     Raises DataError for what is no such file, or only a part of one.
     """
-    path = Path(path)
+    path = check_path("path", path)
     try:
         with path.open("rb") as file:
             with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
@@ -181,8 +182,8 @@ def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
             "snapshot holds numbers, strings, lists and dicts alone; do not open this file with "
             "pickle.load"
         ) from None
-    except OSError:
-        raise
+    except OSError as error:  # a folder, or no right to read it
+        raise DataError(f"{path} cannot be read ({error.strerror}); {_HINT}") from error
     except Exception as error:  # a pickle can fail in any way that its bytes can think of
         raise DataError(
             f"{path} is truncated, or no memory snapshot ({type(error).__name__}: {error}); {_HINT}"

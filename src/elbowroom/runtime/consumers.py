@@ -86,9 +86,11 @@ _IN_PLACE = frozenset(
     (
         *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
         *(f"__i{op}__" for op in ("and", "or", "xor", "lshift", "rshift", "matmul", "div")),
-        "__setitem__",
+        *("__setitem__", "::__set__"),  # of a property, as in `x.data = y`
     )
 )
+# What `x.data` returns may be changed, and counts versions of its own.
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _ASKED = {  # the argument that requests it
     **dict.fromkeys(("relu", "relu6", "silu", "mish", "hardswish", "hardsigmoid", "selu"), 1),
     **dict.fromkeys(("leaky_relu", "elu", "celu"), 2),
@@ -175,8 +177,8 @@ class Call:
     def changes_first(self) -> bool:
         """True if the call changes its first argument in place, by its name or by an argument."""
         name = self.name
-        if name.startswith("__"):
-            return name in _IN_PLACE
+        if name.endswith("__"):
+            return name in _IN_PLACE or self.func == _DATA
         return name.endswith("_") or self.arg(_ASKED.get(name, 99), "inplace") is True
 
     @property

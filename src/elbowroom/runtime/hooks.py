@@ -54,6 +54,7 @@ from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
 from elbowroom.runtime.identity import (
     Identity,
+    clone_with_storage,
     dense_base,
     is_parameter,
     is_touchable,
@@ -400,7 +401,8 @@ class Saving:
             return
         if not kept.was_changed:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                slot.hold(KeepHandle(kept.restore().clone(), "a source that has changed since"))
+                copy = clone_with_storage(kept.restore())
+            slot.hold(KeepHandle(copy, "a source that has changed since"))
         self._listener.refuse("a source of recipes is changed in place")
 
     def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:

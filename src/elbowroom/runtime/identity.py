@@ -406,6 +406,15 @@ def dense_base(x: Tensor) -> Tensor | None:
     return x.detach().as_strided((n,), (1,), 0)
 
 
+def clone_with_storage(x: Tensor) -> Tensor:
+    """Returns a clone of x that lies, as x does, in a clone of its whole storage.
+
+    Views that start elsewhere in the storage can be restored from it, too.
+    """
+    n = storage_nbytes(x) // x.element_size()
+    return x.as_strided((n,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def is_dense(x: Tensor) -> bool:
     """Returns whether x's elements fill a run of memory, each place once, in whatever order."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)

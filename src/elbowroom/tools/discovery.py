@@ -10,6 +10,7 @@ directly, gradients by torch.func, and an optimizer whose gradients come from no
 """
 
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -82,6 +83,15 @@ class Discovery:
         self._before_steps.remove()
         if Optimizer.__init__ is self._init:  # else other code has wrapped it since
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
+
+    def find_made(self) -> None:
+        """Finds the optimizers that exist already.
+
+        A process that is spawned begins with the imports of the script, which may make them.
+        """
+        made = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+        self._optimizers = list(map(weakref.ref, made))
+        self.made_optimizers = bool(made)
 
     def optimizers(self) -> list[Optimizer]:
         """Returns the optimizers that still exist, in the order in which they were made."""

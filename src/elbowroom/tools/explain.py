@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from elbowroom._checks import check_path
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting import Fitting, summary
 from elbowroom.measure.peak import MemoryCurve, memory_curve, peak, pick_device
@@ -41,7 +42,7 @@ class ExplainOutOfMemory:
 
     def __init__(self, profile: Profile | str | Path | None = None) -> None:
         if profile is not None and not isinstance(profile, Profile):
-            profile = Profile.load(Path(profile))
+            profile = Profile.load(check_path("profile", profile))
         self._profile = profile
         self._room: mmap.mmap | None = None
 

@@ -85,10 +85,20 @@ class GrowingBatch:
             self._grow()
         self.epoch += 1
         samples = 0
-        for data in self.loader_factory(self.batch):
+        for data in self._batches():
             samples += _size_of(data)
             yield data
         self._samples = samples
+
+    def _batches(self) -> Iterator[Any]:
+        loader = self.loader_factory(self.batch)
+        try:
+            return iter(loader)
+        except TypeError as error:
+            raise PlanError(
+                "loader_factory(n) returns an iterable over the batches of one epoch, such as a "
+                f"DataLoader; got {type(loader).__name__}"
+            ) from error
 
     def _grow(self) -> None:
         most = self._samples if self.most is None else self.most
@@ -167,15 +177,17 @@ def _size_of(data: Any) -> int:
             return len(x)
     raise PlanError(
         "loader_factory(n) must return batches whose first tensor has one row per sample; got "
-        "{type(data).__name__}. It must return at least one batch for every n"
+        f"{type(data).__name__}. It must return at least one batch for every n"
     )
 
 
-def check_growing(batch: int, rule: str, most: int | None, growth: float) -> None:
-    """Raise PlanError for what is no batch, rule or growth."""
+def check_growing(
+    batch: int, rule: str, most: int | None, growth: float, schedulers: Sequence[Any]
+) -> None:
+    """Raise PlanError for what is no batch, rule, growth or list of schedulers."""
     if type(batch) is not int or batch < 1:
         raise PlanError(f"batch={batch!r} is not possible; it is an int of 1 or more: samples")
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise PlanError(
             f"rule={rule!r} is not possible; how the learning rate follows is one of "
             f"{', '.join(map(repr, RULES))}"
@@ -185,3 +197,7 @@ def check_growing(batch: int, rule: str, most: int | None, growth: float) -> Non
     is_number = isinstance(growth, int | float) and not isinstance(growth, bool)
     if not is_number or not growth > 1:
         raise PlanError(f"growth={growth!r} is not possible; it is a number above 1, e.g. 2")
+    if not isinstance(schedulers, Sequence):
+        raise PlanError(
+            f"schedulers={schedulers!r} is not possible; it is a list of learning rate schedulers"
+        )

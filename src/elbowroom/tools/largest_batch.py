@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elbowroom._checks import check_scalar
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.model_state import ModelState
@@ -233,7 +234,7 @@ class _Trial:
         return MemoryState(memory.static_nbytes + memory.unallocated_state_nbytes)
 
     def _run(self, data: Any) -> None:
-        self._loss(self._model, data).backward()  # type: ignore[no-untyped-call]
+        check_scalar(self._loss(self._model, data)).backward()  # type: ignore[no-untyped-call]
         self._model.zero_grad(set_to_none=True)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from elbowroom._checks import check_model
 from elbowroom.errors import PlanError
 from elbowroom.fitting import Fitting, Summary, summary
 from elbowroom.runtime.attach import attached
@@ -39,8 +40,10 @@ class Log:
     def __call__(self, model: nn.Module, step: int) -> Figures:
         """Logs the figures that are known now, and returns them.
 
-        Those of a model that is not fitted, or whose fit is compiled, are none: {}.
+        Those of a model that is not fitted, or whose fit is compiled, are none: {}. Raises
+        PlanError for what is no model.
         """
+        check_model(model, "log")
         told = summary_of(model)
         found = {} if told is None else figures(told)
         if found:
