@@ -101,6 +101,19 @@ def test_all_networks_of_a_module_are_fitted():
     assert not attached()
 
 
+def test_children_that_no_step_calls_are_not_warned_of(caplog):
+    plain = trained(module=Module(heads=2))
+    ample = Budget("60 GiB", exact=True)
+    trained(ample, module=Module(heads=2))
+    assert list(ample.summaries) == ["net", "head0", "head1"]
+    tight = Budget(int(0.8 * ample.summary.last_nbytes), exact=True)
+    ours = trained(tight, module=Module(heads=2))
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert tight.summary.last_nbytes <= tight.summary.budget_nbytes
+    assert not [line for line in warnings_of(caplog) if "did not call" in line]
+
+
 def test_a_network_can_be_named_and_one_is_needed():
     callback = Budget("60 GiB", network="net")
     trained(callback, module=Module(heads=2))

@@ -100,10 +100,13 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
 
     def _end(self, is_complete: bool) -> None:
         """Ends the training of all networks, which may share steps."""
-        for one in self._budgeted.values():
+        every = self._budgeted.values()
+        for one in every:
             one.finish()
-        for one in self._budgeted.values():
-            one.end(is_complete)
+        # Of children that nobody named, it is enough if some are called.
+        warns = self._network is not None or not any(one.is_called for one in every)
+        for one in every:
+            one.end(is_complete and warns)
 
     def _highest(self) -> Budgeted | None:
         """Returns the network whose last measured step took the most."""
