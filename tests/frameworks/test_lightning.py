@@ -69,12 +69,59 @@ def test_loggers_are_given_the_figures(tmp_path):
     assert "memory/peak_mib" in head
 
 
-def test_a_module_with_several_networks_asks_which():
-    with pytest.raises(PlanError, match=r'network="net"'):
-        trained(Budget("60 GiB"), module=Module(heads=2))
+class Autoencoder(lightning.LightningModule):
+    """As in Lightning's quick start; its decoders are in a list, which is not called itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = Module().net
+        self.decoders = nn.ModuleList([Module().net])
+
+    def training_step(self, batch, _):
+        x = batch[0]
+        for module in (self.encoder, *self.decoders):
+            x = module(x)
+        return nn.functional.mse_loss(x, batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def test_all_networks_of_a_module_are_fitted():
+    plain = trained(module=Autoencoder())
+    ample = Budget("60 GiB", exact=True)
+    trained(ample, module=Autoencoder())
+    assert list(ample.summaries) == ["encoder", "decoders.0"]
+    tight = Budget(int(0.8 * ample.summary.last_nbytes), exact=True, min_nbytes=4096)
+    ours = trained(tight, module=Autoencoder())
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(one.last_nbytes <= one.budget_nbytes for one in tight.summaries.values())
+    assert not attached()
+
+
+def test_children_that_no_step_calls_are_not_warned_of(caplog):
+    plain = trained(module=Module(heads=2))
+    ample = Budget("60 GiB", exact=True)
+    trained(ample, module=Module(heads=2))
+    assert list(ample.summaries) == ["net", "head0", "head1"]
+    tight = Budget(int(0.8 * ample.summary.last_nbytes), exact=True)
+    ours = trained(tight, module=Module(heads=2))
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert tight.summary.last_nbytes <= tight.summary.budget_nbytes
+    assert not [line for line in warnings_of(caplog) if "did not call" in line]
+
+
+def test_a_network_can_be_named_and_one_is_needed():
     callback = Budget("60 GiB", network="net")
     trained(callback, module=Module(heads=2))
-    assert callback.summary.steps
+    assert list(callback.summaries) == ["net"]
+    module = Module()
+    module.net = nn.Identity()
+    with pytest.raises(PlanError, match="no child with parameters"):
+        Budget("60 GiB").on_train_start(None, module)
 
 
 def test_an_error_in_a_step_releases_the_network():
@@ -128,7 +175,7 @@ class Adversarial(lightning.LightningModule):
 
 def test_networks_that_train_each_other_share_a_budget(caplog):
     plain = trained(module=Adversarial())
-    ample = Budget("60 GiB", network=("g", "d"), exact=True)
+    ample = Budget("60 GiB", exact=True)
     trained(ample, module=Adversarial())
     assert set(ample.summaries) == {"g", "d"}
     assert not warnings_of(caplog)  # each optimizer is that of its own network
@@ -143,7 +190,7 @@ def test_networks_that_train_each_other_share_a_budget(caplog):
 
 
 def test_a_network_that_no_step_calls_is_warned_of_at_once_and_at_the_end(caplog):
-    trained(Budget("60 GiB"), module=Adversarial(inside=True))
+    trained(Budget("60 GiB", network="both"), module=Adversarial(inside=True))
     first, last = warnings_of(caplog)
     assert "training_step did not call both" in first
     assert "had no effect: the training did not call ModuleDict" in last

@@ -130,11 +130,19 @@ def test_a_picture_of_one_step_is_there_before_the_trainings(tmp_path, monkeypat
     assert re.search(r"One step takes .+ through elbowroom, and .+ without\.", result.stderr)
 
 
-def test_codecs_lists_the_registry():
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["codecs"])
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_codecs_lists_the_registry(columns):
+    result = CliRunner(env={"COLUMNS": columns}).invoke(app, ["codecs"])
     assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout  # ids and values of fields are there to be typed
     for name in er.codecs():
         assert name in result.stdout
+
+
+def test_help_fills_the_lines_of_the_terminal():
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["run", "--help"]).stdout
+    paragraph = text.split("Exit code:")[1].split("╭")[0].strip().splitlines()
+    assert all(len(line.rstrip()) > 60 for line in paragraph[:-1])
 
 
 def test_compiling_ahead_calls_every_codec_that_takes_floats():

@@ -46,7 +46,7 @@ def test_a_first_run_says_it_once_and_a_second_says_nothing(tmp_path: Path) -> N
             check=True,
         )
         said.append(done.stderr)
-    assert said[0].count("compiling kernels for this CPU, once for this installation") == 1
+    assert said[0].count("compiling kernels for this CPU, each once for this installation") == 1
     assert said[1] == ""
 
 

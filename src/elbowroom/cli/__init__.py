@@ -14,6 +14,8 @@ the user; `run` keeps the exit code of its script. A traceback means a bug of el
 script.
 """
 
+from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -55,11 +57,15 @@ def elbowroom(
     """Parses the options before a command."""
 
 
-app.command()(demo)
-app.command(context_settings=PASSED_ON)(run)
-app.command(context_settings=PASSED_ON)(profile)
-for command in (plan, snapshot, codecs, doctor):
-    app.command()(command)
+def _help_of(command: Callable[..., None]) -> str:
+    """Returns a docstring with one line a paragraph, which typer wraps to the terminal's width."""
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for command in (demo, run, profile, plan, snapshot, codecs, doctor):
+    passed_on = PASSED_ON if command in (run, profile) else None
+    app.command(help=_help_of(command), context_settings=passed_on)(command)
 
 
 def main() -> None:

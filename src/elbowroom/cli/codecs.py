@@ -13,7 +13,10 @@ from elbowroom.cli.mistakes import says_mistakes
 @says_mistakes
 def codecs() -> None:
     """List the codecs, which store a tensor in fewer bytes."""
-    table = Table("codec", "lossless", "dtypes", "fields", "what it does")
+    table = Table(show_lines=True)
+    table.add_column("codec", no_wrap=True)
+    for name in ("lossless", "dtypes", "fields", "what it does"):
+        table.add_column(name, overflow="fold")
     for name in er.codecs():
         table.add_row(*(Text(cell) for cell in _cells(er.codec(name))))
     Console().print(table)
@@ -21,7 +24,7 @@ def codecs() -> None:
 
 def _cells(codec: object) -> tuple[str, str, str, str, str]:
     """Returns one row: id, lossless, dtypes, fields with defaults, first line of the docstring."""
-    fields = ", ".join(
+    fields = "\n".join(
         f"{field.name}={getattr(codec, field.name)!r}"
         for field in dataclasses.fields(codec)  # type: ignore[arg-type]
         if field.init

@@ -84,7 +84,7 @@ def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> Non
         markup=False,
     )
     tell_path("Page:", html)
-    tell_path("What would less of it take?", f"elbowroom plan {shlex.quote(str(out))} --sweep")
+    tell_path("What would a smaller one cost?", f"elbowroom plan {shlex.quote(str(out))} --sweep")
 
 
 class _Enough(SystemExit):

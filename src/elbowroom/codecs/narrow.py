@@ -22,11 +22,12 @@ _TARGETS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 @dataclass(frozen=True)
 class Narrow(Codec):
-    """Lossless: integers in the smallest dtype for `facts.smallest` to `facts.largest`.
+    """Lossless: integers in the smallest integer dtype that holds all of them.
 
-    With `facts.window`, the indices of max-pooling take 1 to 8 bits. If values are outside of these
-    facts, the tensor is stored raw on the CPU, where the check is free. On a GPU, where the check
-    would be a sync, the facts are not checked.
+    `facts.smallest` and `facts.largest` give the dtype. With `facts.window`, the indices of
+    max-pooling take 1 to 8 bits. If values are outside of these facts, the tensor is stored raw on
+    the CPU, where the check is free. On a GPU, where the check would be a sync, the facts are not
+    checked.
     """
 
     id: ClassVar[str] = "narrow"

@@ -33,13 +33,13 @@ def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
 
 
 def warn_larger_step(options: FitOptions, *, held_nbytes: int, learns: bool) -> None:
-    """Warns that a step saves more than the steps that were measured.
+    """Warns that a step holds more than was planned: it saves more, or estimates were too low.
 
     held_nbytes: the most that it has held for backward so far
     """
     _log.warning(
-        "budget %s: this step saves more than those before it, holds %s for backward, and may "
-        "exceed the budget; %s",
+        "budget %s: this step holds %s for backward, more than was planned, and may exceed the "
+        "budget; %s",
         *map(show_nbytes, (options.budget_nbytes, held_nbytes)),
         "it is measured, and a new plan is made" if learns else "later steps may exceed it, too",
     )
@@ -81,8 +81,8 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
 def warn_near(options: FitOptions, plan: Plan) -> None:
     """Warns that the smallest plan is measured, which is predicted a little above the budget."""
     _log.warning(
-        "budget %s: the smallest plan needs %s by its estimate, so it is measured; the steps that "
-        "try the smallest plans may exceed the budget",
+        "budget %s: even the smallest plan needs %s by its estimate, so the smallest plans are "
+        "measured, one step each; these steps may exceed the budget",
         *map(show_nbytes, (options.budget_nbytes, plan.peak)),
     )
 
@@ -215,8 +215,8 @@ def say_replaced_hooks(options: FitOptions, name: str) -> None:
 def warn_optimistic(options: FitOptions) -> None:
     """Warns that only an optimistic estimate fits: the first step may exceed the budget."""
     _log.warning(
-        "budget %s: by a careful estimate the first step of this size does not fit, so it follows "
-        "an optimistic one, and may exceed the budget; later steps follow what it measures",
+        "budget %s: the first step of this size fits by an optimistic estimate only, and may "
+        "exceed the budget; it is measured, and later steps follow the measurement",
         show_nbytes(options.budget_nbytes),
     )
 
@@ -256,18 +256,21 @@ def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None
 
 
 def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool) -> None:
-    """Logs the setting of forwards, at WARNING when it becomes lossy.
+    """Logs the setting of forwards, at WARNING when it becomes lossy for the first time.
 
-    rounds: no code is lossy, but results differ by rounding.
+    rounds     no code is lossy, but results differ by rounding
+    was_lossy  an earlier setting was lossy, too
     """
-    lossy = "lossy" if options.exact is False else "lossy, because exact actions do not fit"
-    kind = "exact" if chosen.exact else "exact but for rounding" if rounds else lossy
-    _log.log(
-        logging.INFO if chosen.exact or rounds or was_lossy else logging.WARNING,
-        "budget %s: saved tensors use the setting '%s' (%s)",
-        show_nbytes(options.budget_nbytes),
+    budget = show_nbytes(options.budget_nbytes)
+    if chosen.exact or rounds or was_lossy or options.exact is False:
+        kind = "exact" if chosen.exact else "exact but for rounding" if rounds else "lossy"
+        _log.info("budget %s: saved tensors use the setting '%s' (%s)", budget, chosen.name, kind)
+        return
+    _log.warning(
+        "budget %s: exact actions alone do not fit, so some saved tensors are stored in lossy "
+        "codes, which change gradients a little (setting '%s'); exact=True forbids this",
+        budget,
         chosen.name,
-        kind,
     )
 
 

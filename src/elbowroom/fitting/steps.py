@@ -281,5 +281,5 @@ class MeasuredSteps:
         if self.planning.said == (chosen.name, chosen.exact):
             return
         self.planning.said = chosen.name, chosen.exact
-        was_lossy, self._said_lossy = self._said_lossy, not chosen.exact
-        say_setting(self.options, chosen, rounds=rounds, was_lossy=was_lossy)
+        say_setting(self.options, chosen, rounds=rounds, was_lossy=self._said_lossy)
+        self._said_lossy = self._said_lossy or not (chosen.exact or rounds)

@@ -62,9 +62,16 @@ class Summary:
 
     def rows(self) -> list[SummaryRow]:
         """Returns the known figures, each in the column "measured" or "estimated"."""
-        unknown = "" if self.plain_nbytes else "not known: no step was profiled"
+        # A measured step in which nothing was done was a plain one.
+        plain = self.last_nbytes if self.setting == self.last_setting == "keep" else None
+        known = plain or self.plain_nbytes
         rows = [
-            ("peak, plain", "", _size(self.plain_nbytes), unknown),
+            (
+                "peak, plain",
+                _size(plain),
+                "" if plain else _size(self.plain_nbytes),
+                "" if known else "not known: no step was profiled",
+            ),
             ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),
             ("peak", _size(self.last_nbytes), "", _verdict(self)),
         ]

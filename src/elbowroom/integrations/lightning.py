@@ -6,7 +6,7 @@ trainer.fit(module, data)
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,11 +23,11 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
     """Callback that keeps the training of a LightningModule inside a memory budget.
 
         trainer = lightning.Trainer(callbacks=[Budget("6 GiB", exact=True)])
-        Budget("6 GiB", network=("generator", "discriminator"))    # both, inside one budget
+        Budget("6 GiB", network="generator")    # fits this network alone
 
-    Lightning calls `training_step`, which calls a network that is an attribute of the module. This
-    network is fitted. A loss outside of it is not covered. The module's loggers get the peak of the
-    network every `log_every_n_steps`. At the end, the network is released.
+    Lightning calls `training_step`, which calls networks that are attributes of the module. These
+    networks are fitted. A loss outside of them is not covered. The module's loggers get their peak
+    every `log_every_n_steps`. At the end, the networks are released.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
     ) -> None:
         """network: the attribute that `training_step` calls, or a list of several.
 
-        Several share the budget. None: the only child with parameters.
+        Several share the budget. None: all children with parameters; of a `ModuleList` or a
+        `ModuleDict`, the modules in it.
 
         budget, settings: those of `er.fit`: exact, noise, offload, min_nbytes, plan.
         """
@@ -99,10 +100,13 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
 
     def _end(self, is_complete: bool) -> None:
         """Ends the training of all networks, which may share steps."""
-        for one in self._budgeted.values():
+        every = self._budgeted.values()
+        for one in every:
             one.finish()
-        for one in self._budgeted.values():
-            one.end(is_complete)
+        # Of children that nobody named, it is enough if some are called.
+        warns = self._network is not None or not any(one.is_called for one in every)
+        for one in every:
+            one.end(is_complete and warns)
 
     def _highest(self) -> Budgeted | None:
         """Returns the network whose last measured step took the most."""
@@ -120,15 +124,19 @@ def _networks(module: nn.Module, given: str | Sequence[str] | None) -> dict[str,
     if given is not None:
         names = [given] if isinstance(given, str) else list(given)
         return {name: module.get_submodule(name) for name in names}
-    children = {
-        name: child
-        for name, child in module.named_children()
-        if any(True for _ in child.parameters())
-    }
-    if len(children) != 1:
+    networks = dict(_children(module))
+    if not networks:
         raise PlanError(
-            f"{type(module).__name__} has {len(children)} children with parameters "
-            f"({', '.join(children) or 'none'}); name the one that training_step calls, or "
-            'all that it calls, as in Budget("6 GiB", network="net") or network=("g", "d")'
+            f"{type(module).__name__} has no child with parameters; make the network that "
+            "training_step calls an attribute of it"
         )
-    return children
+    return networks
+
+
+def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields the children with parameters; of containers that cannot be called, those in them."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            yield prefix + name, child

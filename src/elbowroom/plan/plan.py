@@ -264,7 +264,7 @@ class Plan:
         if not self.is_lossy:
             return "without codes; convolutions that take turns round otherwise"
         if not self.watched:
-            return "lossy, by a noise that was not measured"
+            return "lossy; its noise was not measured"
         return f"lossy, adding {100 * self.noise:.3g} % of what mini-batches vary by (estimated)"
 
     def save(self, path: str | Path) -> None:

@@ -36,8 +36,8 @@ class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
         if taken_s > UNNOTICED_S and not self._is_said:
             self._is_said = True
             _log.warning(
-                "compiling kernels for this CPU, once for this installation: up to a minute. "
-                "`elbowroom doctor --compile` does it in advance"
+                "compiling kernels for this CPU, each once for this installation: up to a minute "
+                "in all. `elbowroom doctor --compile` does it in advance"
             )
 
     def on_end(self, event: Any) -> None:
