@@ -300,6 +300,24 @@ def test_a_sum_that_inductor_joins_with_a_product_is_joined_before_the_plan_is_m
     assert all(torch.equal(a, b) for a, b in zip(gm(*given), tied(*given), strict=True))
 
 
+def test_of_two_products_inductor_joins_the_same_one() -> None:
+    """As where a weight is used twice: the other one gives another rounding."""
+    from torch._inductor.fx_passes import post_grad
+
+    def both(a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a, a) + torch.mm(b, b)
+
+    def operands(gm: fx.GraphModule) -> list[str]:
+        (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+        return [n.name for n in call.all_input_nodes[1:]]
+
+    post_grad.lazy_init()
+    ours, inductors = (traced(both, torch.randn(8, 8), torch.randn(8, 8)) for _ in range(2))
+    fuse(ours.graph)
+    post_grad.pass_patterns[2].apply(inductors.graph)
+    assert operands(ours) == operands(inductors) == ["b_1"]
+
+
 def joint_of(
     function, given: list[Tensor], gradients: list[Tensor]
 ) -> tuple[fx.GraphModule, Joint]:

@@ -14,6 +14,7 @@ from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.joint import Joint
 from elbowroom.compiled.liveness import Kernel, curve_of
 from elbowroom.compiled.rewrite import Coded, Rewriting
+from elbowroom.compiled.scheduling import SHARED
 
 INFINITY = float("inf")
 
@@ -123,7 +124,7 @@ def fused_slowly(kernels: list[Kernel], facts) -> list[Kernel]:
             cut = any(facts[s].blocks for s in given)
             if shared >= liveness._LEAST_SHARED and loops[0] & loops[1] and not cut:
                 pairs.append((-shared, one, two))
-    for _, first, second in sorted(pairs):
+    for negative, first, second in sorted(pairs):
         one, two = home[first], home[second]
         if one == two:
             continue
@@ -134,8 +135,10 @@ def fused_slowly(kernels: list[Kernel], facts) -> list[Kernel]:
             continue
         early, late = sorted((one, two))
         follows = one in above[two] or two in above[one]
-        calls = [at for at in above[late] if not kernels[at].is_fused and at > latest[early]]
-        if calls and not follows:
+        calls = [at for at in range(latest[early] + 1, late) if not kernels[at].is_fused]
+        written = sum(facts[s].nbytes for at in (one, two) for s in kernels[at].writes)
+        waits = any(at in above[late] for at in calls)
+        if not follows and (waits or (calls and -negative < SHARED * written)):
             continue
         liveness._merge(kernels, one, two)
         latest[one] = max(latest[one], latest[two])
@@ -157,6 +160,25 @@ def test_loops_are_fused_as_the_slow_form_fuses_them(seed: int, monkeypatch) -> 
     fast = simulated()
     monkeypatch.setattr(liveness, "_fused", fused_slowly)
     assert fast == simulated()
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_loops_cross_a_call_where_they_share_half_of_what_they_write(rows: int) -> None:
+    """Else what is recomputed for one block ran with another block, and stood between them."""
+
+    def beside(x, y, z, w):
+        return y * x, torch.mm(w, w), z * x
+
+    given = [torch.randn(n, 64) for n in (rows, 64, 64, 64)]
+    gm = fx.experimental.proxy_tensor.make_fx(beside, tracing_mode="fake")(*given)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    work = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    work = sorted(
+        [*work, *gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)]
+    )
+    outputs = list(gm.graph.find_nodes(op="output")[0].all_input_nodes)
+    curve = curve_of(work, facts_of(gm.graph), given=inputs, outside=inputs, outputs=outputs)
+    assert sum(kernel.is_fused for kernel in curve.kernels) == (2 if rows == 1 else 1)
 
 
 def test_a_code_that_is_tried_and_undone_leaves_what_was_known() -> None:

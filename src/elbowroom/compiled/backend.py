@@ -245,8 +245,8 @@ def _corrected(
 ) -> Callable[..., Any]:
     """Compiles a region; where the code that was written takes more than the room, plans again.
 
-    The next plan has less room by what was too much, or is the lowest that there is. With
-    exact=False, the first two save as much in codes as fits, and the others do not. Where the
+    The next plan is predicted to take less by what was too much, or is the lowest that there is.
+    With exact=False, the first two save as much in codes as fits, and the others do not. Where the
     lowest, or the last one, still takes too much, the one that came nearest stays if that is near
     enough. Else the region is refused.
     """
@@ -274,12 +274,13 @@ def _corrected(
         except Exception:
             if not check.over_nbytes or tight is None or room is None:
                 raise
+            less = min(tight, check.planned_nbytes) - check.over_nbytes
             if fills:  # another one, and then as if none had been tried
                 fills -= 1
-                tight = tight - check.over_nbytes if fills else room
+                tight = less if fills else room
                 continue
             tries.append((check.over_nbytes, tight))
-            tight -= check.over_nbytes
+            tight = less
             if len(tries) < _ATTEMPTS and tight >= lowest:
                 continue
         over, tight = min(tries)

@@ -204,10 +204,18 @@ def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
             freed = without(joint, saved, views)
             if freed is not None:
                 yield freed
+            deep = without(joint, saved, views, runs_calls=True)
+            if deep is not None and deep != freed:
+                yield deep
 
 
-def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.Node] | None:
-    """Returns the saved values without some, and with the sources of these."""
+def without(
+    joint: Joint, saved: set[fx.Node], dropped: set[fx.Node], *, runs_calls: bool = False
+) -> set[fx.Node] | None:
+    """Returns the saved values without some, and with the sources of these.
+
+    runs_calls: whether library calls run again for them; else what these return is saved
+    """
     result = saved - dropped
     pending = list(dropped)
     while pending:
@@ -220,12 +228,9 @@ def without(joint: Joint, saved: set[fx.Node], dropped: set[fx.Node]) -> set[fx.
         for read in node.all_input_nodes:
             if read in result or joint.facts.get(read) is None:
                 continue
-            if read.op == "placeholder":
+            runs = may_run_again(read) and (runs_calls or joint.facts[read].kind is not Kind.EXTERN)
+            if read.op == "placeholder" or (is_tensor(read) and not runs):
                 result.add(read)
-            elif is_tensor(read) and (
-                joint.facts[read].kind is Kind.EXTERN or not may_run_again(read)
-            ):
-                result.add(read)  # recomputing a library call is a change of its own
             else:
                 pending.append(read)
     return None if result & dropped else result

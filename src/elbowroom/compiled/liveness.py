@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from elbowroom.compiled.collect import Facts, Kind
+from elbowroom.compiled.scheduling import SHARED
 
 _SHARED_READS = 4  # a value with more than one reader is stored if it reads more (`realize_reads`)
 _MOST_READS = 12  # and any other if it reads more than this
@@ -374,14 +375,17 @@ def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
     home = list(range(len(kernels)))  # the kernel into which each was fused
     latest = list(home)  # the last of those that were fused into each
     calls = sum(1 << at for at, kernel in enumerate(kernels) if not kernel.is_fused)
-    for _, first, second in _pairs(kernels, facts, made_by):
+    for negative, first, second in _pairs(kernels, facts, made_by):
         one, two = home[first], home[second]
         if one == two or (after[one] & before[two]) | (after[two] & before[one]):
             continue
         follows = before[two] >> one & 1 or before[one] >> two & 1
         early, late = sorted((one, two))
-        if not follows and (before[late] & calls) >> latest[early] + 1:  # see scheduling.py
-            continue
+        between = (calls & ((1 << late) - 1)) >> latest[early] + 1
+        if not follows and between:  # see scheduling.py
+            written = sum([facts[s].nbytes for at in (one, two) for s in kernels[at].writes])
+            if before[late] >> latest[early] + 1 & between or -negative < SHARED * written:
+                continue
         _merge(kernels, one, two)
         latest[one] = max(latest[one], latest[two])
         members[one] |= members[two]

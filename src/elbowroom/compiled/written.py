@@ -165,9 +165,16 @@ class Check:
             self.over_nbytes = over
             raise RuntimeError(f"the code of a compiled region takes {over} bytes too many")
 
+    @property
+    def planned_nbytes(self) -> int:
+        """The bytes that the last plan predicts, of what the room is for."""
+        return int(self._counted(self.made[-1].peak_nbytes))
+
+    def _counted(self, peak_nbytes: float) -> float:
+        return peak_nbytes + (self.made[-1].inputs_nbytes if self._counts_inputs else 0)
+
     def _over(self, peak_nbytes: float) -> float:
-        inputs = self.made[-1].inputs_nbytes if self._counts_inputs else 0
-        return peak_nbytes + inputs - (self._room_nbytes or 0)
+        return self._counted(peak_nbytes) - (self._room_nbytes or 0)
 
 
 def peak_of(lines: Sequence[Any], graph: Any, held: HeldAtBackward | None) -> int | None:
