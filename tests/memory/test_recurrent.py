@@ -85,12 +85,7 @@ def test_a_first_step_that_goes_by_hope_is_said(caplog):
     run = Run("lstm")
     er.fit(run.model, budget=int(1.07 * needed), optimizer=run.optimizer, exact=True)
     run.step()
-    assert (
-        caplog.text.count(
-            "the first step of this size does not fit, so it follows an optimistic one"
-        )
-        == 1
-    )
+    assert caplog.text.count("the first step of this size fits by an optimistic estimate only") == 1
     er.release(run.model)
 
 
