@@ -14,6 +14,7 @@ statistics.
 
 import types
 from collections.abc import Callable
+from enum import Enum
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -276,6 +277,17 @@ def _is_cast(x: Tensor, of: Any) -> bool:
     return (below, number) == (of.grad_fn, of.output_nr)
 
 
+class Part(Enum):
+    """What a saved tensor is to the ops that decide, later on, whether it may have a code."""
+
+    NONE = "none"
+    SATURATED = "saturated"  # the result of sigmoid, tanh or softmax
+    EXPONENTIAL = "exponential"  # the result of exp
+    GAUSSIAN = "gaussian"  # the result of exp of what was squared, which needs it exactly itself
+    SQUARED = "squared"  # it is squared
+    DIFFERENCE = "difference"  # a difference that is squared, or a square that something scales
+
+
 class Reading(NamedTuple):
     """How an op reads a tensor that it saves.
 
@@ -283,8 +295,8 @@ class Reading(NamedTuple):
     width      elements of a row, if a code should not mix the rows of x; 0: no rows
     by_size    whether the op divides by the size of each row, so that no code may mix rows
                (`plan/site.py`)
-    saturates  sequence number of the sigmoid, tanh, softmax or exp that made x; -1: none
-    is_exp     whether x is the result of exp
+    part       what x is to later ops that may need it exactly (`saturated.py`)
+    number     autograd's number of the node that saved it, where it is of such a part
     """
 
     need: Need
@@ -292,8 +304,8 @@ class Reading(NamedTuple):
     why: str = ""
     width: int = 0
     by_size: bool = False
-    saturates: int = -1
-    is_exp: bool = False
+    part: Part = Part.NONE
+    number: int = -1
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:
