@@ -289,6 +289,24 @@ def test_zeros_of_relu_in_a_product_of_batches_stay_exact() -> None:
     assert reading(lambda x, g: x[0].relu().mm(g.expand(8, 8)), x).use is Use.LINEAR
 
 
+@pytest.mark.parametrize(("has_zeros", "use"), [(True, Use.EXACT), (False, Use.LINEAR)])
+def test_a_product_that_is_multiplied_with_zeros_of_relu_stays_exact(
+    has_zeros: bool, use: Use
+) -> None:
+    """Attention without a softmax divides one part of that by another: no error of it cancels."""
+
+    def attend(x: Tensor, g: Tensor) -> Tensor:
+        scores = x.bmm(x)
+        query = x.relu() if has_zeros else x + 1
+        return scores.mT.clone().bmm(query) + scores.bmm(g)
+
+    gm = fx.experimental.proxy_tensor.make_fx(attend)(torch.randn(2, 8, 8), torch.randn(2, 8, 8))
+    scores = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)[0]
+    _, gradient = gm.graph.find_nodes(op="placeholder")
+    after = [node for node in gm.graph.nodes if gradient in node.all_input_nodes]
+    assert reading_of(scores, after, after).use is use
+
+
 def test_attentions_output_may_be_coded_finely_and_its_query_may_not() -> None:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     attend = getattr(torch.ops.aten, name)

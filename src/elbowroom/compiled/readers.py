@@ -10,7 +10,8 @@ up to the ops that combine it with a gradient. These readers decide about the va
                 attention's output, from which its backward computes the term that it subtracts
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
                 value
-    else        results of a ReLU in a product of batches, whose zeros may keep a gradient finite;
+    else        results of a ReLU in a product of batches, whose zeros may keep a gradient finite,
+                and a product that is multiplied with these;
                 attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
                 logarithms, and every op that is not listed: the value stays exact
 """
@@ -53,6 +54,8 @@ def reading_of(
     after      what backward computes
     gradients  the nodes among these that depend on a gradient
     """
+    if _is_divided_out(value):
+        return Reading(Use.EXACT, why="a product that is multiplied with zeros of a ReLU")
     use, compared = Use.LINEAR, []
     pending, seen = [(value, _has_zeros(value))], {value}
     own: dict[fx.Node, None] = {}
@@ -141,6 +144,29 @@ def _has_zeros(node: fx.Node) -> bool:
             new = set(node.all_input_nodes) - seen
             seen |= new
             pending += new
+    return False
+
+
+def _is_divided_out(value: fx.Node) -> bool:
+    """Returns whether a value is a product of batches that is multiplied with a ReLU's results.
+
+    Attention without a softmax divides one part of that by another: see `runtime/consumers.py`.
+    """
+    made = value
+    while is_view(made) or _packet(made) in _copies():
+        made = made.all_input_nodes[0]
+    if _packet(made) not in _of_batches():
+        return False
+    pending, seen = [made], {made}
+    while pending:
+        node = pending.pop()
+        for reader in node.users:
+            if _packet(reader) in _of_batches():
+                if any(_has_zeros(one) for one in reader.all_input_nodes if one is not node):
+                    return True
+            elif reader not in seen and (is_view(reader) or _packet(reader) in _copies()):
+                seen.add(reader)
+                pending.append(reader)
     return False
 
 

@@ -34,7 +34,6 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import is_parameter, untouchable
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
-from elbowroom.runtime.saturated import WHY as DIVIDED
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
@@ -197,12 +196,12 @@ class StepRecorder:
             saves = self._storages[index].saves
             saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
 
-    def divided(self, slot: Slot) -> None:
-        """Records that an op divides by what is left of this slot: it must be exact."""
+    def decided(self, slot: Slot, why: str) -> None:
+        """Records that a later op needs this slot exactly."""
         index = self._index.get(slot)
         if index is not None:
             saves = self._storages[index].saves
-            exact: Any = {"need": Need.EXACT, "formula": Formula.SINGULAR, "why": DIVIDED}
+            exact: Any = {"need": Need.EXACT, "formula": Formula.SINGULAR, "why": why}
             saves[:] = [replace(one, site=replace(one.site, **exact)) for one in saves]
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:

@@ -4,7 +4,8 @@
     summed, over 256 elements or more what was asked for
     summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3, 16 flat maps)
     of a matrix of a batch            16 levels     (bmm; a product of two activations, as q k^T)
-    ... of results of a ReLU          256 levels    (attention without a softmax divides by it)
+    ... of results of a ReLU          256 levels    (attention without a softmax divides by it;
+                                                    with a product they stay exact)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
     ... of what a norm makes          32 levels of the norm's input, which all of them share
     tail                              128 levels    (softplus: in its tails exp of it)

@@ -14,6 +14,7 @@ statistics.
 
 import types
 from collections.abc import Callable
+from enum import Enum
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -99,6 +100,7 @@ _ASKED = {  # the argument that requests it
 }
 LENDS = ("numpy", "__array__", "__dlpack__")  # memory, to what no version tells of
 _MOST_RESHAPES = 8
+_BATCHES = ("Bmm", "Baddbmm")
 QUESTIONS = frozenset(  # reading metadata of a tensor saves nothing and creates nothing
     (
         *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous),
@@ -276,6 +278,17 @@ def _is_cast(x: Tensor, of: Any) -> bool:
     return (below, number) == (of.grad_fn, of.output_nr)
 
 
+class Part(Enum):
+    """What a saved tensor is to the ops that decide, later on, whether it may have a code."""
+
+    NONE = "none"
+    SATURATED = "saturated"  # the result of sigmoid, tanh or softmax
+    EXPONENTIAL = "exponential"  # the result of exp
+    GAUSSIAN = "gaussian"  # the result of exp of what was squared, which needs it exactly itself
+    SQUARED = "squared"  # it is squared
+    DIFFERENCE = "difference"  # a difference that is squared, or a square that something scales
+
+
 class Reading(NamedTuple):
     """How an op reads a tensor that it saves.
 
@@ -283,8 +296,8 @@ class Reading(NamedTuple):
     width      elements of a row, if a code should not mix the rows of x; 0: no rows
     by_size    whether the op divides by the size of each row, so that no code may mix rows
                (`plan/site.py`)
-    saturates  sequence number of the sigmoid, tanh, softmax or exp that made x; -1: none
-    is_exp     whether x is the result of exp
+    part       what x is to later ops that may need it exactly (`saturated.py`)
+    number     autograd's number of the node that saved it, where it is of such a part
     """
 
     need: Need
@@ -292,8 +305,8 @@ class Reading(NamedTuple):
     why: str = ""
     width: int = 0
     by_size: bool = False
-    saturates: int = -1
-    is_exp: bool = False
+    part: Part = Part.NONE
+    number: int = -1
 
 
 def reading_of(x: Tensor, call: Call | None) -> Reading:
@@ -343,6 +356,9 @@ def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Readi
         return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
     if formula in (Formula.SUMMED, Formula.MATRIX):
         formula = _as_product(formula, x, call)
+        if formula is Formula.MATRIX and _is_divided_out(call):
+            why = "a ReLU's results times a product, of which one part may be divided by another"
+            return Reading(Need.EXACT, Formula.DIFFERENCE, why)
     if formula is Formula.SINGULAR and _is_normalized(x, call):
         formula = Formula.PRODUCT
     if formula.tolerates_errors:
@@ -392,12 +408,33 @@ def _is_normalized(x: Tensor, call: Call) -> bool:
 
 def _is_inverse(x: Tensor) -> bool:
     """Returns whether x, through casts and reshapes, is 1 / something or a power."""
+    return _is_made_by(x, INVERSES)
+
+
+def _is_made_by(x: Tensor, names: tuple[str, ...], through: tuple[str, ...] = RESHAPES) -> bool:
+    """Returns whether x was made by a node of these names, but for nodes that are passed."""
     node = x.grad_fn
     for _ in range(_MOST_RESHAPES):
-        if node is None or not node.name().startswith(RESHAPES):
+        if node is None or not node.name().startswith(through):
             break
-        node = node.next_functions[0][0]
-    return node is not None and node.name().startswith(INVERSES)
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    return node is not None and node.name().startswith(names)
+
+
+def _is_divided_out(call: Call) -> bool:
+    """Returns whether the call multiplies results of a ReLU with a product.
+
+    That is attention without a softmax, q (k^T [v, 1]), which divides one part of the product by
+    the other. If q has one positive element, both are multiples of it, and its gradient is 0: the
+    difference of two terms, divided by q, in which no error of either factor cancels.
+    """
+    given = [y for y in call.args if isinstance(y, Tensor)]
+    is_product = [_is_made_by(y, _BATCHES) for y in given]
+    has_zeros = [_is_made_by(y, ("Relu",), (*RESHAPES, "Mul", "_Product")) for y in given]
+    return [is_product, has_zeros] in (
+        [[True, False], [False, True]],
+        [[False, True], [True, False]],
+    )
 
 
 def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:

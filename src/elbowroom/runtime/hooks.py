@@ -42,6 +42,7 @@ from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
     Call,
     Consumers,
+    Part,
     Reading,
     is_buffer,
     reading_by,
@@ -69,7 +70,7 @@ from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.tracer import Tracer
-from elbowroom.runtime.saturated import EXPONENTIAL, SATURATING
+from elbowroom.runtime.saturated import WHY, part_of
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.sites import Request, classify, left_alone, site_of
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
@@ -288,8 +289,8 @@ class Saving:
             results = self._decide_on_deferred(call, out) if call.deferred else ()
             if self._serving.pieces.waiting:
                 self._serving.pieces.made(call, out)
-            if self._serving.saturated:
-                self._serving.keep_divided(call, self.recorder)
+            if self._serving.undecided:
+                self._serving.keep_decided(call, out, self.recorder)
             if self._serving.waiting:
                 self._serving.waiting.ended(call, out, self._identity)
             for finish in call.at_end:
@@ -510,9 +511,12 @@ class Saving:
         for one, x in saved:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader.formula, x, call, reader.node)
-            if reader.node in SATURATING and reading.need is Need.LOSSY and self._may_round:
-                is_exp = reader.node in EXPONENTIAL
-                reading = reading._replace(saturates=reader.number, is_exp=is_exp)
+            if reading.need is Need.LOSSY and self._may_round:
+                part = part_of(reader.node, x, out)
+                if part is Part.GAUSSIAN:
+                    reading = Reading(Need.EXACT, Formula.DIFFERENCE, WHY[part])
+                elif part is not Part.NONE:
+                    reading = reading._replace(part=part, number=reader.number)
             decide = partial(self._decide_on, one, x, call, reading)
             if x.untyped_storage()._cdata in made:
                 results.append(decide)

@@ -101,8 +101,8 @@ class Recorder(Protocol):
         """Called when a GELU or SiLU reads a result of the tensor that this slot holds."""
         ...
 
-    def divided(self, slot: Slot) -> None:
-        """Called when an op divides by 1 minus the tensor of this slot, or the like."""
+    def decided(self, slot: Slot, why: str) -> None:
+        """Called when an op turns out to need the tensor of this slot exactly (`saturated.py`)."""
         ...
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:

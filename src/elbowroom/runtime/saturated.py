@@ -18,6 +18,14 @@ by a result of it, element by element, or takes its logarithm or root, it stays 
 its code. An op that divides by it even later (a logarithm of a product) is found, too: a warning is
 logged, and a fitted model keeps the tensor from the next step on. The same applies to ops that
 divide in a profiled step, in which nothing waits, because its memory over time is that of plans.
+
+What is squared on the way into an exponential is the reverse of that: a Gaussian of width s,
+exp(-(x - m)^2 / (2 s^2)), passes a gradient to the few x that are near m, and the step of a code
+follows the range of all. For s of a hundredth of that range, the code moved every x - m from one
+end of the Gaussian to the other. So a difference waits where it is squared, and the square where
+something scales it. If an exponential, a softmax or the like of them follows, they stay exact
+(`exponents`), and so does the exponential: what is far from m has a slope of (x - m) / s^2, which
+only a result of 0 cancels.
 """
 
 import logging
@@ -32,7 +40,7 @@ from torch.autograd.graph import Node
 
 from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
-from elbowroom.runtime.consumers import RESHAPES, Call
+from elbowroom.runtime.consumers import RESHAPES, Call, Part
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.identity import Identity, is_touchable
 from elbowroom.runtime.nested import tensors_in
@@ -47,7 +55,13 @@ SATURATING = EXPONENTIAL | frozenset(
         "MaskedSoftmaxBackward0",
     )
 )
-WHY = "what is made of it is divided by, or its logarithm or root is taken"
+_DIVIDED = "what is made of it is divided by, or its logarithm or root is taken"
+_SQUARED = "an exponential of its square follows, to which a small part of its range matters"
+WHY = {
+    **dict.fromkeys((Part.SATURATED, Part.EXPONENTIAL), _DIVIDED),
+    **dict.fromkeys((Part.SQUARED, Part.DIFFERENCE), _SQUARED),
+    Part.GAUSSIAN: "where it is 0, its argument may have any slope",
+}
 _MOST_SAVES = 3  # saving calls, in a chain of results of it alone
 _OURS = 1  # the handle
 # Functions -> the argument whose inverse, logarithm, root or quotients appear in gradients.
@@ -83,6 +97,63 @@ _ALONE = (
 _ELEMENTWISE = (*_ALONE, "Mul", "_Product", "Pow", "Div")
 _SUMMED = ("Sum", "Mean")  # ... of exponentials: the smallest sum is as small as they are
 _MOST_NODES = 16
+_POWER, _PRODUCT = "PowBackward0", "MulBackward0"
+_SCALED = ("Mul", "_Product", "Div", "Neg", *RESHAPES)
+# Functions -> their nodes, which contain an exponential of what is below.
+_EXPONENTS = frozenset(
+    (
+        *("exp", "exp_", "exp2", "exp2_", "expm1", "softmax", "softmin", "log_softmax"),
+        *("logsumexp", "cross_entropy"),
+    )
+)
+_OF_EXPONENTS = ("Exp", "Softmax", "LogSoftmax", "Logsumexp", "_LogProbabilities", "NllLoss")
+
+
+def part_of(node: str, x: Tensor, out: Any) -> Part:
+    """Returns what x is, which a node of this name has saved in making `out`."""
+    if node in SATURATING:
+        if node not in EXPONENTIAL:
+            return Part.SATURATED
+        of_square = _reaches(x.grad_fn, _is_square, (*_ELEMENTWISE, *_SUMMED, "Exp"))
+        return Part.GAUSSIAN if of_square else Part.EXPONENTIAL
+    if node == _PRODUCT and not (isinstance(out, Tensor) and _is_square(out.grad_fn)):
+        is_scaled = _reaches(x.grad_fn, _is_square, (*_ALONE, *_SUMMED, *_SCALED))
+        return Part.DIFFERENCE if is_scaled else Part.NONE
+    if node not in (_POWER, _PRODUCT):
+        return Part.NONE
+    return Part.DIFFERENCE if _reaches(x.grad_fn, _is_difference, _SCALED) else Part.SQUARED
+
+
+def _reaches(node: Node | None, found: Callable[[Node], bool], through: tuple[str, ...]) -> bool:
+    """Returns whether a node, or one below it through nodes of these names, is what is sought."""
+    waiting = [node]
+    for _ in range(_MOST_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is not None and found(node):
+            return True
+        if node is not None and node.name().startswith(through):
+            waiting += [below for below, _ in node.next_functions]
+        if not waiting:
+            break
+    return False
+
+
+def _is_difference(node: Node) -> bool:
+    return node.name().startswith(("Sub", "Rsub"))
+
+
+def _is_square(node: Node | None) -> bool:
+    """Returns whether a node is a power, or multiplies a tensor with itself or its negative."""
+    if node is None or not node.name().startswith(("Pow", "Mul", "_Product")):
+        return False
+    below = [_unsigned(one) for one, _ in node.next_functions]
+    return node.name().startswith("Pow") or (len(below) > 1 and below[0] is below[1] is not None)
+
+
+def _unsigned(node: Node | None) -> Node | None:
+    while node is not None and node.name().startswith("Neg"):
+        node = node.next_functions[0][0]
+    return node
 
 
 class Saturated:
@@ -93,14 +164,12 @@ class Saturated:
         slot: Slot,
         action: Action,
         hold: Callable[[Slot, Tensor, Action], None],
-        *,
-        is_exp: bool = False,
+        part: Part = Part.SATURATED,
     ) -> None:
-        """is_exp: it is an exponential; else it saturates."""
         self.slot = weakref.ref(slot)
         slot.waits = True
         self._action, self._hold = action, hold
-        self._open = (*_ELEMENTWISE, *_SUMMED) if is_exp else _ALONE
+        self._open = _ALONE if part is Part.SATURATED else (*_ELEMENTWISE, *_SUMMED)
         self._saves = 0  # saving calls since then
         self._is_read = False
         self._is_open = False  # a result of it alone may still be a divisor
@@ -146,7 +215,11 @@ class Saturated:
         action = self._action
         if isinstance(action, Encode):
             codec = reduce(at_precision_floor, self._others, action.codec)
-            if not all(keeps_rows_apart(codec, one, normalized=False) for one in self._others):
+            rows = action.rows
+            if not all(
+                keeps_rows_apart(codec, one, normalized=rows is not None and one.rows == rows)
+                for one in self._others
+            ):
                 return
             action = replace(action, codec=codec)
         self._hold(slot, kept.restore(), action)
@@ -177,6 +250,24 @@ def divided(call: Call) -> Iterator[int]:
             waiting += [(below, is_sum) for below, _ in node.next_functions]
 
 
+def exponents(call: Call, out: Any) -> Iterator[int]:
+    """Yields autograd's numbers of the nodes that an exponential's argument is computed by.
+
+    Of these, a caller knows the ones that square, or scale a square.
+    """
+    if call.name not in _EXPONENTS or not isinstance(out, Tensor):
+        return
+    through = (*_ELEMENTWISE, *_SUMMED, *_OF_EXPONENTS)
+    waiting = [out.grad_fn]
+    for _ in range(_MOST_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is not None and node.name().startswith(through):
+            yield node._sequence_nr()
+            waiting += [below for below, _ in node.next_functions]
+        if not waiting:
+            return
+
+
 def _touchable(call: Call) -> Iterator[Tensor]:
     """Yields the tensor arguments of a call whose storage may be accessed."""
     yield from (x for x in tensors_in((call.args, call.kwargs)) if is_touchable(x))
@@ -194,11 +285,11 @@ def _is_singular_power(call: Call) -> bool:
 
 
 @cache
-def tell_late(consumer: str, module: str) -> None:
+def tell_late(consumer: str, module: str, why: str) -> None:
     """Warns, once for an op of a module, that a code was made before its readers were known."""
     _log.warning(
-        "the result of '%s' in '%s' has a code, and %s: gradients of this step may be far off "
-        "there. A fitted model keeps it from now on; er.saving does not: enlarge min_nbytes, or "
-        "take a loss that is made of logits",
-        *(consumer, module, WHY),
+        "what '%s' saves in '%s' has a code, and %s: gradients of this step may be far off "
+        "there. A fitted model keeps it from now on; er.saving does not: enlarge min_nbytes, or, "
+        "in a loss, take logits",
+        *(consumer, module, why),
     )

@@ -42,7 +42,7 @@ from elbowroom.plan.precision_floor import (
 )
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
 from elbowroom.runtime.checkpoints import Pieces
-from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.consumers import Call, Part
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.deferred import MOST_SAVES, Waiting
 from elbowroom.runtime.handles import (
@@ -61,8 +61,7 @@ from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.observer import Listener, Recorder, Watch
 from elbowroom.runtime.prefetcher import Prefetcher
-from elbowroom.runtime.saturated import WHY as DIVIDED
-from elbowroom.runtime.saturated import Saturated, divided, tell_late
+from elbowroom.runtime.saturated import WHY, Saturated, divided, exponents, tell_late
 from elbowroom.runtime.sites import (
     MADE_OF_PARAMETERS,
     Request,
@@ -94,11 +93,18 @@ def is_lossy(action: Action, need: Need) -> bool:
     return need is Need.LOSSY and not at_once
 
 
+def _waits(part: Part, action: Action) -> bool:
+    """Returns whether a tensor waits for what follows; a recipe is as exact as its source."""
+    if part is Part.DIFFERENCE:
+        return not isinstance(action, Rebuild)
+    return part in (Part.SATURATED, Part.EXPONENTIAL)
+
+
 class Serving:
     """Serves the requests of one forward.
 
     waiting, pieces  tensors that are decided on later
-    saturated        results y where an op may divide by 1 - y or the like, by their nodes
+    undecided        by their nodes, tensors that a later op may need exactly (`saturated.py`)
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class Serving:
         self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
         self.pieces = Pieces()
-        self.saturated: dict[int, tuple[weakref.ref[Slot], Site]] = {}
+        self.undecided: dict[int, list[tuple[weakref.ref[Slot], Site, Part]]] = {}
 
     def end(self) -> None:
         """Ends the forward: nothing waits any more."""
@@ -135,11 +141,13 @@ class Serving:
         """Leaves waiting tensors as they are."""
         self.waiting.clear()
         self.pieces.clear()
-        self.saturated.clear()
+        self.undecided.clear()
 
     def serve(self, request: Request) -> None:
         """Makes the slot hold what the op needs, if it does not yet."""
         if is_served(request):
+            if request.slot.sites:
+                self._note(request, request.slot.sites[-1])
             if request.slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(request.slot, self._site(request)[0])
             return
@@ -152,25 +160,34 @@ class Serving:
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
 
-    def keep_divided(self, call: Call, recorder: Recorder | None) -> None:
-        """Keeps tensors exactly whose small differences a call divides by (`saturated.py`).
+    def keep_decided(self, call: Call, out: Any, recorder: Recorder | None) -> None:
+        """Keeps tensors exactly that a call turns out to need so (`saturated.py`).
 
-        A tensor that has a code by now is kept from the next step on.
+        Those are results whose small differences it divides by, and what is squared on the way into
+        an exponential.
         """
         for number in divided(call):
-            ref, site = self.saturated.get(number, (None, None))
-            slot = None if ref is None else ref()
-            if slot is None or site is None:
+            self._keep_parts(number, (Part.SATURATED, Part.EXPONENTIAL), call, recorder)
+        for number in exponents(call, out):
+            self._keep_parts(number, (Part.SQUARED, Part.DIFFERENCE), call, recorder)
+
+    def _keep_parts(
+        self, number: int, parts: tuple[Part, ...], call: Call, recorder: Recorder | None
+    ) -> None:
+        """Keeps what a node has saved; a tensor that has a code by now, from the next step on."""
+        for ref, site, part in self.undecided.get(number, ()):
+            slot = ref()
+            if slot is None or part not in parts:
                 continue
             if slot.exact:
                 slot.promise(Need.EXACT, call.name)
-                slot.entry.why = DIVIDED
+                slot.entry.why = WHY[part]
             else:
-                self._context.learn_keep(_key(site), DIVIDED)
-                self._listener.refuse(DIVIDED, once=True)
-                tell_late(site.consumer, site.module)
+                self._context.learn_keep(_key(site), WHY[part])
+                self._listener.refuse(WHY[part], once=True)
+                tell_late(site.consumer, site.module, WHY[part])
             if recorder is not None:
-                recorder.divided(slot)
+                recorder.decided(slot, WHY[part])
 
     def tighten(self, slot: Slot, policy: Policy) -> None:
         """Encodes tensors that were kept so far and may carry an error, by another policy."""
@@ -205,8 +222,7 @@ class Serving:
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self._context.next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, name, site, ready, seed, self._context.count)
-        if request.reading.saturates >= 0:
-            self.saturated[request.reading.saturates] = weakref.ref(slot), site
+        self._note(request, site)
         covers = x.numel() == whole.numel()
         if need is Need.SHAPE and isinstance(action, Rebuild):
             slot.hold_shape()
@@ -216,9 +232,9 @@ class Serving:
         elif call is not None and call.name in _AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
-        elif request.reading.saturates >= 0 and self._lets_wait and is_lossy(action, need):
+        elif self._lets_wait and is_lossy(action, need) and _waits(reading.part, action):
             self._keep(slot, whole, name)
-            self.waiting.wait(Saturated(slot, action, hold, is_exp=request.reading.is_exp))
+            self.waiting.wait(Saturated(slot, action, hold, reading.part))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             self._keep(slot, whole, name)
             call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))
@@ -226,6 +242,13 @@ class Serving:
             hold(slot, whole, action)
             if isinstance(action, Keep) and ready is None:
                 self._wait_for_sources(request, site)
+
+    def _note(self, request: Request, site: Site) -> None:
+        """Notes a tensor that a later op may need exactly. site: that of what is held."""
+        reading = request.reading
+        if reading.part is not Part.NONE:
+            noted = self.undecided.setdefault(reading.number, [])
+            noted.append((weakref.ref(request.slot), site, reading.part))
 
     def _wait_for_sources(self, request: Request, site: Site) -> None:
         """Lets a kept tensor wait until an op saves a source of it, in exact contexts.
@@ -268,6 +291,8 @@ class Serving:
             return False
         if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
             return False  # the plan expects a code
+        if request.reading.part is Part.DIFFERENCE and not ready.exact:
+            return False  # an exponential may follow, for which it must be exact
         too_coarse = any(
             is_too_coarse_for(slot, site) or (slot.waits and self.waiting.is_too_coarse(slot, site))
             for slot in ready.slots

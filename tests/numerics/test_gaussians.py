@@ -1,0 +1,110 @@
+"""Codes and exponentials of squares: a gradient that passes to a small part of the values.
+
+A Gaussian of width s reaches the few x that are within s of its middle, and a code has a step that
+follows the range of all x.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, KERNELS = 1024, 8
+
+
+class Gaussians(nn.Module):
+    """Points in three dimensions, and Gaussians of one width around learned middles."""
+
+    def __init__(self, width: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.middles = nn.Parameter(torch.rand(KERNELS, 3))
+        self.widths = nn.Parameter(torch.full((KERNELS,), width))
+        shares = torch.tensor([1.0, 0.3, 0.1])
+        self.narrow = nn.Parameter(self.widths.detach()[:, None] * shares)
+        self.weights = nn.Parameter(torch.randn(KERNELS))
+
+    def differences(self, x: Tensor) -> Tensor:
+        return (x * self.scale)[:, None] - self.middles
+
+    @property
+    def rate(self) -> Tensor:
+        return 1 / (2 * self.widths**2)
+
+
+def graph(net: Gaussians, x: Tensor) -> Tensor:
+    """A width for each dimension, some of which are close to 0: PyG's GMMConv as it begins."""
+    exponent = -0.5 * net.differences(x).pow(2) / (1e-15 + net.narrow**2)
+    return exponent.sum(-1).exp()
+
+
+def multiplied_out(net: Gaussians, x: Tensor) -> Tensor:
+    x = x * net.scale
+    sizes = x.pow(2).sum(-1, keepdim=True) + net.middles.pow(2).sum(-1)
+    return torch.exp(-(sizes - 2 * x @ net.middles.t()) * net.rate)
+
+
+def by_itself(net: Gaussians, x: Tensor) -> Tensor:
+    far = net.differences(x)
+    return torch.exp((-far * far).sum(-1) * net.rate)
+
+
+FORMS: dict[str, Callable[[Gaussians, Tensor], Tensor]] = {
+    "graph": graph,
+    "rate": lambda net, x: torch.exp(-net.differences(x).square().sum(-1) * net.rate),
+    "width": lambda net, x: (-((net.differences(x) / net.widths[:, None]) ** 2).sum(-1) / 2).exp(),
+    "by itself": by_itself,
+    "multiplied out": multiplied_out,
+    "softmax": lambda net, x: F.softmax(-net.differences(x).pow(2).sum(-1) * net.rate, -1),
+}
+
+
+def gradients(net: Gaussians, name: str, around: contextlib.AbstractContextManager) -> Tensor:
+    net.zero_grad()
+    x = torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(1))
+    target = torch.randn(ROWS, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(3)
+    with around:
+        loss = F.mse_loss(FORMS[name](net, x) @ net.weights, target)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("width", [0.3, 0.1, 0.03])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gaussian_of_any_width(name: str, width: float) -> None:
+    net = Gaussians(width)
+    true = gradients(net, name, contextlib.nullcontext())
+    noisy = gradients(net, name, er.saving("dither", levels=16, min_nbytes=0))
+    assert true.norm() > 0
+    assert (noisy - true).square().sum() <= 0.05 * true.square().sum()
+
+
+def test_a_plan_knows_what_an_exponential_needs() -> None:
+    """The profile of a step says so, so that no plan counts on a code of it."""
+    net, x = Gaussians(0.1), torch.rand(ROWS, 3)
+
+    def step() -> None:
+        FORMS["rate"](net, x).sum().backward()
+
+    profile = er.measure(step, model=net, min_nbytes=0)
+    needs = {s.site.consumer: s.site.need.name for one in profile.storages for s in one.saves}
+    assert needs["square"] == needs["exp"] == "EXACT"
+
+
+def test_a_layer_norm_that_is_written_out_has_codes() -> None:
+    """It squares a difference, too, but takes the root of that."""
+    weight, x = torch.ones(64, requires_grad=True), torch.randn(ROWS, 64, requires_grad=True)
+    with er.saving("dither", levels=16, min_nbytes=0) as saved:
+        far = x * 1 - (x * 1).mean(-1, keepdim=True)
+        made = far * torch.rsqrt(far.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    assert made.requires_grad
+    assert {row.action for row in saved.ledger.rows if row.consumer == "pow"} == {"dither"}
