@@ -53,6 +53,18 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
+class SwiGLU(nn.Module):
+    """A gated product: its exponential is read by forward and by two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(D, 4 * D, bias=False), nn.Linear(D, 4 * D, bias=False)
+        self.down = nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +93,14 @@ def convolutions() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(8, 3, 16, 16)
 
 
+def gated() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(SwiGLU() for _ in range(3))), torch.randn(8, 64, D)
+
+
 NETS = {
     "transformer": transformer,
+    "gated": gated,
     "transformer with dropout": lambda: transformer(0.1, depth=4),
     "convolutions": convolutions,
 }
@@ -595,7 +613,9 @@ def test_attention_takes_tiles_of_scores_for_each_thread() -> None:
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "net", [pytest.param("transformer", marks=pytest.mark.whole), "convolutions"]
+    "net",
+    [pytest.param(net, marks=pytest.mark.whole) for net in ("transformer", "gated")]
+    + ["convolutions"],
 )
 def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compile(
     net: str, tmp_path, monkeypatch

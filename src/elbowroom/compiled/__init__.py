@@ -16,6 +16,7 @@
     expand.py      ... written out in aten ops, for GPUs
     away.py        memory in a file
     order.py       gradients of weights as soon as they can be made
+    twice.py       values of backward that are computed for each of two uses
     sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps

@@ -41,6 +41,7 @@ from elbowroom.compiled.lossy import code, code_all, ladder
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
+from elbowroom.compiled.twice import late_operands, own_functions, undo
 from elbowroom.compiled.written import HeldAtBackward
 from elbowroom.errors import BudgetTooSmall
 
@@ -179,11 +180,25 @@ class _Answer:
             return bool(made)
 
         def reordered() -> bool:
+            copies = own_functions(joint)
+            added(copies)
             made = gradients_first(joint, sums=self._settings.exact is False)
             added(made or [])
-            return made is not None
+            return bool(copies) or made is not None
 
-        changes = _Changes(without_sums, reordered)
+        late: dict[fx.Node, fx.Node] = {}
+
+        def delayed() -> bool:
+            late.update(late_operands(joint))
+            added(list(late))
+            return bool(late)
+
+        def undone() -> None:
+            node_info.required_bw_nodes.difference_update(late)
+            node_info.tangents_closure.difference_update(late)
+            undo(late, joint)
+
+        changes = _Changes(without_sums, reordered, delayed, undone)
         with _remembered_cuts():
             step, plain, search, noise = self._decided(
                 joint, min_cut, changes, memory_budget, room, inputs_nbytes
@@ -220,6 +235,13 @@ class _Answer:
         if is_moved:
             search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
         step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
+        if step.peak_nbytes > room and exact is True and is_moved and changes.delayed():
+            later = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
+            other = _holding(later, choose(later, room), room, self._settings.held_nbytes)
+            if other.peak_nbytes < step.peak_nbytes:
+                step, search = other, later
+            else:
+                changes.undone()
         if step.peak_nbytes <= room and exact is not False:
             return step, plain, search, 0.0
         held = self._settings.held_nbytes
@@ -254,14 +276,18 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Changes:
-    """Changes of a joint graph that lower its peak; each returns whether it changed something.
+    """Changes of a joint graph that may lower its peak; they return whether it is another one.
 
     without_sums  sums of products that Inductor would join are split, which may change a rounding
-    reordered     gradients of weights come first
+    reordered     gradients of weights come first, and slow functions are computed for them again
+    delayed       operands of sums at the end of backward are computed there again
+    undone        that is taken back
     """
 
     without_sums: Callable[[], bool]
     reordered: Callable[[], bool]
+    delayed: Callable[[], bool]
+    undone: Callable[[], None]
 
 
 def _holding(search: Search, step: Step, room: int | None, held: int | None) -> Step:

@@ -41,6 +41,11 @@ def fuse(graph: fx.Graph) -> None:
                 break
 
 
+def joined(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
+    """The calls that `fuse` wrote, of these nodes."""
+    return [n for n in graph.nodes if n in among and n.meta.get(_MARK)]
+
+
 def split(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
     """Split the calls that `fuse` wrote, so that Inductor does not join them; return the new nodes.
 
@@ -48,7 +53,7 @@ def split(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
     """
     made: list[fx.Node] = []
     place = {one: at for at, one in enumerate(graph.nodes)}
-    for node in [n for n in graph.nodes if n in among and n.meta.get(_MARK)]:
+    for node in joined(graph, among):
         other, *operands = node.args
         latest = max((n for n in operands if isinstance(n, fx.Node)), key=place.__getitem__)
         meta = {key: value for key, value in node.meta.items() if key != _MARK}
