@@ -42,7 +42,7 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def joined(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
-    """The calls that `fuse` wrote, of these nodes."""
+    """Returns the calls that `fuse` wrote, of these nodes."""
     return [n for n in graph.nodes if n in among and n.meta.get(_MARK)]
 
 
