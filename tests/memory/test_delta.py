@@ -1,11 +1,11 @@
 """DELTA's rule in er.fit: what it moves comes back to the same bits, early, inside the budget."""
 
 import torch
-from prices import draw_prices
 from torch import nn
 
 import elbowroom as er
 from elbowroom.runtime.tiers import CLOCK
+from prices import draw_prices
 
 
 def make():
