@@ -74,9 +74,10 @@ class Ticking:
         return _MOMENT_S * self._ticks
 
 
-def draw_prices(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Lets `er.fit` plan by prices that are drawn, and by a clock that only ticks."""
+def draw_prices(monkeypatch: pytest.MonkeyPatch, seed: int) -> DrawnRates:
+    """Lets `er.fit` plan by prices that are drawn, which it returns, and by a clock that ticks."""
     rates = DrawnRates(seed)
     monkeypatch.setattr(import_module("elbowroom.measure.clocks"), "Undisturbed", Ticking)
     for name in ("elbowroom.fitting.session", "elbowroom.measure.recording"):
         monkeypatch.setattr(import_module(name), "rates", lambda *_, **__: rates)
+    return rates

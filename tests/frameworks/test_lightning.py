@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 lightning = pytest.importorskip("lightning.pytorch")
 
-from elbowroom.errors import PlanError  # noqa: E402
+from elbowroom.errors import BudgetTooSmall, PlanError  # noqa: E402
 from elbowroom.integrations.lightning import Budget  # noqa: E402
 from elbowroom.runtime.attach import attached  # noqa: E402
 
@@ -98,6 +98,13 @@ def test_all_networks_of_a_module_are_fitted():
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert all(one.last_nbytes <= one.budget_nbytes for one in tight.summaries.values())
+    assert not attached()
+
+
+def test_a_refusal_is_not_followed_by_other_lines(caplog):
+    with pytest.raises(BudgetTooSmall):
+        trained(Budget("100 KiB", exact=True, min_nbytes=4096), module=Autoencoder())
+    assert not [line for line in warnings_of(caplog) if "NOT kept" in line]
     assert not attached()
 
 

@@ -362,6 +362,18 @@ class Biased(nn.Module):
         return out
 
 
+class Outer(nn.Module):
+    """A product of two factors that are both smaller than it, as in a state-space model's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Linear(32, 128), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = (self.rows(x)[:, :, None] * self.columns(x)[:, None]).mean()
+        return out
+
+
 class Masked(nn.Module):
     """Each layer reads a window onto a large buffer, which stands whatever is kept."""
 
@@ -383,6 +395,7 @@ NETS = {
     "graph attention": (Attends, (500, 32)),
     "recurrent": (Recurrent, (16, 64, 32)),
     "convolution": (Convolves, (8, 3, 96, 96)),
+    "outer product": (Outer, (64, 32)),
     "masked": (Masked, (8, 64, 64)),
     "strided": (Strided, (8, 3, 64, 64)),
     "images": (Sees, (16, 4, 84, 84)),

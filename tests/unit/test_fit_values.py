@@ -126,6 +126,22 @@ def test_the_order_in_which_smallest_plans_are_attempted(known, order):
     assert attempts.next_smallest(made)[1] is None
 
 
+def test_no_estimate_is_followed_to_be_profiled_once_a_step_was():
+    def made(profile, again):
+        one = chosen(profile, state=f"{profile} {'again' if again else 'once'}")
+        return one if again else replace(one, plan=replace(one.plan, recompute=frozenset()))
+
+    guesses = tuple(KnownStep(name, rehearsed=True) for name in ("likely", "careful"))
+    attempts, found = Attempts(guesses).next_smallest(made)
+    assert found.chosen.candidate.state == "likely once"
+    attempts = attempts.after(found.chosen, 7).knowing("written")
+    left = []
+    while (step := attempts.next_smallest(made))[1] is not None:
+        attempts = step[0].after(step[1].chosen, 7)
+        left.append(step[1].chosen.candidate.state)
+    assert left == ["likely again", "careful again", "written again", "written once"]
+
+
 def test_a_plan_that_should_take_much_more_than_another_waits():
     """Its forward would be refused, before the smaller one has been tried."""
 

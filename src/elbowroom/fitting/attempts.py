@@ -49,6 +49,11 @@ class Smallest(NamedTuple):
     chosen: "Chosen"
     rehearsed: bool
 
+    @property
+    def would_be_written(self) -> bool:
+        """True if its step would be profiled: its profile is an estimate, and no module reruns."""
+        return self.rehearsed and not self.chosen.plan.recompute
+
 
 @dataclass(frozen=True)
 class Attempts:
@@ -103,7 +108,12 @@ class Attempts:
                 if chosen is None or (not again and rehearsed and is_written):
                     continue
                 made.append(Smallest(chosen, rehearsed))
-        left = [one for one in made if not any(t.is_of(one.chosen) for t in self.taken)]
+        left = [
+            one
+            for one in made
+            if not (is_written and one.would_be_written)
+            and not any(taken.is_of(one.chosen) for taken in self.taken)
+        ]
         least = min((one.chosen.plan.peak for one in left), default=0)
         near = (one for one in left if one.chosen.plan.peak <= _NEAR_LEAST * least)
         return replace(self, known=(), smallest=tuple(made)), next(near, None)

@@ -80,21 +80,27 @@ class Budgeted:
         self.look()
         return self.summary is None or self.summary.steps > 0
 
-    def end(self, is_complete: bool = True) -> None:
+    def end(self, warns: bool = True) -> None:
         """Ends the training: releases the model, and logs whether the budget was kept.
 
-        is_complete: False for a training that an error has ended.
+        warns: False if it is no mistake that the training has not called the model
         """
+        if self._model is None:
+            return
+        self.release()
+        if self.summary is None:  # a compiled model is planned, and not measured
+            return
+        is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
+        is_idle = warns and not self.summary.steps
+        _log.log(logging.WARNING if is_above or is_idle else logging.INFO, verdict(self.summary))
+
+    def release(self) -> None:
+        """Ends the training, and releases the model."""
         if self._model is None:
             return
         self.finish()
         er.release(self._model)
         self._model = self._fitting = self._log = None
-        if self.summary is None:  # a compiled model is planned, and not measured
-            return
-        is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
-        is_idle = is_complete and not self.summary.steps
-        _log.log(logging.WARNING if is_above or is_idle else logging.INFO, verdict(self.summary))
 
     def finish(self) -> None:
         """Ends the last step. Models that share steps all finish before one of them ends."""

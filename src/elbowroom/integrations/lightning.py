@@ -89,24 +89,26 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
                 highest.log_to(trainer.loggers, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release the networks."""
-        self._end(is_complete=True)
+        """Release the networks, and log whether each has kept the budget."""
+        every = self._finished()
+        # Of children that nobody named, it is enough if some are called.
+        warns = self._network is not None or not any(one.is_called for one in every)
+        for one in every:
+            one.end(warns)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Release the networks: the training has failed."""
-        self._end(is_complete=False)
+        """Release the networks: the training has failed, which needs no other line."""
+        for one in self._finished():
+            one.release()
 
-    def _end(self, is_complete: bool) -> None:
-        """Ends the training of all networks, which may share steps."""
-        every = self._budgeted.values()
+    def _finished(self) -> list[Budgeted]:
+        """Ends the last step of all networks, which may share steps."""
+        every = list(self._budgeted.values())
         for one in every:
             one.finish()
-        # Of children that nobody named, it is enough if some are called.
-        warns = self._network is not None or not any(one.is_called for one in every)
-        for one in every:
-            one.end(is_complete and warns)
+        return every
 
     def _highest(self) -> Budgeted | None:
         """Returns the network whose last measured step took the most."""

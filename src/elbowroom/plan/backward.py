@@ -282,7 +282,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     """Returns the bytes that a node's formula takes beside what came in and what comes out."""
     largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
-    broadcasts = name in _REDUCING and any(size < largest for size in sizes)
+    broadcasts = name in _REDUCING and sum(size < largest for size in sizes)
     return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
 
 
