@@ -469,7 +469,8 @@ def fit(
                 over mini-batches (0.1: a tenth). It is measured in eight steps under the first
                 lossy plan, if there is enough memory for it. If the budget then needs more noise,
                 it is refused. Inside torch.compile the noise is estimated from sizes, and no plan
-                adds more. None: no limit; the logger says how much is added, at WARNING above 0.1
+                adds more. 0: no codes, as with exact=True. None: no limit; the logger says how much
+                is added, at WARNING above 0.1
     worst       the arguments of the model for the largest batch: a tensor, a tuple of arguments or
                 a dict of keyword arguments. Forward runs once, without storing tensors, and a plan
                 is made before the training begins. RNG, buffers and modes are restored
@@ -486,8 +487,8 @@ def fit(
                 without a form for graphs or, on a GPU, offload="file" are given, because these work
                 only in eager mode
     codecs      the lossy codecs that may be used, as in `er.plan`
-    solver      the solver, as in `er.plan`: codecs=["division"], solver="delta" with exact=False is
-                DIVISION's code with DELTA's rule
+    solver      the solver, as in `er.plan`. The baselines "delta", "dtr" and "capuchin" move and
+                recompute, and take no codes
 
     Raises UnknownField if the budget cannot be parsed, and PlanError if the given plan contradicts
     the other arguments or the memory of the device is not known ("meta"). Forward (and fit, for
@@ -506,6 +507,8 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
+    if noise == 0:  # other limits can be exceeded until a step has been measured, which may not fit
+        exact = True
     check_solver(solver)
     options = FitOptions(
         budget_nbytes(budget, _home(model)),

@@ -157,19 +157,38 @@ def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog, 
     er.release(training.net)
 
 
-def test_fit_refuses_a_noise_that_no_plan_keeps_to():
+def refused(noise: float, saying: str) -> BudgetTooSmall:
+    """Returns the refusal of a budget that the noise is too little for."""
     training = Training(lr=1e-3)
     training.step()
     budget = int(0.45 * er.peak(training.step))
-    er.fit(training.net, budget=budget, optimizer=training.optimizer, noise=0.0)
+    er.fit(training.net, budget=budget, optimizer=training.optimizer, noise=noise)
 
     def train() -> None:
         for _ in range(14):
             training.step()
 
-    with pytest.raises(BudgetTooSmall, match="noise=0"):
+    with pytest.raises(BudgetTooSmall, match=saying) as error:
         train()
     er.release(training.net)
+    return error.value
+
+
+def test_fit_refuses_a_noise_that_no_plan_keeps_to():
+    refused(1e-9, "noise=1e-09")
+
+
+def test_fit_without_noise_is_exact():
+    """A budget that left no room to measure the noise was kept to with codes."""
+    least_nbytes = refused(0, "Allow lossy codes").least_nbytes
+    plain, ours = Training(lr=1e-3), Training(lr=1e-3)
+    er.fit(ours.net, budget=least_nbytes, optimizer=ours.optimizer, noise=0.0)
+    for one in (plain, ours):
+        for _ in range(4):
+            one.step()
+    er.release(ours.net)
+    for p, q in zip(ours.net.parameters(), plain.net.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("noise", [-0.1, "0.1", True, float("nan")])
