@@ -1,4 +1,4 @@
-"""What the backward of a convolution takes for maps in layouts of the library's own.
+"""Counts the bytes that the backward of a convolution takes for copies in layouts of its library.
 
 On a CPU, oneDNN copies maps into layouts that have whole blocks of 16 channels. x and y are bytes
 of input and result, [x] and [y] those of their copies:

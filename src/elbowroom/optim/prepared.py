@@ -25,7 +25,7 @@ _grads, _strides, _address = attrgetter("grad"), Tensor.stride, Tensor.data_ptr
 
 
 class Prepared:
-    """What is due in each step until something changes, and its calls."""
+    """Holds the kernel calls of a step, which serve the next ones until something changes."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def _held(states: dict[Tensor, States]) -> list[Tensor]:
 
 
 def _without(grads: Sequence[Tensor | None]) -> list[int]:
-    """The places of parameters without a gradient."""
+    """Returns the places of parameters without a gradient."""
     return [i for i, grad in enumerate(grads) if grad is None]
 
 

@@ -279,7 +279,7 @@ def _is_cast(x: Tensor, of: Any) -> bool:
 
 
 class Part(Enum):
-    """What a saved tensor is to the ops that decide, later on, whether it may have a code."""
+    """Part of a saved tensor in a later formula, which decides whether it may have a code."""
 
     NONE = "none"
     SATURATED = "saturated"  # the result of sigmoid, tanh or softmax

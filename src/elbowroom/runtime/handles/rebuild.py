@@ -200,7 +200,7 @@ class Recipe:
 
     @property
     def links(self) -> "tuple[Link, ...]":
-        """What it is made of."""
+        """All that the op reads: its source, and the others."""
         return self.source, *(link for link, _ in self.op.others)
 
     @cached_property
