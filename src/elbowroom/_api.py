@@ -507,12 +507,11 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
-    if noise == 0:  # other limits can be exceeded until a step has been measured, which may not fit
-        exact = True
     check_solver(solver)
     options = FitOptions(
         budget_nbytes(budget, _home(model)),
-        exact,
+        # Other limits are kept once a step has been measured, for which there may be no room.
+        True if noise == 0 else exact,
         offload,
         min_nbytes,
         noise,

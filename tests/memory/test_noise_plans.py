@@ -180,7 +180,7 @@ def test_fit_refuses_a_noise_that_no_plan_keeps_to():
 
 def test_fit_without_noise_is_exact():
     """A budget that left no room to measure the noise was kept to with codes."""
-    least_nbytes = refused(0, "Allow lossy codes").least_nbytes
+    least_nbytes = refused(0, "Allow lossy codes with exact=None and noise=0.1").least_nbytes
     plain, ours = Training(lr=1e-3), Training(lr=1e-3)
     er.fit(ours.net, budget=least_nbytes, optimizer=ours.optimizer, noise=0.0)
     for one in (plain, ours):

@@ -56,7 +56,6 @@ from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.rehearse import plan_by_forward
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
-from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
@@ -226,7 +225,7 @@ def fallbacks_of(planning: "Planning") -> Fallbacks:
 def settings_of(planning: "Planning") -> PlannerSettings:
     """Returns the planner settings for this kind of forward."""
     state = planning.state
-    helps = planning.model_state.states.lossy_helps() or LOSSY_HELPS
+    helps = planning.model_state.states.lossy_helps() or state.options.lossy_helps
     return PlannerSettings(
         state.options,
         state.ratio,

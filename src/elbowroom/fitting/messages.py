@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.plan.make import LOSSY_HELPS, too_small
+from elbowroom.plan.make import too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
 from elbowroom.units import show_nbytes
@@ -345,7 +345,7 @@ def refusal(
         ("transients and what the first step will create", other),
     )
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts if size)
-    helps = LOSSY_HELPS if lossy_helps else ""
+    helps = options.lossy_helps if lossy_helps else ""
     helps = (options.exact and model_state.states.lossy_helps()) or helps
     more = f"{helps[0].upper()}{helps[1:]}, or h" if helps else "H"
     return BudgetTooSmall(
@@ -376,7 +376,7 @@ def measured_refusal(
         "saved for backward": saved,
         "transients and gradients of the step": least_nbytes - weight_nbytes - resident - saved,
     }
-    ways = [model_state.states.lossy_helps() or LOSSY_HELPS] if options.exact else []
+    ways = [model_state.states.lossy_helps() or options.lossy_helps] if options.exact else []
     if options.offload is None:
         ways.append(OFFLOAD_HELPS)
     return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")

@@ -5,6 +5,7 @@ from typing import Self
 
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name
+from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.menu import presets_for
 from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
@@ -16,7 +17,8 @@ _SMALLER = 16  # times smaller than min_nbytes are tensors that are planned wher
 class FitOptions:
     """Options of a fit, as the user gave them.
 
-    exact    True: exact actions only; None: exact ones first; False: what is cheapest
+    exact    True: exact actions only, as noise=0 asks for, too; None: exact ones first; False: what
+             is cheapest
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for
@@ -45,6 +47,11 @@ class FitOptions:
     def menu(self) -> tuple[str, ...] | None:
         """The names of `codecs`, as plans inside torch.compile take them."""
         return None if self.codecs is None else tuple(map(setting_name, self.codecs))
+
+    @property
+    def lossy_helps(self) -> str:
+        """The remedy that a refusal names if these options allow no lossy codes."""
+        return f"{LOSSY_HELPS} and noise=0.1" if self.noise == 0 else LOSSY_HELPS
 
     @property
     def least_nbytes(self) -> int:
