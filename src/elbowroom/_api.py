@@ -47,7 +47,7 @@ from elbowroom.plan.make import make_plan
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import chosen_settings
-from elbowroom.plan.solve import check_solver
+from elbowroom.plan.solve import WITHOUT_CODES, check_solver
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.compiler import original
 from elbowroom.runtime.context import PROCESS, Context
@@ -359,8 +359,9 @@ def plan(
     noise      the largest variance that codes may add to the gradient, relative to the variance
                over mini-batches (0.1: a tenth); None: no limit. It is known if the profile was
                measured with noise=True, and estimated from sizes otherwise
-    solver     "auto", "milp", "rounding" or "greedy"; or one of the baselines "uniform", "delta",
-               "dtr" and "capuchin"
+    solver     "auto", "milp", "rounding" or "greedy"; or one of the baselines: "uniform"; "delta",
+               which moves, recomputes or encodes tensor by tensor; "dtr" and "capuchin", which take
+               no codes
     codecs     the only codecs that may be used, as names (with all settings that the codec
                proposes) or as objects: ["division"] gives the method of that paper. None: all
                registered codecs. Where a formula needs a finer code than these have, dither is used
@@ -377,10 +378,11 @@ def plan(
     check_offload(offload)
     check_flag("recompute", recompute)
     check_noise(noise)
+    check_solver(solver, exact=exact, codecs=codecs)
     return make_plan(
         profile,
         budget_nbytes(budget, profile.device[0]),
-        exact=exact,
+        exact=True if solver in WITHOUT_CODES else exact,
         recompute=recompute,
         offload=offload,
         noise=noise,
@@ -487,8 +489,9 @@ def fit(
                 without a form for graphs or, on a GPU, offload="file" are given, because these work
                 only in eager mode
     codecs      the lossy codecs that may be used, as in `er.plan`
-    solver      the solver, as in `er.plan`. The baselines "delta", "dtr" and "capuchin" move and
-                recompute, and take no codes
+    solver      the solver, as in `er.plan`. "delta" weighs codes as well, unless exact=True; with
+                "dtr" and "capuchin" fit is exact. Where no plan of a solver keeps the budget, and
+                codes are allowed, all tensors use one setting of codes, which a warning names
 
     Raises UnknownField if the budget cannot be parsed, and PlanError if the given plan contradicts
     the other arguments or the memory of the device is not known ("meta"). Forward (and fit, for
@@ -507,11 +510,11 @@ def fit(
             "already. Use offload='file', or move the model to its GPU before fit."
         )
     check_noise(noise)
-    check_solver(solver)
+    check_solver(solver, exact=exact, codecs=codecs)
     options = FitOptions(
         budget_nbytes(budget, _home(model)),
         # Other limits are kept once a step has been measured, for which there may be no room.
-        True if noise == 0 else exact,
+        True if noise == 0 or solver in WITHOUT_CODES else exact,
         offload,
         min_nbytes,
         noise,

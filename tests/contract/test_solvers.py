@@ -350,6 +350,92 @@ def test_less_budget_is_never_cheaper(solver: str, problem: Problem) -> None:
             assert less.peak == more.peak
 
 
+EVICTING = ("delta", "dtr", "capuchin")
+
+
+@pytest.mark.parametrize("solver", EVICTING)
+def test_what_a_rule_fits_fits_every_larger_budget(solver: str) -> None:
+    """What does not fit has the rule's least peak, which it gives again if that is the budget."""
+    for seed in range(12):
+        problem, limits = binding_case(seed)
+        most = peak(problem, keep_all(problem))
+        found = [solved(problem, replace(limits, budget=most * k // 12), solver) for k in range(13)]
+        for less, more in pairwise(found):
+            assert less.feasible <= more.feasible, seed
+        least = {one.peak for one in found if not one.feasible}
+        assert len(least) <= 1, seed
+        for nbytes in least:
+            assert solved(problem, replace(limits, budget=nbytes), solver).peak == nbytes, seed
+            assert all(one.peak >= nbytes for one in found if one.feasible), seed
+            below = solved(problem, replace(limits, budget=nbytes - 1), solver)
+            assert (below.feasible, below.peak) == (False, nbytes), seed
+
+
+@pytest.mark.parametrize("solver", EVICTING)
+def test_a_rule_does_not_end_at_a_module_that_holds_all(solver: str) -> None:
+    """To run the whole network again frees most for a second, and puts all back at once.
+
+    Four blocks of four tensors that are read in reverse; each block, and all, may run again.
+    """
+    step = replace(_blocks(4, 4), links={})
+    exact = Limits(0, exact=True)
+    least = solved(step, exact, "milp").peak
+    assert solved(step, exact, solver).peak == least < peak(step, keep_all(step)) // 2
+    for budget in range(least, peak(step, keep_all(step)), MB // 2):
+        assert solved(step, replace(exact, budget=budget), solver).feasible
+
+
+def test_delta_takes_codes_within_the_noise() -> None:
+    """A code is a third way, which frees the most bytes for a second here."""
+    code = Option("code", MB // 4, 1e-4, 1e-4, 1.0, exact=False)
+    items = tuple(
+        Item(MB, born, born, ((7 - born,) * 2,), 7 - born, (Option("keep", MB), code))
+        for born in range(4)
+    )
+    step = Problem((0,) * 8, tuple(t / 1e3 for t in range(8)), 4, 8e-3, items)
+    coded = [solve(step, 5 * MB // 2, variance=v, solver="delta") for v in (inf, 2.0, 1.0)]
+    assert [one.feasible for one in coded] == [True, True, False]
+    assert [sum(one.choice.options) for one in coded] == [2, 2, 1]
+    assert not solve(step, 5 * MB // 2, exact=True, solver="delta").feasible
+    for solver in ("dtr", "capuchin"):
+        assert not any(solve(step, 5 * MB // 2, solver=solver).choice.options)
+
+
+def _blocks(blocks: int, length: int) -> Problem:
+    """A step of tensors of one MiB, in blocks that may run again, and all of which may together."""
+    n = blocks * length
+    regions = [_region("all", range(n), (), n)]
+    for b in range(blocks):
+        first = b * length + 1  # the first tensor is what the block starts from
+        regions.append(_region(f"block {b}", range(first, first + length - 1), (first - 1,), n, 0))
+    return Problem(
+        base=(0,) * 2 * n,
+        starts_s=tuple(t / 1e3 for t in range(2 * n)),
+        backward=n,
+        seconds=2 * n / 1e3,
+        items=tuple(
+            Item(MB, i, min(i + 1, n - 1), ((2 * n - 1 - i,) * 2,), 2 * n - 1 - i, KEPT)
+            for i in range(n)
+        ),
+        regions=tuple(regions),
+    )
+
+
+def _region(name: str, inside: range, inputs: tuple[int, ...], n: int, within: int = -1) -> Region:
+    return Region(
+        name,
+        tuple(inside),
+        inputs,
+        seconds=0.9e-3 * len(inside),
+        workspace=0,
+        extra=0,
+        born=inside[0],
+        start=2 * n - 1 - inside[-1],
+        within=within,
+    )
+
+
+KEPT = (Option("keep", MB),)
 HELD = Item(MB, 0, 0, ((3, 3),), 3, (Option("keep", MB), Option("offload", 0, 1e-3, link="host")))
 EITHER = (*HELD.options, Option("rebuild", 0, 1e-3))
 EMPTY = Problem((0, 0, 0, 0), (0.0, 1e-3, 2e-3, 3e-3), 2, 4e-3, ())

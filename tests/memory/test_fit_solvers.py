@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.demo.models import GPT, ResNet18, UNet
-from elbowroom.errors import BudgetTooSmall
+from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.measure import memory_curve
 
 STEPS = 12
@@ -71,6 +71,52 @@ def test_delta_trains_with_the_bits_of_plain(name: str) -> None:
     model, losses = trained(name, int(0.85 * plain_peak(name)))
     er.release(model)
     assert losses == trained(name, None)[1]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_delta_plans_it_plans_with_more(name: str) -> None:
+    """And what it names holds, of the same profile, at every eighth of plain's peak."""
+    make, loss_of = NETWORKS[name]
+    torch.manual_seed(0)
+    model = make()
+    profile = er.measure(lambda: loss_of(model).backward(), min_nbytes=1024)
+    named, planned = set(), False
+    for budget in range(profile.peak // 8, profile.peak, profile.peak // 8):
+        try:
+            er.plan(profile, budget=budget, exact=True, solver="delta")
+            planned = True
+        except BudgetTooSmall as refused:
+            assert not planned
+            named.add(refused.least_nbytes)
+    (least,) = named
+    assert er.plan(profile, budget=least, exact=True, solver="delta").peak == least
+    with pytest.raises(BudgetTooSmall):
+        er.plan(profile, budget=least - 1, exact=True, solver="delta")
+
+
+def test_delta_fits_a_gpt_at_half_of_its_peak() -> None:
+    budget = plain_peak("gpt") // 2
+    model, losses = trained("gpt", budget)
+    assert er.log_to()(model, 0)["memory/peak_mib"] <= budget / 2**20
+    er.release(model)
+    assert losses == trained("gpt", None)[1]
+
+
+def test_rules_that_take_no_codes_say_so() -> None:
+    model = nn.Linear(2, 2)
+    for solver in ("dtr", "capuchin"):
+        for asked in ({"exact": False}, {"codecs": ["dither"]}):
+            with pytest.raises(PlanError, match="takes no codes, so "):
+                er.fit(model, budget="1 GiB", solver=solver, **asked)  # type: ignore[arg-type]
+    make, loss_of = NETWORKS["unet"]
+    torch.manual_seed(0)
+    unet = make()
+    profile = er.measure(lambda: loss_of(unet).backward(), min_nbytes=1024)
+    with pytest.raises(BudgetTooSmall) as refused:
+        er.plan(profile, budget=1 << 20, solver="dtr")
+    assert "exact=None" not in str(refused.value)
+    least = refused.value.least_nbytes
+    assert er.plan(profile, budget=least, solver="dtr").exact
 
 
 def test_a_refusal_of_a_paper_s_rules_names_them() -> None:

@@ -9,6 +9,7 @@ from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.menu import presets_for
 from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
+from elbowroom.plan.solve import WITHOUT_CODES
 
 _SMALLER = 16  # times smaller than min_nbytes are tensors that are planned where it is necessary
 
@@ -17,8 +18,8 @@ _SMALLER = 16  # times smaller than min_nbytes are tensors that are planned wher
 class FitOptions:
     """Options of a fit, as the user gave them.
 
-    exact    True: exact actions only, as noise=0 asks for, too; None: exact ones first; False: what
-             is cheapest
+    exact    True: exact actions only, as noise=0 and some solvers ask for, too; None: exact ones
+             first; False: what is cheapest
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for
@@ -51,6 +52,8 @@ class FitOptions:
     @property
     def lossy_helps(self) -> str:
         """The remedy that a refusal names if these options allow no lossy codes."""
+        if self.solver in WITHOUT_CODES:
+            return f"leave out solver='{self.solver}', which takes no codes"
         return f"{LOSSY_HELPS} and noise=0.1" if self.noise == 0 else LOSSY_HELPS
 
     @property

@@ -4,6 +4,7 @@
     norms                  LayerNorm and RMSNorm that save their output, as the next layer does
     activations            GELU and SiLU that save two bits per element
     dropout                dropout that saves a seed
+    cached_prefix          a frozen part whose outputs are computed once, and kept in a folder
     fp8                    layers that compute in 8-bit floats, and save these
     convert, swap          replace torch's modules in a model by these, and back
 
@@ -18,6 +19,7 @@ Second derivatives raise an error.
 
 from elbowroom.nn.activations import GELU as GELU
 from elbowroom.nn.activations import SiLU as SiLU
+from elbowroom.nn.cached_prefix import CachedPrefix as CachedPrefix
 from elbowroom.nn.convert import convert as convert
 from elbowroom.nn.convert import revert as revert
 from elbowroom.nn.dropout import Dropout as Dropout

@@ -26,7 +26,7 @@ from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.reasons import Reasons
 from elbowroom.plan.shared import Shared, share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
-from elbowroom.plan.solve import BASELINES, Limits, lowered, peak, solve
+from elbowroom.plan.solve import BASELINES, WITHOUT_CODES, Limits, lowered, peak, solve
 from elbowroom.units import show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
@@ -115,7 +115,8 @@ def make_plan(
             )
         ways = (lossy_helps,) if exact else ()
         if solver in BASELINES:
-            ways = (f"leave out solver='{solver}', with which more is needed", *ways)
+            others = () if solver in WITHOUT_CODES else ways
+            ways = (f"leave out solver='{solver}', with which more is needed", *others)
         raise _refusal(
             profile,
             built,

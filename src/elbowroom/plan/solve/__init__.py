@@ -5,13 +5,14 @@
     rounding  the linear relaxation, rounded and repaired: for thousands of items
     greedy    seconds per byte freed
     uniform   one setting for all                                                    a baseline
-    delta     DELTA's filter and director; dtr, capuchin: their rules in its place   baselines
+    delta     DELTA's filter and director; dtr, capuchin: their rules in its place   baselines;
+              the last two take no codes
 
 Where no choice fits, the first four give none, and the one with the least peak of all takes its
 place (`least.py`); the baselines give what they have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from math import inf
@@ -49,6 +50,7 @@ SOLVERS: dict[str, Solver] = {
 }
 
 BASELINES = ("uniform", "delta", "dtr", "capuchin")  # they give what they have
+WITHOUT_CODES = ("dtr", "capuchin")  # they move and recompute
 
 
 def solve(
@@ -94,10 +96,21 @@ def solve(
     )
 
 
-def check_solver(solver: str) -> None:
-    """Raise PlanError unless there is one of this name. What it needs is imported by then."""
+def check_solver(
+    solver: str, *, exact: bool | None = None, codecs: Sequence[object] | None = None
+) -> None:
+    """Raise PlanError unless there is one of this name, which takes codes if these are asked for.
+
+    What it needs is imported by then.
+    """
     if not isinstance(solver, str) or solver not in SOLVERS:
         close = get_close_matches(str(solver), SOLVERS, n=1)
         meant = f" Did you mean '{close[0]}'?" if close else ""
         raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")
+    if solver in WITHOUT_CODES and (exact is False or codecs is not None):
+        asked = "exact=False" if codecs is None else f"codecs={codecs!r}"
+        raise PlanError(
+            f"solver={solver!r} moves and recomputes, and takes no codes, so {asked} has no "
+            "effect; leave one of the two out, or give solver='delta', which takes codes, too"
+        )
     import_module("scipy.optimize")  # a third of a second, which no step has to wait for

@@ -1,12 +1,16 @@
-"""Offload or recompute, tensor by tensor, as DELTA, DTR and Capuchin do.
+"""Offload, recompute or encode, tensor by tensor, as DELTA, DTR and Capuchin do.
 
-The step is gone through in order. At the first moment that holds too much, one item that lies idle
-there is evicted: recomputed (by an exact option without a link, or by a region that holds it) or
-offloaded (an exact option with a link). Again, until the step fits or nothing idle is left.
+The rule goes one way down from plain autograd, the same for all budgets: at the highest moment of
+the step, one item that lies idle there is evicted, which lowers that moment and raises none to its
+height. Where no such move is left, moments that are a little lower count, too, and then lower ones:
+what they sum to above that level has to fall. A budget ends the way at the first choice that fits.
+So what fits a budget fits every larger one, and the last choice on the way is the least.
 
     delta     which: most bytes * staleness.    how: fewest seconds per byte freed, where an offload
-              costs the time that its copies are not hidden, queue included, and a recompute that
-              of the region. In the end what is offloaded comes back as early as there is room.
+              costs the time that its copies are not hidden, queue included, a recompute that of the
+              region, and a code, which the paper has not, that of encoding and decoding, and what
+              its noise is worth. What holds a code may still be offloaded or recomputed. In the end
+              what is offloaded comes back as early as there is room.
     dtr       which: least seconds / (bytes * staleness).    how: recompute
     capuchin  first offloads whose copies are hidden, most idle time first; then recomputes, fewest
               seconds per byte; then the offloads that must wait
@@ -14,11 +18,12 @@ offloaded (an exact option with a link). Again, until the step fits or nothing i
 Staleness: seconds since an item was last read. `delta` is the idea of DELTA (Tang et al., arXiv
 2203.15980), with times compared to times: the released code compares microseconds with nanoseconds
 and offloads everything. DTR: Kirisame et al., ICLR 2021, arXiv 2006.09616. Capuchin: Peng et al.,
-ASPLOS 2020. All three decide while a step runs; this is the same decision over a known step, and
-a baseline: nothing is searched, nothing taken back.
+ASPLOS 2020. All three decide while a step runs, at the moment that exceeds the budget; this is the
+same decision over a known step, and a baseline.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
 from typing import Literal
@@ -28,19 +33,23 @@ from elbowroom.plan.solve.limits import Limits
 from elbowroom.plan.solve.partial import Effect, Move, PartialSolution
 
 Rule = Literal["delta", "dtr", "capuchin"]
+_Evict = Callable[[PartialSolution, int], bool]
+
+_NEAR = (64, 8, 5, 3)  # halvings of the peak: how far below it moments count, too
 
 
 def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
-    """Returns what the rule evicts; it stays over the budget if nothing more can be evicted."""
+    """Returns the first choice on the rule's way that fits, or the one with its least peak."""
+    evict: _Evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
     solution = PartialSolution(problem, limits, keep_all(problem))
-    evict = {"delta": _delta, "dtr": _dtr, "capuchin": _capuchin}[rule]
-    been: set[Choice] = set()  # a module inside of another is evicted in its place, and back
-    while solution.excess > 0 and solution.choice not in been:
-        been.add(solution.choice)
-        over = (solution.level > limits.budget).nonzero()[0].tolist()
-        if not any(evict(solution, moment) for moment in over):
-            break
+    while _peak(solution) > limits.budget:
+        lowest = solution.choice
+        lower = _lower(solution, evict)
+        if lower is None:
+            return lowest
+        solution = lower
     if rule == "delta":
+        solution.limits = limits
         _prefetch(solution)
     return solution.choice
 
@@ -49,12 +58,37 @@ dtr = partial(delta, rule="dtr")
 capuchin = partial(delta, rule="capuchin")
 
 
+def _lower(solution: PartialSolution, evict: _Evict) -> PartialSolution | None:
+    """Returns a solution with a lower peak, some moves after this one; None if there is none."""
+    problem, limits, choice = solution.problem, solution.limits, solution.choice
+    top = _peak(solution)
+    for halvings in _NEAR:
+        solution.limits = replace(limits, budget=top - max(top >> halvings, 1))
+        while _evicted(solution, evict):
+            if _peak(solution) < top:
+                return solution
+        solution = PartialSolution(problem, limits, choice)
+    return None
+
+
+def _evicted(solution: PartialSolution, evict: _Evict) -> bool:
+    """Makes a move at one of the moments above the budget, the highest first, if there is one."""
+    level = solution.level
+    over = (level > solution.limits.budget).nonzero()[0].tolist()
+    return any(evict(solution, moment) for moment in sorted(over, key=lambda t: (-level[t], t)))
+
+
+def _peak(solution: PartialSolution) -> int:
+    return int(solution.level.max(initial=0))
+
+
 def _delta(solution: PartialSolution, moment: int) -> bool:
     """Makes a move by DELTA's filter and director; returns whether there was one."""
     stale = {i: _stale_s(solution.problem, i, moment) for i in _idle(solution, moment)}
-    items = solution.problem.items
-    for i in sorted(stale, key=lambda i: (-items[i].nbytes * stale[i], -items[i].nbytes, i)):
-        if _make_best(solution, moment, [*_offloads(solution, i), *_recomputes(solution, i)]):
+    held = {i: _held_nbytes(solution, i, moment) for i in stale}
+    for i in sorted(stale, key=lambda i: (-held[i] * stale[i], -held[i], i)):
+        ways = [*_offloads(solution, i), *_rebuilds(solution, i), *_codes(solution, i)]
+        if _make_best(solution, moment, [*ways, *_smallest_recompute(solution, i, moment)]):
             return True
     return False
 
@@ -106,7 +140,10 @@ def _make_best(solution: PartialSolution, moment: int, moves: list[Move]) -> boo
 def _best(
     solution: PartialSolution, moment: int, moves: list[Move]
 ) -> tuple[Move | None, Effect | None, int]:
-    """The move with the fewest seconds per byte freed at a moment; none if none frees any."""
+    """The move with the fewest seconds per byte freed at a moment; none if none frees any.
+
+    What it adds at other moments above the budget must be less than what it frees.
+    """
     best: tuple[Move | None, Effect | None, int] = None, None, 0
     least = inf
     for move in moves:
@@ -114,21 +151,34 @@ def _best(
         if effect is None or not 0 <= moment - effect.first < len(effect.nbytes):
             continue
         freed = -int(effect.nbytes[moment - effect.first])
-        if freed > 0 and effect.seconds / freed < least:
+        if freed <= 0 or solution.freed(effect) <= 0:
+            continue
+        if effect.seconds / freed < least:
             best, least = (move, effect, freed), effect.seconds / freed
     return best
 
 
 def _idle(solution: PartialSolution, moment: int) -> list[int]:
-    """Kept items that are held at a moment, and not read."""
+    """Items of which bytes are held at a moment at which they are not read."""
     return [
         i
         for i, item in enumerate(solution.problem.items)
         if item.used < moment <= item.freed
-        and solution.options[i] == 0
-        and not solution.gone(i)
+        and _held_nbytes(solution, i, moment) > 0
         and not any(first <= moment <= last for first, last in item.needs)
     ]
+
+
+def _held_nbytes(solution: PartialSolution, i: int, moment: int) -> int:
+    """Bytes that an item holds at a moment at which it is idle: its own, or those of its code.
+
+    What a region has rebuilt is held again, and may go if a smaller one runs in its place.
+    """
+    item, option = solution.problem.items[i], solution.options[i]
+    for r in solution.regions_with.get(i, ()):
+        if r in solution.recomputed:
+            return item.nbytes if solution.problem.regions[r].start <= moment else 0
+    return item.options[option].nbytes if option else item.nbytes
 
 
 def _offloads(solution: PartialSolution, i: int) -> Iterator[Move]:
@@ -140,14 +190,29 @@ def _offloads(solution: PartialSolution, i: int) -> Iterator[Move]:
             yield solution.hold(i, a)
 
 
-def _recomputes(solution: PartialSolution, i: int) -> Iterator[Move]:
-    yield from _rebuilds(solution, i)
-    yield from (solution.recompute(r) for r in solution.regions_with.get(i, ()))
+def _smallest_recompute(solution: PartialSolution, i: int, moment: int) -> Iterator[Move]:
+    """Yields the recompute of the fastest region with an item that frees bytes at a moment.
+
+    A larger one frees more for a second, but its items are all back at once.
+    """
+    regions = solution.problem.regions
+    for r in sorted(solution.regions_with.get(i, ()), key=lambda r: (regions[r].seconds, r)):
+        move = solution.recompute(r)
+        if _best(solution, moment, [move])[0] is not None:
+            yield move
+            return
 
 
 def _rebuilds(solution: PartialSolution, i: int) -> Iterator[Move]:
     for a, option in enumerate(solution.problem.items[i].options):
         if a and option.exact and not option.link:
+            yield solution.hold(i, a)
+
+
+def _codes(solution: PartialSolution, i: int) -> Iterator[Move]:
+    """Yields the codes; those that the limits forbid have no effect."""
+    for a, option in enumerate(solution.problem.items[i].options):
+        if not option.exact and a != solution.options[i]:
             yield solution.hold(i, a)
 
 
