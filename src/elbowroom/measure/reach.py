@@ -38,7 +38,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Slot
 
-_LEAST = 1e-6  # of |g|^2: of batches that are all the same
+_LEAST = 1e-6  # of |g|^2
 _BELOW_NORM = 0.1  # of what reaches the weights below a norm
 
 
@@ -79,7 +79,10 @@ class ReachWatch:
         pass
 
     def ended(self, call: Call, out: Any) -> None:
-        weights = [arg for arg in one_by_one(call_values(call)) if is_weight(arg)]
+        given = list(one_by_one(call_values(call)))
+        for arg in given:
+            self._gradient.reads(arg)
+        weights = filter(is_weight, given)
         own = tuple(map(self._gradient.listen, weights))
         if self._current is not None and self._current[0] is call:
             self._current[1].own, self._current = own, None
@@ -145,14 +148,15 @@ class ReachMeter:
     def shares(self, saved_nbytes: int) -> NoiseShares:
         """Returns what codes are predicted to add, as a share of the variance of mini-batches.
 
-        If this variance is not known, it is taken for |g|^2, which is larger.
+        If this is not known, or all batches were the same, |g|^2 takes its place, which is larger.
 
         saved_nbytes: what plain training saves; by it goes what no op was seen to read
         """
         heard = max(self._heard, 1)
         # What codes add is part of the variance over steps. The prediction of it may be too large.
-        varies = min(self._gradient.share, 1.0) if self._gradient.draws else 1.0
-        sampling = max(varies - self._added / heard, varies / 2, _LEAST)
+        is_known = self._gradient.draws and not self._gradient.is_one_batch
+        varies = min(self._gradient.share, 1.0) if is_known else 1.0
+        sampling = max(varies - self._added / heard, varies / 2, _LEAST) if is_known else 1.0
         each = PREDICTED / sampling / heard
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()

@@ -220,19 +220,20 @@ class Plan:
         if not named:
             return ""
         others = {id for id in codecs() if not codec_class(id).lossless} - named
-        found = {
-            line: code
+        found = [
+            (line.nbytes, code)
             for line in self.lines
             for code in (part.partition(",")[0] for part in line.action.split(" + "))
             if code in others
-        }
+        ]
         if not found:
             return ""
-        codes, instead = (", ".join(map(repr, sorted(ids))) for ids in ({*found.values()}, named))
-        nbytes = show_nbytes(sum(line.nbytes for line in found))
+        taken = {code for _, code in found}
+        coded, instead = (", ".join(map(repr, sorted(ids))) for ids in (taken, named))
+        nbytes = show_nbytes(sum(nbytes for nbytes, _ in found))
         return (
-            f"{codes} in {len(found)} tensors ({nbytes}) in the place of {instead}: what reads them "
-            "needs a finer code"
+            f"{coded} in {len(found)} tensors ({nbytes}) in the place of {instead}: what reads "
+            "them needs a finer code"
         )
 
     @property
