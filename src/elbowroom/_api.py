@@ -469,10 +469,11 @@ def fit(
     offload     "file", or from a GPU "host": plans may move tensors there; None: they stay
     noise       the largest variance that codes may add to the gradient, relative to the variance
                 over mini-batches (0.1: a tenth). It is measured in eight steps under the first
-                lossy plan, if there is enough memory for it. If the budget then needs more noise,
-                it is refused. Inside torch.compile the noise is estimated from sizes, and no plan
-                adds more. 0: no codes, as with exact=True. None: no limit; the logger says how much
-                is added, at WARNING above 0.1
+                lossy plan, if there is enough memory for it, and predicted from the gradients of
+                weights otherwise. If the budget then needs more noise, it is refused. Inside
+                torch.compile the noise is estimated from sizes, and no plan adds more. 0: no codes,
+                as with exact=True. None: no limit; the logger says how much is added, at WARNING
+                above 0.1
     worst       the arguments of the model for the largest batch: a tensor, a tuple of arguments or
                 a dict of keyword arguments. Forward runs once, without storing tensors, and a plan
                 is made before the training begins. RNG, buffers and modes are restored
@@ -488,7 +489,8 @@ def fit(
                 treated in the same way without this argument, unless worst, plan, solver, codecs
                 without a form for graphs or, on a GPU, offload="file" are given, because these work
                 only in eager mode
-    codecs      the lossy codecs that may be used, as in `er.plan`
+    codecs      the lossy codecs that may be used, as in `er.plan`; a codec of another package that
+                fails, or lies about its sizes or values, is named in a warning and left out
     solver      the solver, as in `er.plan`. "delta" weighs codes as well, unless exact=True; with
                 "dtr" and "capuchin" fit is exact. Where no plan of a solver keeps the budget, and
                 codes are allowed, all tensors use one setting of codes, which a warning names
@@ -513,7 +515,7 @@ def fit(
     check_solver(solver, exact=exact, codecs=codecs)
     options = FitOptions(
         budget_nbytes(budget, _home(model)),
-        # Other limits are kept once a step has been measured, for which there may be no room.
+        # Other limits are kept once the noise of the first lossy plan is measured or predicted.
         True if noise == 0 or solver in WITHOUT_CODES else exact,
         offload,
         min_nbytes,

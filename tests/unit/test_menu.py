@@ -23,11 +23,12 @@ from elbowroom.measure import memory_curve
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
 from elbowroom.plan.make import make_plan
-from elbowroom.plan.menu import _levels, preset_named
+from elbowroom.plan.menu import levels_of, preset_named
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, settings_of, weighed
 from elbowroom.plan.site import Formula, Need, Site
+from elbowroom.units import show_nbytes
 
 solve_module, auto_module = map(
     importlib.import_module, ("elbowroom.plan.solve", "elbowroom.plan.solve.auto")
@@ -409,7 +410,7 @@ def test_a_float_counts_as_the_dither_of_the_same_error(to: str, kind: str) -> N
     x, facts = FLOATED[kind]
     float8 = er.codec("cast", to=to)
     here = replace(site(shape=tuple(x.shape)), facts=facts)
-    alike = Dither(levels=round(_levels(float8, here)))
+    alike = Dither(levels=round(levels_of(float8, here)))
     errors = [float(F.mse_loss(one.encode(x, 1, facts).decode(), x)) for one in (float8, alike)]
     assert errors[0] == pytest.approx(errors[1], rel=0.2)
 
@@ -489,3 +490,16 @@ def test_fit_keeps_to_the_menu(caplog: pytest.LogCaptureFixture) -> None:
             p.grad = None
     assert "dither" not in caplog.text
     er.release(model)
+
+
+def test_codes_in_the_place_of_those_that_are_named_are_said(profile: Profile) -> None:
+    plan = least(profile, codecs=["fdsr"])
+    keep = replace(plan.lines[0], action="keep")
+    fdsr, finer = replace(keep, action="fdsr"), replace(keep, action="bits + dither, 32 levels")
+    assert replace(plan, lines=(keep, fdsr)).substitution == ""
+    told = replace(plan, lines=(keep, fdsr, finer))
+    assert f"'dither' in 1 tensors ({show_nbytes(keep.nbytes)}) in the place of 'fdsr'" in (
+        told.substitution
+    )
+    assert told.substitution in told.explain()
+    assert replace(least(profile), lines=(keep,)).substitution == ""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from elbowroom.measure.gradient_variance import GradientVariance
 from elbowroom.measure.noise import NoiseTable, OpReading
 from elbowroom.plan import SiteName
 
@@ -74,3 +75,15 @@ def test_averages_go_into_a_checkpoint():
     restored.table.load_state_dict(steps.table.state_dict())
     told = [one.take(CONV, 100.0, closed=30.0).variance for one in (steps, restored)]
     assert told == pytest.approx([20.0, 20.0])
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_batches_that_are_all_the_same_are_known(varies):
+    gradient = GradientVariance()
+    weight = torch.ones(4, requires_grad=True)
+    for step in range(3):
+        gradient.reads(torch.full((8, 8), float(step) if varies else 1.0))
+        gradient.reads(weight)
+        gradient.reads(weight * step)  # what a step makes is no input of it
+        gradient.end_step(last=False)
+    assert gradient.is_one_batch is not varies

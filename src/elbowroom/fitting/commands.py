@@ -109,7 +109,12 @@ class MakeRoomToWatch:
 
 @dataclass(frozen=True)
 class StartMeter:
-    """Command: measure the noise of codes from the next forward on."""
+    """Command: measure the noise of codes from the next forward on.
+
+    predicts: there is no memory for it, so what predicts the noise is measured.
+    """
+
+    predicts: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,16 @@ class RefusePresets:
 
 
 @dataclass(frozen=True)
+class RefuseNoise:
+    """Command: raise BudgetTooSmall, since the setting that fits adds more noise than is allowed.
+
+    noise: what it is predicted to add
+    """
+
+    noise: float
+
+
+@dataclass(frozen=True)
 class Raise:
     """Command: pass on an error of the planner."""
 
@@ -179,6 +194,7 @@ Command = (
     | TakeSmall
     | Refuse
     | RefusePresets
+    | RefuseNoise
     | Raise
     | Then
 )

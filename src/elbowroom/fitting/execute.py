@@ -29,6 +29,7 @@ from elbowroom.fitting.commands import (
     Raise,
     ReadMeter,
     Refuse,
+    RefuseNoise,
     RefusePresets,
     RunLayersAgain,
     Say,
@@ -55,11 +56,13 @@ from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.rehearse import plan_by_forward
 from elbowroom.measure.interval import may_measure
+from elbowroom.measure.reach import ReachMeter
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, with_backward
+from elbowroom.plan.shares import NoiseShares
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -103,8 +106,8 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
             planning.context.runs_again = True
         case TakeSmall():
             planning.context.takes_small = True
-        case StartMeter():
-            planning.meter = menu_meter(probes=1)
+        case StartMeter(predicts):
+            planning.meter = ReachMeter(STEPS) if predicts else menu_meter(probes=1)
         case Refuse(least):
             raise _measured_refusal(planning, least)
         case RefusePresets(saving):
@@ -121,6 +124,8 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
                 transient_nbytes,
                 later_nbytes,
             )
+        case RefuseNoise(noise):
+            raise messages.noise_refusal(planning.options, planning.plan, noise)
         case Raise(error):
             raise error
         case Then(observation):
@@ -312,9 +317,16 @@ def _planned_by_forward(planning: "Planning", forward_profile: ForwardProfile) -
 
 
 def _noise_measured(planning: "Planning") -> NoiseMeasured:
-    assert planning.meter is not None
-    planning.meter.harvest()
-    return NoiseMeasured(shares_of(planning.meter.table))
+    meter, profile = planning.meter, planning.profile
+    assert meter is not None
+    assert profile is not None
+    meter.harvest()
+    if isinstance(meter, ReachMeter):
+        return NoiseMeasured(meter.shares(profile.saved_nbytes), predicted=True)
+    shares = shares_of(meter.table)
+    if shares is None and planning.options.noise is not None:
+        return NoiseMeasured(NoiseShares.by_size(profile.saved_nbytes), predicted=True)
+    return NoiseMeasured(shares)
 
 
 def _measured_refusal(planning: "Planning", least: Taken) -> BudgetTooSmall:

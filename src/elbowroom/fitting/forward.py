@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from elbowroom.fitting.options import FitOptions
 from elbowroom.measure.meter import NoiseMeter
+from elbowroom.measure.reach import ReachMeter
 from elbowroom.plan.action import Action
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import Preset, SavedStorage, choose, site_nbytes
@@ -42,7 +43,7 @@ class Fit(Protocol):
     @property
     def plan(self) -> Plan | None: ...
     @property
-    def meter(self) -> NoiseMeter | None: ...
+    def meter(self) -> NoiseMeter | ReachMeter | None: ...
     @property
     def recompute(self) -> frozenset[str]: ...
     def allowed_nbytes(self, guessed_nbytes: int) -> int: ...

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from elbowroom.fitting.attempts import Attempts
 from elbowroom.fitting.commands import (
     CheckPlan,
     Command,
@@ -305,7 +306,12 @@ def _drop_given(state: FitState) -> Step:
 
 
 def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
-    """Watches a plan that leaves memory for a measurement; without one, keeps the verified plan."""
+    """Watches a plan that leaves memory for a measurement; without one, keeps the verified plan.
+
+    If the noise is limited, the steps of that plan are watched for what predicts it.
+    """
+    if seen.plan is None and state.options.noise is not None:
+        return replace(state, phase=Phase.WATCHING, resumes=state.phase), (StartMeter(True),)
     if seen.plan is None:
         unknown = say(Line.UNKNOWN, why="the budget leaves no room to look")
         return replace(state, phase=Phase.SETTLED), (unknown,)
@@ -329,7 +335,10 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
     profile = replace(state.profile, noise=seen.shares)
     state = replace(state, phase=state.resumes, profile=profile, rounds=0)
     plans = (MakePlan(), Then(NoiseUsed(told=seen.shares is not None)))
-    if state.options.noise is not None:  # a refusal from here on must not fall back to a preset
+    if state.options.noise is not None:
+        # From here on no plan or preset may be fallen back to that was chosen without the limit.
+        attempts = Attempts().knowing(profile)
+        state = replace(state, attempts=attempts, predicts_noise=seen.predicted)
         return state, (CheckPlan(), *plans)
     return state, plans
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.plan.make import too_small
+from elbowroom.plan.make import ceiled, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
 from elbowroom.units import show_nbytes
@@ -168,14 +168,17 @@ def say_unknown(options: FitOptions, why: str) -> None:
 
 
 def say_noise(options: FitOptions, plan: Plan) -> None:
-    """Logs the noise of codes, at WARNING above a tenth of that of mini-batches."""
+    """Logs the noise of codes, at WARNING above a tenth of that of mini-batches, or unmeasured."""
     _log.log(
-        logging.INFO if plan.noise <= _UNNOTICED else logging.WARNING,
+        logging.INFO if plan.watched and plan.noise <= _UNNOTICED else logging.WARNING,
         "budget %s: codes add noise to the gradient, %.3g %% of the variance that mini-batches add "
-        "anyway (estimated from %d measured steps)",
+        "anyway (%s)",
         show_nbytes(options.budget_nbytes),
         100 * plan.noise,
-        plan.watched,
+        f"estimated from {plan.watched} measured steps"
+        if plan.watched
+        else "predicted, and not measured: the budget leaves no room for that, or the measured "
+        "steps did not tell",
     )
 
 
@@ -298,6 +301,22 @@ def say_states(
         show_nbytes(before_nbytes),
         why,
         f"; those of {converted} parameters were converted" if converted else "",
+    )
+
+
+def noise_refusal(options: FitOptions, plan: Plan | None, noise: float) -> BudgetTooSmall:
+    """Returns the error for a budget that is kept only with more noise than is allowed.
+
+    noise: what codes of the plan, or of a preset if it is None, are predicted to add
+    """
+    budget_nbytes = options.budget_nbytes
+    more = f"budget={plan.plain_peak}" if plan is not None else "a larger budget"
+    return BudgetTooSmall(
+        f"within the budget {show_nbytes(budget_nbytes)}, codes are predicted to add {noise:.2g} "
+        f"of the variance of mini-batches, and noise={options.noise:g} is asked for. Allow "
+        f"noise={ceiled(noise)}, or halve the batch, or give {more}.",
+        least_nbytes=max(budget_nbytes + 1, 0 if plan is None else plan.plain_peak),
+        parts={},
     )
 
 

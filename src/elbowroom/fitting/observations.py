@@ -180,9 +180,13 @@ class StepMeasured:
 
 @dataclass(frozen=True)
 class NoiseMeasured:
-    """Observation: the noise of codes was measured. shares: None if that was inconclusive."""
+    """Observation: the noise of codes was measured, or predicted.
+
+    shares: None if that was inconclusive, and no limit is given.
+    """
 
     shares: "NoiseShares | None"
+    predicted: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@ from typing import Self
 
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name
+from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.make import LOSSY_HELPS
 from elbowroom.plan.menu import presets_for
+from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
+from elbowroom.plan.shares import PREDICTED
 from elbowroom.plan.solve import WITHOUT_CODES
 
 _SMALLER = 16  # times smaller than min_nbytes are tensors that are planned where it is necessary
@@ -43,6 +46,21 @@ class FitOptions:
             return EXACT_PRESETS
         lossy = LOSSY_PRESETS if self.codecs is None else presets_for(by_error(self.codecs))
         return EXACT_PRESETS + lossy
+
+    def preset_noise(self, preset: int) -> float:
+        """Returns what a preset of the ladder is predicted to add to the gradient's variance.
+
+        All tensors have the code then, so that all of the gradient has its error.
+        """
+        one = self.presets[preset]
+        codec = None if one.exact else getattr(one.policy, "codec", None)
+        if codec is None or codec.lossless:
+            return 0.0
+        return PREDICTED / (quality_of(codec, maps=False).levels - 1) ** 2
+
+    def noise_by_size(self, plan: Plan) -> float:
+        """Returns what a plan is predicted to add that was made without knowing its noise."""
+        return PREDICTED * plan.noise
 
     @property
     def menu(self) -> tuple[str, ...] | None:

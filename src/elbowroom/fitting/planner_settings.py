@@ -11,6 +11,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.shares import NoiseShares
 
 _CAREFUL = 0.03  # of non-static bytes is left free by an unmeasured plan, if possible
 
@@ -106,9 +107,29 @@ class PlannerSettings:
     def make(
         self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
     ) -> Plan:
-        """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall."""
+        """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall.
+
+        Until the noise of codes is known it is not limited: it may turn out smaller than any
+        prediction. But a budget that is named to the user is one that the limit is predicted to
+        allow.
+        """
+        is_limited = self.options.noise is not None and not exact
+        if profile.noise is not None or not is_limited or self.finest == inf:
+            return self._make(profile, margin, exact=exact, recompute=recompute)
+        try:
+            return self._make(profile, margin, exact=exact, recompute=recompute)
+        except BudgetTooSmall as error:
+            refusal = without_frames(error)
+        limited = replace(profile, noise=NoiseShares.by_size(profile.saved_nbytes))
+        try:
+            self._make(limited, margin, exact=exact, recompute=recompute)
+        except BudgetTooSmall as error:
+            refusal = max(refusal, without_frames(error), key=lambda one: one.least_nbytes)
+        raise refusal
+
+    def _make(self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool) -> Plan:
         budget_nbytes, static = self.options.budget_nbytes, profile.static
-        noise = None if profile.noise is None else self.options.noise  # no reason to refuse earlier
+        noise = None if profile.noise is None else self.options.noise
         make = partial(
             make_plan,
             profile,

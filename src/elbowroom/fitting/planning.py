@@ -19,7 +19,9 @@
    the lowest measured peak.
 4. A verified plan with lossy codes is watched for a few steps, if a plan leaves enough memory for
    this measurement (`measure/shares.py`). Then the noise that each code adds to the gradient is
-   known, and another plan is made and verified.
+   known, and another plan is made and verified. Where no plan leaves enough, and `noise=` limits
+   it, the noise is predicted from how the gradient is distributed over the weights in as many
+   steps (`measure/reach.py`). What the limit does not allow is refused, whatever fits without it.
 
 A given plan (`er.fit(..., plan=)`) replaces 1 and 2: the first step follows it, and is measured. If
 it does not fit, or was made for another step, learning begins as above.
@@ -83,6 +85,7 @@ from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.transitions import advance
 from elbowroom.measure.meter import NoiseMeter
+from elbowroom.measure.reach import ReachMeter
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
@@ -105,7 +108,7 @@ class Planning(Followed):
     """The forwards of one kind: observations of them change a `FitState`, which returns commands.
 
     calls   the forwards of a step
-    meter   measures the noise of codes; None: it is not measured
+    meter   measures the noise of codes, or what predicts it; None: neither
     redoes  the current forward can begin again, if the plan turns out not to fit
     leaves_room  other models may share this step, of which nothing is known yet: it is planned for
                  the
@@ -129,7 +132,7 @@ class Planning(Followed):
         )
         self.model_state, self.context = model_state, context
         self.calls = Calls()
-        self.meter: NoiseMeter | None = None
+        self.meter: NoiseMeter | ReachMeter | None = None
         self.redoes = self.leaves_room = False
         self.said: tuple[str, bool] | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from elbowroom.codecs.dropped import dropped, why_dropped
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.foreign_hooks import ForeignHooks
@@ -53,6 +54,7 @@ from elbowroom.fitting.together import Together
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
+from elbowroom.plan.registered import still_used
 from elbowroom.runtime import modules
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
@@ -99,6 +101,7 @@ class Fitting(MeasuredSteps):
         self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
         self._parameters: list[nn.Parameter] | None = None  # while forwards are known
         self._repeated = 0  # known forwards in a row
+        self._dropped = dropped()  # codecs, until it was asked which of them a plan uses
         # Of weights and gradients at the last forward, once a graph has waited for two backwards.
         self._versions: tuple[object, ...] | None = None
         _fittings.add(self)
@@ -312,7 +315,8 @@ class Fitting(MeasuredSteps):
         if self._versions is not None and not goes_on:
             self._versions = self.model_state.versions()
         with self._failures():
-            if known is not None and not goes_on and self._repeats(signature):
+            repeats = known is not None and not goes_on and dropped() == self._dropped
+            if repeats and self._repeats(signature):
                 script = self.planning.repeat()
                 if script is not None:
                     self.context.begin_step()
@@ -644,6 +648,16 @@ class Fitting(MeasuredSteps):
                 "is then measured instead."
             ) from error
 
+    def _loses_codecs(self) -> bool:
+        """Returns whether a codec was dropped that the options name, or that some plan uses."""
+        if dropped() == self._dropped:
+            return False
+        self._dropped = dropped()
+        if still_used(self.options.codecs) != self.options.codecs:
+            return True
+        plans = [one.plan for one in self._plannings if one.plan is not None]
+        return any(why_dropped(type(codec)) for plan in plans for codec in plan.codecs)
+
     def _begin(self, signature: Signature, given: Given) -> None:
         self.context.begin_step()
         self._learn()
@@ -657,7 +671,9 @@ class Fitting(MeasuredSteps):
         less = self._shortage.taken()
         if less is not None:
             self.options = less
-            self._plannings.use(less)
+        if self._loses_codecs() or less is not None:
+            self.options = replace(self.options, codecs=still_used(self.options.codecs))
+            self._plannings.use(self.options)
         self.planning = self._plannings.of(signature)
         self.planning.begin(self._memory(), signature)
         self._beside.learns = not all(planning.settled for planning in self._plannings)

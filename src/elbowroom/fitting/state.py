@@ -81,6 +81,7 @@ class FitState:
     has_fit       a step of this kind was measured within the budget
     was_rehearsed so no uniform preset was measured to fit
     was_watched   the noise of codes was measured, or there was no memory to measure it
+    predicts_noise  there was none, and the noise in the profile is predicted
 
     Steps that differ from those before:
 
@@ -124,6 +125,7 @@ class FitState:
     has_fit: bool = False
     was_rehearsed: bool = False
     was_watched: bool = False
+    predicts_noise: bool = False
     unexpected_steps: int = 0
     was_unexpected: bool = False
     unexpected_nbytes: int = 0
@@ -173,6 +175,7 @@ class FitState:
             has_fit=before.settled,
             was_rehearsed=before.was_rehearsed,
             was_watched=before.was_watched,
+            predicts_noise=before.predicts_noise,
             was_unexpected=self.was_unexpected or not before.settled,
             before=None,
         )
@@ -233,6 +236,15 @@ class FitState:
         False also while all is learned anew after such a step: the next may be an exception, too.
         """
         return not (self.has_fit or self.settled or self.varies)
+
+    @property
+    def noise(self) -> float:
+        """What the codes of the current setting add, measured or predicted."""
+        plan, profile = self.plan, self.profile
+        if plan is None:
+            return self.options.preset_noise(self.preset)
+        is_known = plan.watched or (profile is not None and profile.noise is not None)
+        return plan.noise if is_known else self.options.noise_by_size(plan)
 
     @property
     def corrects(self) -> bool:

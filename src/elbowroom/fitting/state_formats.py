@@ -120,9 +120,12 @@ class States:
         """
         candidates, exact = self.candidates(profile, owner), settings.options.exact
         one = candidates[0 if exact else -1]
+        options = settings.options.within(1)
+        if one.profile.noise is None:  # no limit is kept until it is known
+            options = replace(options, noise=None)
         try:
             finest = settings.options.budget_nbytes >> 8
-            replace(settings, options=settings.options.within(1), finest=finest).make(
+            replace(settings, options=options, finest=finest).make(
                 one.profile, 0, exact=exact, recompute=recompute
             )
         except BudgetTooSmall as error:

@@ -50,6 +50,7 @@ class MeasuredSteps:
     def __init__(self, model_state: ModelState, options: FitOptions) -> None:
         self.model_state, self.options = model_state, options
         self.context = Context(keeps_bits=bool(options.exact))
+        self.context.drops_codecs = True
         self.planning = Planning(options, model_state, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""

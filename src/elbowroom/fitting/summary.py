@@ -25,8 +25,10 @@ class Summary:
                       hold what it saves, and elbowroom does nothing
     slowdown          of the plan over plain autograd, estimated
     noise             variance that its codes add to the gradient, as a share of that of
-                      mini-batches; 0 if it is exact; None where that was not measured; inside
-                      torch.compile it is estimated from sizes
+                      mini-batches; 0 if it is exact; None where that was not measured, and no limit
+                      is given; inside torch.compile it is estimated from sizes
+    predicts_noise    that was not measured: it is predicted
+    substitution      which codes take the place of those that codecs= names; "" if none does
     exact             no bit of any gradient has changed
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
@@ -48,6 +50,8 @@ class Summary:
     steps: int
     lines: tuple[Line, ...]
     trained: bool = True
+    predicts_noise: bool = False
+    substitution: str = ""
 
     def __str__(self) -> str:
         """Returns a table, one row a figure."""
@@ -88,6 +92,12 @@ class Summary:
         if self.exact and ran_eagerly():  # compiled kernels round differently
             gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
         rows.append(("exact" if self.exact else "lossy", "", "", gradients))
+        if self.noise:
+            remark = "of what mini-batches vary by"
+            remark += "; predicted, not measured" if self.predicts_noise else ""
+            rows.append(("noise", "", f"{100 * self.noise:.2g} %", remark))
+        if self.substitution:
+            rows.append(("codes", "", "", self.substitution))
         by_action: dict[str, list[Line]] = {}
         for line in self.lines:
             by_action.setdefault(line.action, []).append(line)
@@ -117,6 +127,8 @@ def summary(fitting: Fitting, model: str) -> Summary:
     plain = plain_peak(profile) if profile is not None and known else None
     if plan is not None and planning.state.follows_given:  # it was made from a step of another run
         plain, known = plan.plain_peak, True
+    predicts = plan is not None and plan.is_lossy and planning.state.predicts_noise
+    tells_noise = plan is not None and (plan.watched > 0 or predicts or not plan.is_lossy)
     return Summary(
         model=model,
         device=fitting.model_state.device.type,
@@ -128,10 +140,12 @@ def summary(fitting: Fitting, model: str) -> Summary:
         highest_nbytes=fitting.highest_nbytes,
         setting=fitting.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
-        noise=plan.noise if plan is not None and (plan.watched or not plan.is_lossy) else None,
+        noise=plan.noise if plan is not None and tells_noise else None,
         exact=fitting.was_exact,
         steps=fitting.context.step,
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),
+        predicts_noise=predicts,
+        substitution="" if plan is None else plan.substitution,
     )
 
 

@@ -19,8 +19,10 @@ from elbowroom.fitting.commands import (
     MakePlan,
     PlanByForward,
     Refuse,
+    RefuseNoise,
     RefusePresets,
     RunLayersAgain,
+    TakePlan,
     say,
 )
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
@@ -73,6 +75,22 @@ _MOST_STRAYS = 3  # unexpected steps after which learning begins anew, at most
 
 def advance(state: FitState, seen: Observation) -> Step:
     """Returns the state after this observation, and the commands to execute, in order."""
+    after, commands = _advanced(state, seen)
+    return after, (*commands, *_limit_noise(state, after, commands))
+
+
+def _limit_noise(
+    before: FitState, state: FitState, commands: tuple[Command, ...]
+) -> tuple[Command, ...]:
+    """Refuses the budget where what is settled on adds more noise than is allowed."""
+    limit = state.options.noise
+    if limit is None or not state.settled or any(isinstance(one, TakePlan) for one in commands):
+        return ()
+    is_new = not before.settled or before.plan is not state.plan or before.preset != state.preset
+    return (RefuseNoise(state.noise),) if is_new and state.noise > limit else ()
+
+
+def _advanced(state: FitState, seen: Observation) -> Step:
     match seen:
         case StepBegan():
             return _step_began(state, seen)
@@ -201,14 +219,18 @@ def _plan_again(state: FitState, growth: float) -> Step:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
     watching = state.phase is Phase.WATCHING  # which ends: the free bytes are for another plan
+    if profile is not None and state.predicts_noise:  # there may be room to measure it now
+        profile, watching = replace(profile, noise=None), True
     state = replace(
         state,
         headroom=state.headroom.grown(growth),
         rounds=0,
         tries=0,
         has_fit=False,
+        profile=profile,
         was_watched=state.was_watched and not watching,
-        preset=max(state.preset, SAFEST_EXACT),
+        predicts_noise=False,
+        preset=min(max(state.preset, SAFEST_EXACT), len(state.options.presets) - 1),
         attempts=attempts if profile is None else attempts.knowing(profile),
     )
     if profile is not None:

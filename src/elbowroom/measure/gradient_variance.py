@@ -13,6 +13,9 @@ share too large, up to 1.4 times where steps are large for their noise (benchmar
 differences are worse). A gradient is read as backward delivers it, before it is accumulated or
 clipped.
 
+Of batches that are all the same nothing varies but by codes, and a share of that is none. So it is
+found whether the inputs of the first ops are the same in all steps (`is_one_batch`).
+
 Not done: the difference of the gradients of two halves of one batch, which no weight's move
 disturbs. BatchNorm ties the halves to each other, and it came out 2 to 7 times too large.
 """
@@ -27,9 +30,10 @@ from torch import Tensor
 from elbowroom.measure.probe import second_pass
 
 _ENTRIES = 512  # of each parameter, or all that it has
+_INPUTS, _ELEMENTS = 16, 64  # by which batches are told apart
 _MOST_STEPS = 8  # that wait until it is known what codes added
-_Key = tuple[int, int]  # which parameter of the step, and its size
-_Step = tuple[dict[_Key, Tensor], float | None]  # its gradient, and the share of it that codes add
+Key = tuple[int, int]  # which parameter of the step, and its size
+_Step = tuple[dict[Key, Tensor], float | None]  # its gradient, and the share of it that codes add
 
 
 class GradientVariance:
@@ -44,20 +48,36 @@ class GradientVariance:
         self._smoothing = smoothing
         self._steps: list[_Step] = []  # of this run, from the last two on that are settled
         self._added = 0.0  # by codes, as a share of |g|^2, when it was known last
-        self._now: dict[_Key, Tensor] = {}
-        self._places: dict[_Key, Tensor] = {}
-        self._hooks: dict[int, Any] = {}  # by id
+        self._now: dict[Key, Tensor] = {}
+        self._places: dict[Key, Tensor] = {}
+        self._hooks: dict[int, tuple[Key, Any]] = {}  # by id
         self.share = self.size = 0.0
         self.draws = 0
+        self._inputs: list[int] = []  # hashes of a few elements each
+        self._batches: set[int] = set()
+        self._batched = 0  # steps
 
-    def listen(self, weight: Tensor) -> None:
-        """Reads the gradient of this parameter in the backward to come."""
+    def reads(self, x: Any) -> None:
+        """Notes what an op reads, if that is an input of the step."""
+        is_input = isinstance(x, Tensor) and x.is_leaf and not x.requires_grad and x.numel() > 0
+        if is_input and len(self._inputs) < _INPUTS and x.layout is torch.strided:
+            few = x.detach().reshape(-1)[:: max(x.numel() // _ELEMENTS, 1)]
+            self._inputs.append(hash(tuple(few.tolist())))
+
+    @property
+    def is_one_batch(self) -> bool:
+        """True if several steps have had the same inputs."""
+        return self._batched > 1 and len(self._batches) == 1
+
+    def listen(self, weight: Tensor) -> Key:
+        """Reads the gradient of this parameter in the backward to come; returns its key."""
         if id(weight) not in self._hooks:
             key = len(self._hooks), weight.numel()
             hook = weight.register_hook(self._reader(key))  # type: ignore[no-untyped-call]
-            self._hooks[id(weight)] = hook
+            self._hooks[id(weight)] = key, hook
+        return self._hooks[id(weight)][0]
 
-    def _reader(self, key: _Key) -> Callable[[Tensor], None]:
+    def _reader(self, key: Key) -> Callable[[Tensor], None]:
         def read(grad: Tensor) -> None:
             if grad.layout is not torch.strided or second_pass.runs:
                 return
@@ -75,6 +95,13 @@ class GradientVariance:
         """Squared norm of the gradients seen in the backward that runs; 0: none runs."""
         return float(_squares(self._now, self._now.keys())) if self._now else 0.0
 
+    @property
+    def sizes_now(self) -> dict[Key, float]:
+        """The same, of each parameter."""
+        keys = list(self._now)
+        parts = [self._now[key].square().sum().double().cpu() for key in keys]
+        return dict(zip(keys, torch.stack(parts).tolist(), strict=True)) if parts else {}
+
     def end_step(self, *, last: bool, added: float | None = 0.0) -> None:
         """Ends a step, whose backward is over.
 
@@ -82,7 +109,11 @@ class GradientVariance:
         added  to the gradient's variance by codes; None: as large a share as in the next step of
                the run of which it is known, or else in the last one before
         """
-        for hook in self._hooks.values():
+        if self._inputs:
+            self._batches.add(hash(tuple(self._inputs)))
+            self._batched += 1
+            self._inputs = []
+        for _, hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         size = self.size_now
@@ -147,5 +178,5 @@ def _triple(steps: Sequence[_Step]) -> tuple[float, float]:
     return moved - codes, sum(weighted)
 
 
-def _squares(parts: Mapping[_Key, Tensor], keys: Collection[_Key]) -> Tensor:
+def _squares(parts: Mapping[Key, Tensor], keys: Collection[Key]) -> Tensor:
     return torch.stack([parts[key].square().sum().cpu() for key in keys]).double().sum()

@@ -40,8 +40,12 @@ def watch_noise(step: Callable[[], object], *, min_nbytes: int) -> NoiseShares |
 
 
 def shares_of(table: NoiseTable) -> NoiseShares | None:
-    """Returns what a meter has found. None: not enough yet."""
-    sampling = table.sampling
+    """Returns what a meter has found. None: not enough yet.
+
+    Where all batches were the same, shares are those of |g|^2.
+    """
+    gradient = table.gradient
+    sampling = gradient.size if gradient.is_one_batch else table.sampling
     if not sampling:
         return None
     known = [

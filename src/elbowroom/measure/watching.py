@@ -152,7 +152,8 @@ class StepWatch:
 
     def ended(self, call: Call, out: Any) -> None:
         """Records that the op has its node in the graph now."""
-        for arg in _one_by_one(call_values(call)):
+        for arg in one_by_one(call_values(call)):
+            self._table.gradient.reads(arg)
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = weakref.ref(arg)
                 self._table.gradient.listen(arg)
@@ -290,7 +291,7 @@ def call_values(call: Call) -> tuple[Any, ...]:
     return (*call.args, *call.kwargs.values())
 
 
-def _one_by_one(values: Iterable[Any]) -> Iterator[Any]:
+def one_by_one(values: Iterable[Any]) -> Iterator[Any]:
     """Returns all of them, those in lists, too, as a GRU takes its weights."""
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)

@@ -16,6 +16,7 @@ from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
     Choice,
     Solution,
+    added_variance,
     cost,
     keep_all,
     levels,
@@ -24,6 +25,7 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.reasons import Reasons
+from elbowroom.plan.registered import still_used
 from elbowroom.plan.shared import Shared, share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, WITHOUT_CODES, Limits, lowered, peak, solve
@@ -67,7 +69,7 @@ def make_plan(
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     most, place = in_flight, offload
-    variance = inf if noise is None else noise
+    variance, codecs = inf if noise is None else noise, still_used(codecs)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
     asks = finest < inf
     least = bool(exact) if asks else None  # how little would do with exact actions alone
@@ -187,10 +189,18 @@ def _refusal(
     within, ways = "", [*more_ways, "halve the batch"]
     allows_codes = noise is not None and not exact and is_least
     freely = lowered(built.problem, Limits(0), found.choice) if allows_codes else found.choice
-    if peak(built.problem, freely) < found.peak:
+    if (least_peak := peak(built.problem, freely)) < found.peak:
         within = f" with noise={noise:g}"
-        ways.insert(0, "allow more noise")
+        fits = least_peak + least - found.peak <= budget
+        enough = ceiled(added_variance(built.problem, freely))
+        ways.insert(0, f"allow noise={enough}" if fits else "allow more noise")
     return too_small(budget, least, parts, least_is.format(within=within), *ways)
+
+
+def ceiled(noise: float) -> str:
+    """Returns a limit of noise of two digits that is not smaller."""
+    rounded = f"{noise:.2g}"
+    return rounded if float(rounded) >= noise else f"{1.05 * noise:.2g}"
 
 
 def too_small(

@@ -22,6 +22,7 @@ from itertools import pairwise
 from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Sided
+from elbowroom.codecs.dropped import drop, is_own
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
@@ -215,7 +216,7 @@ def option(
         direct=tuple(
             (at, _additional_nbytes(profile, storage, at, reads)) for at, reads in direct.items()
         ),
-        levels=_levels(held.codec, storage.saves[0].site)
+        levels=levels_of(held.codec, storage.saves[0].site)
         if held.value == "lossy" and held.codec and not held.codec.is_rough_elsewhere
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
@@ -478,6 +479,11 @@ def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
         rate = profile.rates[rate_name(verb, codec)]  # what was not asked for is measured now
     except KeyError:
         rate = _UNMEASURED
+    except Exception as error:
+        if is_own(type(codec)):
+            raise
+        rate = _UNMEASURED
+        drop(type(codec), f"it fails: {type(error).__name__}: {error}")
     return profile.fixed_s.get(fixed_name(verb, codec), 0.0) + nbytes / rate
 
 
@@ -511,10 +517,10 @@ def _error(codec: Codec, site: Site, profile: Profile) -> float:
     this is, times the variance of a code of a normal. What is no dither counts as one that makes as
     large an error of a normal.
     """
-    return _noise(profile, site, _levels(codec, site))
+    return _noise(profile, site, levels_of(codec, site))
 
 
-def _levels(codec: Codec, site: Site) -> float:
+def levels_of(codec: Codec, site: Site) -> float:
     """Returns the levels of the dither that makes an error as large as this code."""
     if isinstance(codec, Dither):
         return codec.levels

@@ -14,7 +14,7 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from elbowroom.codecs import Codec, Sided
+from elbowroom.codecs import Codec, Sided, codec_class, codecs
 from elbowroom.codecs.names import setting_name
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
@@ -211,6 +211,32 @@ class Plan:
         return {codec for codec in found if codec is not None}
 
     @property
+    def substitution(self) -> str:
+        """Says which codes take the place of those that the plan names; "" if none does.
+
+        What reads a tensor may need a finer code than a codec has (`precision_floor.py`).
+        """
+        named = {codec.id for codec in self.codecs}
+        if not named:
+            return ""
+        others = {id for id in codecs() if not codec_class(id).lossless} - named
+        found = [
+            (line.nbytes, code)
+            for line in self.lines
+            for code in (part.partition(",")[0] for part in line.action.split(" + "))
+            if code in others
+        ]
+        if not found:
+            return ""
+        taken = {code for _, code in found}
+        coded, instead = (", ".join(map(repr, sorted(ids))) for ids in (taken, named))
+        nbytes = show_nbytes(sum(nbytes for nbytes, _ in found))
+        return (
+            f"{coded} in {len(found)} tensors ({nbytes}) in the place of {instead}: what reads "
+            "them needs a finer code"
+        )
+
+    @property
     def tier(self) -> str | None:
         """The tier to which tensors or their codes are moved; None: nothing is moved."""
         policies = {preset_named(known.preset).policy for known in self.sites.values()}
@@ -246,9 +272,11 @@ class Plan:
 
         Seconds and errors are those that an action adds. A reason says what the option that costs
         least would break, and which one is next best, with its bytes, seconds and noise. Below the
-        sums are the bytes per parameter of states, weights and gradients, if they are known.
+        sums are the codes that take the place of others, if there are any (`substitution`), and the
+        bytes per parameter of states, weights and gradients, if they are known.
         """
-        return _table(self) + ("" if self.standing is None else f"{self.standing}\n")
+        below = (self.substitution, "" if self.standing is None else str(self.standing))
+        return _table(self) + "".join(f"{one}\n" for one in below if one)
 
     def __str__(self) -> str:
         return (
@@ -264,7 +292,7 @@ class Plan:
         if not self.is_lossy:
             return "without codes; convolutions that take turns round otherwise"
         if not self.watched:
-            return "lossy; its noise was not measured"
+            return f"lossy; its noise was not measured (predicted: {100 * self.noise:.2g} %)"
         return f"lossy, adding {100 * self.noise:.3g} % of what mini-batches vary by (estimated)"
 
     def save(self, path: str | Path) -> None:

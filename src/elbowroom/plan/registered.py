@@ -12,7 +12,6 @@ considered, also biased ones. A codec whose declared size or error is wrong is n
 and left out.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import cache
 from math import ceil, prod
@@ -20,10 +19,10 @@ from math import ceil, prod
 import torch
 
 from elbowroom.codecs import Cast, Codec, Dither, Facts, Sided, codec_class, codecs
+from elbowroom.codecs.dropped import drop, is_own, why_dropped
 from elbowroom.codecs.quality import broken_promise, dtypes_of, quality_of
 from elbowroom.errors import PlanError
 
-_log = logging.getLogger("elbowroom.plan")
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
 _LESS = 0.97  # of the bytes of the milder settings
 _NEAR = 1.25  # times the error: counts as equally fine
@@ -46,12 +45,21 @@ def all_settings() -> tuple[Codec, ...]:
 
 def settings_of(id: str) -> tuple[Codec, ...]:
     """The settings that one registered codec names, if it is honest; else it is warned of, once."""
-    return _honest(codec_class(id))
+    cls = codec_class(id)
+    settings = _honest(cls)
+    return () if why_dropped(cls) else settings
+
+
+def still_used(settings: tuple[Codec, ...] | None) -> tuple[Codec, ...] | None:
+    """Returns those of these settings whose codecs have not been dropped since they were given."""
+    if settings is None:
+        return None
+    return tuple(codec for codec in settings if not why_dropped(type(codec)))
 
 
 @cache
 def _honest(cls: type[Codec]) -> tuple[Codec, ...]:
-    if cls.lossless and cls.__module__.startswith(__package__.partition(".")[0] + "."):
+    if cls.lossless and is_own(cls):
         return ()  # `Exact` takes it by itself, where it applies
     if not dtypes_of(cls):
         return ()
@@ -61,9 +69,7 @@ def _honest(cls: type[Codec]) -> tuple[Codec, ...]:
     except Exception as error:
         settings, lie = (), f"it fails: {type(error).__name__}: {error}"
     if lie:
-        _log.warning(
-            "codec '%s' takes no part in plans, because of what it says is not so: %s", cls.id, lie
-        )
+        drop(cls, lie)
         return ()
     return settings
 
@@ -85,7 +91,7 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
     found: dict[Codec, None] = {}
     for one in given:
         if isinstance(one, Codec):
-            lie = broken_promise(one)
+            lie = why_dropped(type(one)) or broken_promise(one)
             if lie:
                 raise PlanError(
                     f"codec '{one.id}' cannot be planned with, because of what it says is not so: "
@@ -100,12 +106,25 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
             f"exact=True allows no lossy code, so codecs={shown} has no effect; leave one of the "
             "two out. exact=None takes codes where exact actions do not suffice"
         )
+    lies = {cls.id: lie for cls in map(_class_of, given) if (lie := why_dropped(cls))}
+    if not found and lies:
+        why = "; ".join(f"'{id}': {lie}" for id, lie in lies.items())
+        raise PlanError(
+            f"codecs={shown} has no code to plan with, because of what these say is not so: {why}; "
+            f"{possible}"
+        )
     if not found:
         raise PlanError(
             f"codecs={shown} has no code for tensors of floats: exact actions need not be named, "
             f"and take part anyway; {possible}"
         )
     return tuple(found)
+
+
+def _class_of(one: str | Codec) -> type[Codec]:
+    if isinstance(one, Codec):
+        return type(one)
+    return type(_SYSTEMS[one][0]) if one in _SYSTEMS else codec_class(one)
 
 
 def _useful() -> list[str]:

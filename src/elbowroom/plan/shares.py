@@ -2,7 +2,8 @@
 
     share(site, levels) = variance added by a code of so many levels / that of mini-batches
 
-Written down by `measure/shares.py`; without it the menu goes by size alone.
+Measured by `measure/shares.py`, or predicted by `measure/reach.py` where there is no memory for
+that; without either the menu goes by size alone.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from functools import cached_property
 from math import log
 
 from elbowroom.plan.site import SiteName
+
+# Of a code of two levels, relative to |dW|^2 of the weights that its error comes to: the largest
+# that was measured (`measure/reach.py`).
+PREDICTED = 3.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class SiteShares:
 class NoiseShares:
     """The shares of all sites whose noise is known.
 
-    steps     that were watched
+    steps     that were watched; 0: the shares are predicted
     per_byte  the mean share of a byte that is encoded, times (levels - 1) ** 2: for the other sites
     """
 
@@ -47,6 +52,11 @@ class NoiseShares:
         pairs = zip(tried.levels, tried.shares, strict=True)
         near, share = min(pairs, key=lambda pair: abs(log((pair[0] - 1) / (levels - 1))))
         return share * ((near - 1) / (levels - 1)) ** 2
+
+    @classmethod
+    def by_size(cls, saved_nbytes: int) -> "NoiseShares":
+        """Returns predicted shares where nothing is known but what plain training saves."""
+        return cls(0, (), PREDICTED / max(saved_nbytes, 1))
 
     @cached_property
     def _sites(self) -> dict[SiteName, SiteShares]:

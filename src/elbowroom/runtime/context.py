@@ -41,6 +41,8 @@ class Context:
     keeps_bits    whether each recurrent layer is then recomputed as a whole, so that sums are
                   rounded as in plain autograd
     takes_small   whether a fit also plans tensors below its min_nbytes
+    drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
+                  kept; otherwise what it raises is raised
     """
 
     def __init__(self, seed: int = 0, *, learns: bool = True, keeps_bits: bool = False) -> None:
@@ -57,7 +59,7 @@ class Context:
         self.blames_classes = True
         self.recurrent_layers = 0
         self.runs_again = False
-        self.takes_small = False
+        self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import Encoded, Seed
+from elbowroom.codecs.dropped import encoded_or_dropped, is_own
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import (
@@ -205,7 +206,10 @@ class Serving:
         elif slot.mask_of:
             return
         seed, known = self._context.next_seed(), slot.statistics
-        slot.hold(perform(action, base, Need.LOSSY, None, seed, statistics=known))
+        handle = perform(
+            *(action, base, Need.LOSSY, None, seed), statistics=known, is_examined=True
+        )
+        slot.hold(handle)
 
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
         """Returns a handle that rebuilds x's storage if it is a cast of a parameter, or None."""
@@ -368,12 +372,17 @@ class Serving:
         need, norm = site.need, slot.statistics
         outlived = partial(self._context.learn_keep, _key(site))
         try:
-            handle = perform(action, whole, need, ready, seed, outlived, norm, name, self._context)
+            handle = perform(
+                *(action, whole, need, ready, seed, outlived, norm, name, self._context),
+                is_examined=True,
+            )
         except CodecError as error:
             dtype = str(site.dtype).removeprefix("torch.")
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
             raise CodecError(f"{error} ({where})") from error
         slot.hold(handle)
+        if isinstance(handle, KeepHandle) and isinstance(action, Encode):
+            action = Keep(handle.why)
         recipe = ready if isinstance(action, Rebuild) else None
         self._listener.does(slot, name, need, action, ready=recipe, norm=norm, drawn=drawn)
         slot.drop_needless_bits()
@@ -441,6 +450,8 @@ def perform(
     statistics: Statistics | None = None,
     name: SiteName = _NOWHERE,
     context: Context | None = None,
+    *,
+    is_examined: bool = False,
 ) -> Handle:
     """Performs an action on `base`, a tensor that covers its storage; returns the handle.
 
@@ -452,6 +463,7 @@ def perform(
     name        of the site
     context     what it has learned: coders of such tensors, capacities of codes whose size only the
                 device knows, the order in which offloaded tensors are fetched
+    is_examined the forward is not replayed: codes of codecs of other packages are decoded at once
     """
     match action:
         case Keep(why):
@@ -465,7 +477,14 @@ def perform(
                 room = context.capacities.room((name, codec, base.numel()))
             elif context is not None and action.moved is None:  # whose code is one run of bytes
                 coder = context.coders.of(codec, x, facts)
-            if coder is None or isinstance(seed, Tensor):
+            drops = is_examined if context is None else context.drops_codecs
+            if drops and not is_own(type(codec)):
+                encode = partial(codec.encode, x, seed, facts, affine, room)
+                made = encoded_or_dropped(codec, x, affine, encode, decodes=is_examined)
+                if made is None:
+                    return KeepHandle(base, f"codec '{codec.id}' has failed")
+                encoded = made
+            elif coder is None or isinstance(seed, Tensor):
                 encoded = codec.encode(x, seed, facts, affine, room)
             else:
                 encoded = coder.encode(x, seed, affine)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.codecs.compact import Compact
+from elbowroom.codecs.dropped import refuse_undecodable
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
@@ -132,7 +133,11 @@ class EncodeHandle:
 
         def part(start: int, n: int) -> Tensor:
             out = ARENA.take(n, encoded.dtype, encoded.buffers[0].device)
-            encoded.decode_part(start, out, both, bits)
+            try:
+                encoded.decode_part(start, out, both, bits)
+            except Exception as error:
+                refuse_undecodable(encoded, error)
+                raise
             return out
 
         return part
@@ -165,7 +170,11 @@ class EncodeHandle:
         if isinstance(encoded, Compact):
             return encoded.decoded(affine, bits)
         room = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
-        return encoded.decode_own(room, affine, bits)
+        try:
+            return encoded.decode_own(room, affine, bits)
+        except Exception as error:
+            refuse_undecodable(encoded, error)
+            raise
 
     def _still_there(self) -> Tensor | None:
         """The original, unchanged, or a decoded tensor that a reader in backward still holds."""

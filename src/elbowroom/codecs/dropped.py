@@ -1,0 +1,137 @@
+"""Codecs of other packages that were found not to do what they declare: no plan uses them.
+
+They are found before a plan is made, on drawn data (`quality.broken_promise`), or in training, on
+the tensors of the step (`broken_code`, `encoded_or_dropped`).
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from elbowroom.codecs.affine import Affine
+from elbowroom.codecs.base import Codec, Encoded, memory_order
+from elbowroom.codecs.quality import quality_of
+from elbowroom.errors import CodecError
+
+_log = logging.getLogger("elbowroom.codecs")
+_dropped: dict[type[Codec], str] = {}
+_MOST = 16  # times the error for normal data: an outlier makes the steps of its group wider
+_SCALE = 0.25  # by which unbiased codes may make all values smaller or larger
+
+
+def drop(cls: type[Codec], why: str) -> None:
+    """Leaves a codec out of all plans from now on, and warns of it once."""
+    if cls not in _dropped:
+        _dropped[cls] = why
+        _log.warning(
+            "codec '%s' takes no part in plans, because of what it says is not so: %s", cls.id, why
+        )
+
+
+def why_dropped(cls: type[Codec]) -> str:
+    """Returns why a codec is left out of plans; "" if it is not."""
+    return _dropped.get(cls, "")
+
+
+def dropped() -> int:
+    """Returns how many codecs have been dropped so far."""
+    return len(_dropped)
+
+
+def is_own(cls: type[Codec]) -> bool:
+    """Returns whether a codec is one of elbowroom's, which tests check."""
+    return cls.__module__.startswith(__package__.partition(".")[0] + ".")
+
+
+def encoded_or_dropped(
+    codec: Codec, x: Tensor, affine: Affine | None, encode: Callable[[], Encoded], *, decodes: bool
+) -> Encoded | None:
+    """Returns what `encode` makes of x; None if the codec fails or lies, and is dropped for that.
+
+    decodes: the code is decoded at once, so that its values are checked, and not only its size
+
+    Raises CodecError if the codec has changed x.
+    """
+    cls, version = type(codec), x._version
+    if cls in _dropped:
+        return None
+    try:
+        encoded = encode()
+        why = broken_code(codec, x, affine, encoded, decodes=decodes)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = f"it fails: {type(error).__name__}: {error}"
+    if x._version != version:
+        drop(cls, "it changes the tensor that it encodes")
+        raise CodecError(
+            f"codec '{codec.id}' has changed the tensor that it was to encode, so this step is "
+            "wrong; repeat it from its batch on. No later plan uses this codec."
+        )
+    if why:
+        drop(cls, why)
+        return None
+    return encoded
+
+
+def refuse_undecodable(encoded: Encoded, error: Exception) -> None:
+    """Raises CodecError for a code that a codec of another package fails to decode in backward.
+
+    Nothing else holds the tensor, so no gradient can be had. The codec is dropped.
+    """
+    cls = type(encoded.codec)
+    if is_own(cls):
+        return
+    drop(cls, f"it fails: {type(error).__name__}: {error}")
+    raise CodecError(
+        f"codec '{cls.id}' cannot decode what it has made of {encoded.dtype} of shape "
+        f"{encoded.shape} ({type(error).__name__}: {error}), and nothing else holds the tensor. "
+        "Repeat the step: no later plan uses this codec."
+    ) from error
+
+
+def broken_code(
+    codec: Codec, x: Tensor, affine: Affine | None, encoded: Encoded, *, decodes: bool
+) -> str:
+    """Returns in words what the codec declares and this code is not; "" if it is all."""
+    if not isinstance(encoded, Encoded):
+        return f"it encodes to {type(encoded).__name__}"
+    shape, what = tuple(x.shape), f"{x.dtype} of shape {tuple(x.shape)}".removeprefix("torch.")
+    said, held = codec.encoded_nbytes(shape, x.dtype, encoded.facts), encoded.nbytes
+    if encoded.raw:
+        said = x.nbytes
+    is_exact = codec.fixed_size(encoded.facts) or encoded.raw
+    if held > said or (is_exact and held != said):
+        return f"it says {said} bytes of {what}, and holds {held}"
+    storage = x.untyped_storage()._cdata
+    if any(buffer.untyped_storage()._cdata == storage for buffer in encoded.buffers):
+        return "its code lies in the memory of the tensor, which is then never freed"
+    return _broken_values(codec, x, affine, encoded) if decodes and x.numel() else ""
+
+
+def _broken_values(codec: Codec, x: Tensor, affine: Affine | None, encoded: Encoded) -> str:
+    flat, y = memory_order(x.detach())[0], encoded.decode()
+    if y.shape != x.shape or y.dtype is not x.dtype:
+        return f"it gives back {y.dtype} of shape {tuple(y.shape)} for {x.dtype} of {x.shape}"
+    exact, found = flat if affine is None else affine.of(flat), memory_order(y)[0]
+    if codec.lossless or encoded.raw:
+        return "" if torch.equal(exact, found) else "it is lossless, and gives back other values"
+    exact, found = exact.float(), found.float()
+    size, product = float(exact.square().sum()), float(exact @ found)
+    error = float((found - exact).square_().sum())
+    if not size < float("inf"):
+        return ""  # of a NaN nothing is promised
+    if not error < float("inf"):
+        return "it gives back what is not finite"
+    known = quality_of(codec, maps=x.dim() >= 4)
+    if error > _MOST * known.error * size:
+        relative = error / max(size, 1e-30)
+        return (
+            f"its squared error is {relative:.2g} of the tensor's square, and {known.error:.2g} of "
+            "that of a normal tensor"
+        )
+    if known.unbiased and abs(product - size) > _SCALE * size:
+        return f"its values are {product / size:.2g} times what they should be"
+    return ""

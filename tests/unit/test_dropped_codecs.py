@@ -1,0 +1,168 @@
+"""Codecs of other packages that do what they declare on drawn data, and not in training."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elbowroom as er
+from elbowroom.codecs import Codec, dropped, register, registry
+from elbowroom.codecs.base import FLOATS, Expected
+from elbowroom.codecs.quality import broken_promise, quality_of
+from elbowroom.errors import BudgetTooSmall, CodecError, PlanError
+from elbowroom.plan import Lossy, registered
+from elbowroom.plan.registered import all_settings
+from elbowroom.runtime.attach import opener_of
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+
+MODES = ("short", "large", "zeros", "scaled", "raises")
+
+
+@dataclass(frozen=True)
+class Liar(Codec):
+    """8 bits a value, of one range; `mode` is what it does wrong where values are marked."""
+
+    id: ClassVar[str] = "liar"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    mode: ClassVar[str] = ""
+
+    def _layout(self, n, dtype, facts):
+        return Expected(torch.int8, (n,)), Expected(torch.float32, (1,))
+
+    def _encode(self, flat, seed, facts):
+        generator = torch.Generator().manual_seed(seed % 2**32)
+        scale = flat.float().abs().max() / 126
+        noise = torch.rand(len(flat), generator=generator) - 0.5
+        codes = (flat.float() / scale + noise).round().to(torch.int8)
+        match self.mode:
+            case "short":
+                codes = codes[:-1]
+            case "large":
+                codes = codes.repeat(8)
+            case "zeros":
+                codes = codes * 0
+            case "scaled":
+                scale = scale / 2
+            case "raises":
+                raise ValueError("not today")
+        return codes, scale.reshape(1)
+
+    def _decode_into(self, encoded, out):
+        if self.mode == "undecodable":
+            raise ValueError("not today")
+        codes, scale = encoded.buffers
+        out.copy_(codes * scale)
+
+
+@pytest.fixture
+def liar(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(dropped, "_dropped", {})
+    monkeypatch.setattr(Liar, "mode", "")
+    registered._honest.cache_clear()
+    broken_promise.cache_clear()
+    return register(Liar)
+
+
+class Deep(nn.Module):
+    """Functions only: there is no module to run again, so tight budgets need codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(10))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x + F.gelu(F.linear(F.layer_norm(x, (64,)), weight)) * 0.3
+        return x
+
+
+class Training:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net, self.x = Deep(), torch.randn(1024, 64)
+        self.step()
+
+    def loss(self):
+        self.net.zero_grad()
+        return self.net(self.x).square().mean()
+
+    def step(self):
+        self.loss().backward()
+        return [weight.grad.clone() for weight in self.net.parameters()]
+
+
+def error_of(training, exact):
+    """Returns the squared error of the gradients, relative to their square."""
+    pairs = zip(training.net.parameters(), exact, strict=True)
+    error = sum(float((weight.grad - one).square().sum()) for weight, one in pairs)
+    return error / sum(float(one.square().sum()) for one in exact)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_codec_that_lies_in_training_is_named_and_dropped(mode, liar, caplog):
+    training, context = Training(), Context()
+    exact, context.drops_codecs = training.step(), True
+    quality_of(Liar(), maps=False), quality_of(Liar(), maps=True)  # as planned with
+    liar.mode = mode
+    with Saving(Lossy(Liar()), context=context):
+        loss = training.loss()
+    loss.backward()
+    # Tensors are kept, but for those that are too sensitive for this codec: these have a dither.
+    assert error_of(training, exact) < 0.01
+    named = [line for line in caplog.messages if "codec 'liar' takes no part in plans" in line]
+    assert len(named) == 1
+    with pytest.raises(PlanError, match=r"\['liar'\] .* is not so: 'liar': it"):
+        er.fit(training.net, budget="1 GiB", codecs=["liar"])
+    assert Liar() not in all_settings()
+
+
+def test_a_codec_that_is_honest_is_not_dropped(liar):
+    training, context = Training(), Context()
+    context.drops_codecs = True
+    with Saving(Lossy(Liar()), context=context) as saved:
+        loss = training.loss()
+    loss.backward()
+    assert dropped.dropped() == 0
+    assert "liar" in str(saved.ledger)
+
+
+def settled(training, codecs):
+    """Fits a training that is settled on a plan of such codes."""
+    er.fit(training.net, budget=int(0.4 * er.peak(training.step)), codecs=codecs)
+    fitting = opener_of(training.net)
+    while not fitting.planning.settled:
+        training.step()
+    for _ in range(4):  # until forwards are replayed, in which no code is decoded at once
+        training.step()
+    assert any(isinstance(codec, Liar) for codec in fitting.planning.plan.codecs)
+    return fitting
+
+
+def test_a_codec_that_fails_in_a_settled_step_is_dropped(liar):
+    training = Training()
+    exact, fitting = training.step(), settled(training, ["liar"])
+    liar.mode = "raises"
+    training.step()
+    assert error_of(training, exact) < 0.01
+    with suppress(BudgetTooSmall):  # without it there may be no plan
+        training.step()
+    plan = fitting.planning.plan
+    assert plan is None or not plan.codecs
+    er.release(training.net)
+
+
+def test_a_code_that_cannot_be_decoded_in_backward_is_an_error_that_names_its_codec(liar):
+    training = Training()
+    settled(training, ["liar"])
+    liar.mode = "undecodable"
+    with pytest.raises(CodecError, match="codec 'liar' cannot decode what it has made"):
+        training.step()
+    assert dropped.why_dropped(liar) == "it fails: ValueError: not today"
+    er.release(training.net)
