@@ -47,7 +47,7 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path, pytestco
         *("maps.sum_blocks", "maps.finish_ranges"),
         *(f"comet._{name}" for name in ("measure", "encode", "decode", "restore")),
         *("affine._affine", "bits._pack", "bits._unpack", "bits._masked", "narrow._narrow"),
-        *("nonzero._sizes", "sided._sizes", "step._step"),
+        *("nonzero._sizes", "sided._sizes", "step._step", "fdsr_reuse.finish_codebook"),
         *(f"sparse._{name}" for name in ("sizes", "pack", "unpack")),
         *(f"{op}._{verb}" for op in KINDS for verb in ("quantize", "dequantize")),
     }
@@ -58,9 +58,10 @@ def test_every_kernel_compiles_and_keeps_its_bits(capability, tmp_path, pytestco
 
 KINDS = ("group", "dither", "nonzero", "division", "sided", "fp8", "fdsr")
 
-FDSR = (  # dtype, block, levels, dither: large tiles with dither take 14 s, and have the same parts
-    (torch.float32, 7, (63, 15, 3, 0), False),
-    (torch.bfloat16, 4, (16, 3), True),
+FDSR = (  # dtype, block, levels, kept, dither: large tiles take 14 s, and have the same parts
+    (torch.float16, 4, (63, 15, 3, 0), 64, True),
+    (torch.float32, 7, (63, 15, 3, 0), 0, False),
+    (torch.bfloat16, 4, (16, 3), 0, True),
 )
 STATES = (  # rule, dtype, weights, kinds of m and v: each kind once
     ("adamw", torch.float32, "nearest", "softsign8", "log8"),
@@ -184,9 +185,9 @@ def main(capability, *, every_form):
         words, kept = torch.zeros(2, 5000, dtype=dtype)
         bits = kernels.sparse_pack_into(words, kept, kept, torch.zeros(1, dtype=torch.int64))
         kernels.sparse_unpack(bits, kept, kept, words)
-    for dtype, block, levels, dither in FDSR:
+    for dtype, block, levels, kept, dither in FDSR:
         x = torch.zeros(5000, dtype=dtype)
-        settings = 5, [2, 50, 50, 1], block, levels, 0, dither
+        settings = 5, [2, 50, 50, 1], block, levels, kept, dither
         kernels.fdsr_dequantize(*kernels.fdsr_quantize(x, *settings), *settings, x)
     kernels.narrow(torch.zeros(5000, dtype=torch.int64), torch.uint8)
     for rule, dtype, weights, *kinds in STATES:

@@ -24,6 +24,7 @@ from elbowroom.kernels.triton.fdsr_tables import (
     place,
     position,
     position_count,
+    scale_count,
     sign,
 )
 from elbowroom.kernels.triton.map_tiles import apart
@@ -59,7 +60,7 @@ def bounds(b_mean):
 
 @triton.jit
 def store_scales(p_scales, b_lo, b_hi, b_weights, m_usable, m_g, BANDS: tl.constexpr):
-    """All scales of a group at once: bits of bf16, [R] each."""
+    """The scales of what is coded, at once: bits of bf16, [R] each."""
     o_s = tl.arange(0, 16)[None, :]
     b_lo = tl.where(m_usable, b_lo, NAN_BF16)[:, None]
     b_scale = tl.where(o_s == 0, b_lo, tl.where(m_usable, b_hi, NAN_BF16)[:, None])
@@ -70,10 +71,10 @@ def store_scales(p_scales, b_lo, b_hi, b_weights, m_usable, m_g, BANDS: tl.const
 
 
 @triton.jit
-def load_scales(p_scales, m_g, BANDS: tl.constexpr):
-    """Inverse of `store_scales`, as 16 tensors [R, 1]."""
+def load_scales(p_scales, m_g, BANDS: tl.constexpr, KEPT: tl.constexpr):
+    """All scales of a group, that of the residual too, as 16 tensors [R, 1]."""
     o_s = tl.arange(0, 16)[None, None, :]
-    m_s = m_g[:, None, None] & (o_s < 2 + band_count(BANDS))
+    m_s = m_g[:, None, None] & (o_s < scale_count(BANDS, KEPT))
     return apart(tl.load(p_scales[:, None, None] + o_s, mask=m_s, other=0))
 
 
@@ -126,13 +127,17 @@ def normalized(b_y, b_weights, BANDS: tl.constexpr, DITHER: tl.constexpr):
 
 
 @triton.jit
-def restored(b_z, b_scales, BANDS: tl.constexpr, DITHER: tl.constexpr):
-    """Inverse of `normalized`, by row and column, and 0 where nothing is coded."""
+def restored(b_z, b_scales, b_rest, BANDS: tl.constexpr, DITHER: tl.constexpr):
+    """Inverse of `normalized`, by row and column.
+
+    What is not coded is b_rest, by position, or 0 where that is empty.
+    """
     b_scaled = (b_z[0],)
     for p in tl.static_range(1, coded(BANDS)):
         b_factor = bf16_value(b_scales[1 + band(BANDS, p)])
         b_scaled = b_scaled + (b_z[p] * (b_factor * sign(p) if DITHER else b_factor),)
-    for _ in tl.static_range(coded(BANDS), position_count(BANDS)):
+    b_scaled = b_scaled + b_rest
+    for _ in tl.static_range(len(b_scaled), position_count(BANDS)):
         b_scaled = b_scaled + (tl.zeros_like(b_z[0]),)
     b_y = ()
     for i in tl.static_range(position_count(BANDS)):
@@ -149,9 +154,7 @@ def store_gains(p_payload, b_z, m_g, CELL: tl.constexpr):
     for p in tl.static_range(1, len(b_z)):
         b_most = tl.maximum(b_most, tl.abs(b_z[p]))
     b_most = tl.max(tl.reshape(b_most, [R, L // CELL, CELL]), axis=2)
-    b_bits = b_most.to(tl.int32, bitcast=True) + ((1 << 19) - 1)
-    b_code = tl.minimum(tl.maximum((b_bits >> 19) - FIRST_GAIN, 1), 255)
-    b_code = tl.where(b_most == 0.0, 0, b_code)  # [R, L / CELL]
+    b_code = gain_code(b_most, (1 << 19) - 1)  # [R, L / CELL]
     o_b = tl.arange(0, L // CELL)[None, :]
     tl.store(p_payload + o_b, b_code.to(tl.uint8), mask=m_g[:, None])
     b_code = tl.broadcast_to(b_code[:, :, None], [R, L // CELL, CELL])
@@ -163,6 +166,13 @@ def load_gains(p_payload, m_g, CELL: tl.constexpr, L: tl.constexpr):
     o_l = tl.arange(0, L)[None, :]
     b_code = tl.load(p_payload + o_l // CELL, mask=m_g[:, None] & (o_l < L), other=0)
     return gain_value(b_code.to(tl.int32))
+
+
+@triton.jit
+def gain_code(b_g, EXTRA: tl.constexpr):
+    """Floats that are not negative to 8 bits; EXTRA: 2^19 - 1 rounds up, 2^18 to the nearest."""
+    b_bits = b_g.to(tl.int32, bitcast=True) + EXTRA
+    return tl.where(b_g == 0.0, 0, tl.minimum(tl.maximum((b_bits >> 19) - FIRST_GAIN, 1), 255))
 
 
 @triton.jit

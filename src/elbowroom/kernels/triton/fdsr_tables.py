@@ -1,6 +1,7 @@
 """Tables of `Bands` and of the DCT's weights, as functions that compiled code can call.
 
     b  a `Bands`    p  a position    i_b  a band, 1.. (0 is the mean)    i_r  a run    i_s  a span
+    h  a plane of the hash    kept  tiles of a group with a residual
 
 Arguments and results are constants of the compiler.
 """
@@ -11,6 +12,7 @@ from elbowroom.kernels import bands
 
 _COSINES = {B: bands.cosines(B) for B in bands.BLOCKS}
 _SIGNS = bands.SIGNS
+_PLANES = bands.PLANES
 
 
 @triton.constexpr_function
@@ -42,8 +44,18 @@ def sign(p):
 
 
 @triton.constexpr_function
-def payload_nbytes(b):
-    return b.nbytes(0)
+def plane(h, p):
+    return _PLANES[h][p]
+
+
+@triton.constexpr_function
+def payload_nbytes(b, kept):
+    return b.nbytes(kept)
+
+
+@triton.constexpr_function
+def scale_count(b, kept):
+    return b.scales(kept)
 
 
 @triton.constexpr_function
