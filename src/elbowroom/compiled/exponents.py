@@ -10,8 +10,9 @@ it, which is of any size. Two kinds of arguments need more than a fine code:
                   log-probabilities themselves have the code, in place of x: they are never
                   above 0, and below `FLOOR` they are as good as there
 
-A maximum that is subtracted is no difference: softmax divides by the sum of what is left. Nor is an
-exponential of one product, or of a square, which is computed again from a fine code.
+So do scores of which softmax is computed again, less their maximum: the sum that it divides by is
+that of the exact ones. An exponential of one product, or of a square, is computed again from a fine
+code.
 """
 
 from collections.abc import Collection, Iterable
@@ -71,8 +72,6 @@ def is_difference(exponent: fx.Node) -> bool:
             continue
         if packet in _sums():
             terms = {_source(n) for n in node.all_input_nodes if _varies(n)}
-            if any(map(_is_maximum, terms)):
-                continue
             if len(terms) > 1:
                 return True
         elif not (is_view(node) or packet in _linear()):
@@ -153,14 +152,6 @@ def _varies(value: Any) -> bool:
         return False
     source = _source(value)
     return source.op == "call_function" and bool(source.all_input_nodes)
-
-
-def _is_maximum(node: fx.Node) -> bool:
-    """Returns whether a value is a maximum along a dimension, or 0 where that is infinite."""
-    node = _source(node)
-    if packet_of(node) is _aten.where:
-        return any(packet_of(_source(n)) is _aten.amax for n in node.all_input_nodes)
-    return packet_of(node) is _aten.amax
 
 
 @cache

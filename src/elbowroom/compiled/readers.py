@@ -7,6 +7,7 @@ up to the ops that combine it with a gradient. These readers decide about the va
     CURVED      exp, erf, tanh, powers and the like: the error passes through a function; products
                 of the value with itself, as in the gradient of x * x * x: errors of one code are
                 not independent, so their square does not average out;
+                a softmax's results, which its gradient has twice;
                 attention's output, from which its backward computes the term that it subtracts
                 log-probabilities, in place of logits that only they are computed from
                 (`exponents.py`)
@@ -254,4 +255,6 @@ def _elementwise() -> frozenset[Any]:
 
 @cache
 def _curved() -> frozenset[Any]:
-    return ops_named("exp erf tanh sigmoid gelu silu var_mean square pow gelu_backward")
+    found = ops_named("exp erf tanh sigmoid gelu silu var_mean square pow gelu_backward")
+    # Of torch 2.13: y (g - sum(g y)), as Inductor writes the gradient of a softmax y.
+    return found | {getattr(torch.ops.prims, "fma", None)}
