@@ -112,13 +112,13 @@ def _facts(node: fx.Node, known: dict[fx.Node, Facts]) -> Facts:
         node,
         nbytes,
         elements,
-        is_heavy=_packet(node) in _heavy(),
+        is_heavy=packet_of(node) in _heavy(),
         workspace=_workspace(node) if kind is Kind.EXTERN else 0,
     )
 
 
 def _kind(node: fx.Node) -> Kind:
-    packet = _packet(node)
+    packet = packet_of(node)
     if packet in _reductions():
         return Kind.REDUCTION
     tags: Iterable[Any] = getattr(node.target, "tags", ())
@@ -127,8 +127,14 @@ def _kind(node: fx.Node) -> Kind:
     return Kind.POINTWISE if not isinstance(_value(node), Tensor | tuple | list) else Kind.EXTERN
 
 
-def _packet(node: fx.Node) -> Any:
+def packet_of(node: fx.Node) -> Any:
+    """The op that a node calls, whichever of its overloads; for other nodes their target."""
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def ops_named(names: str) -> frozenset[Any]:
+    """The ops of aten with these names, which spaces separate, as far as this torch has them."""
+    return frozenset(getattr(_aten, name) for name in names.split() if hasattr(_aten, name))
 
 
 def is_away(node: fx.Node) -> bool:
@@ -138,7 +144,7 @@ def is_away(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Returns whether the op returns a view of its input, without work."""
-    packet = _packet(node)
+    packet = packet_of(node)
     if packet in (_aten._unsafe_view, _aten.reshape, _aten.lift_fresh):
         return True
     schema = getattr(node.target, "_schema", None)
@@ -170,7 +176,7 @@ def _workspace(node: fx.Node) -> int:
     A convolution takes a reordered weight in forward, and two of its size in backward. Flash
     attention takes, for each thread, its tiles of scores: one in forward, two in backward.
     """
-    packet = _packet(node)
+    packet = packet_of(node)
     if any(t.device.type != "cpu" for t in tensors_of(node)):
         return 0
     times, at = _copies_of().get(packet, (0, 0))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from elbowroom.codecs import Facts
-from elbowroom.compiled.collect import is_view
+from elbowroom.compiled.collect import is_view, packet_of
 
 _aten = torch.ops.aten
 
@@ -35,12 +35,12 @@ def range_of(node: fx.Node, after: Collection[fx.Node]) -> Facts | None:
 
 def _made_over(node: fx.Node) -> int | None:
     """The size of the dimension whose places an op has returned, seen through views and copies."""
-    while is_view(node) or _packet(node) in (_aten.clone, _aten.expand):
+    while is_view(node) or packet_of(node) in (_aten.clone, _aten.expand):
         node = node.all_input_nodes[0]
-    source, is_place = node, _packet(node) in (_aten.argmax, _aten.argmin, _aten.argsort)
+    source, is_place = node, packet_of(node) in (_aten.argmax, _aten.argmin, _aten.argsort)
     if node.target is operator.getitem and node.args[1] == 1:
         source = node.all_input_nodes[0]
-        is_place = _packet(source) in _pairs()
+        is_place = packet_of(source) in _pairs()
     over = source.args[1] if is_place and len(source.args) > 1 else None
     if not is_place or (over is None and source is node):  # of all elements, as if in one row
         return None
@@ -56,7 +56,7 @@ def _read_over(node: fx.Node, after: Collection[fx.Node]) -> int | None:
             if reader not in after or reader in seen:
                 continue
             seen.add(reader)
-            if is_view(reader) or _packet(reader) is _aten.clone:
+            if is_view(reader) or packet_of(reader) is _aten.clone:
                 pending.append(reader)
                 continue
             size = _indexed(reader, one)
@@ -68,7 +68,7 @@ def _read_over(node: fx.Node, after: Collection[fx.Node]) -> int | None:
 
 def _indexed(reader: fx.Node, index: fx.Node) -> int | None:
     """The size of what a reader indexes; None: it reads the value in another way, too."""
-    packet, args = _packet(reader), reader.args
+    packet, args = packet_of(reader), reader.args
     if packet is _aten.embedding_dense_backward:
         is_alone = args[1] is index and args[0] is not index
         return args[2] if is_alone and isinstance(args[2], int) else None
@@ -89,10 +89,6 @@ def _largest(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
         return None
     return max([value.numel() if value.dim() == 0 else 0, *map(int, value.shape)])
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
 
 
 @cache

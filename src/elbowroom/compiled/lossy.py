@@ -29,10 +29,11 @@ from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import broken_promise, quality_of
 from elbowroom.compiled.collect import known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
+from elbowroom.compiled.exponents import FLOOR
 from elbowroom.compiled.indices import range_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
-from elbowroom.compiled.readers import Use, reading_of
+from elbowroom.compiled.readers import Reading, Use, reading_of
 from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
 
 _WIDTHS = (8, 4, 2)  # bits of codes that are weighed, half a bit of metadata not counted
@@ -245,7 +246,7 @@ def _raised(coded: Sequence[Coded], places: Sequence[int], finer: Codec) -> list
 
 def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
     """Returns a bound of the bytes between forward and backward, which no peak can be below."""
-    gone = {joint.facts[one.node].storage for one in coded}
+    gone = {joint.facts[n].storage for one in coded for n in (one.node, one.replaced)}
     kept = {joint.facts[n].storage for n in base.saved} - gone - joint.outside
     return sum(joint.facts[s].nbytes for s in kept) + sum(map(_held_nbytes, coded))
 
@@ -399,7 +400,7 @@ def _coded(joint: Joint, step: Step, codec: Codec | None, leaves: bool = False) 
         for one, compared in _coded_floats(joint, step, codec, after, outputs):
             found.append(one)
             masks.update(compared)
-    held = {one.node for one in found}
+    held = {one.replaced for one in found}
     yield from found
     yield from (one for n, one in away.items() if n not in masks | held)
     yield from (Coded.mask(n) for n in sorted(masks, key=joint.place.__getitem__))
@@ -428,6 +429,9 @@ def _coded_floats(
         if shared or not _may_be_coded(joint, node, _FLOATS, outputs):
             continue
         reading = reading_of(node, after, gradients)
+        if reading.log_probabilities:
+            yield from ((one, []) for one in _coded_logs(joint, node, reading, codec, outputs))
+            continue
         bits = [n for n in reading.compared if n not in gradients]
         if reading.use is Use.EXACT or len(bits) < len(reading.compared):
             continue
@@ -436,6 +440,19 @@ def _coded_floats(
         chosen = fine(codec) if reading.use is Use.CURVED else codec
         if chosen is not None and _takes(chosen, tensors_of(node)[0]):
             yield Coded(node, chosen), bits
+
+
+def _coded_logs(
+    joint: Joint, logits: fx.Node, reading: Reading, codec: Codec, outputs: set[fx.Node]
+) -> list[Coded]:
+    """Codes of log-probabilities in place of the logits; none where one of them may have none."""
+    chosen = fine(codec)
+    nodes = reading.log_probabilities
+    if chosen is None or not all(_may_be_coded(joint, n, _FLOATS, outputs) for n in nodes):
+        return []
+    if not all(_takes(chosen, tensors_of(n)[0]) for n in nodes):
+        return []
+    return [Coded(n, chosen, floor=FLOOR, source=logits) for n in nodes]
 
 
 def _takes(codec: Codec, value: torch.Tensor) -> bool:

@@ -7,10 +7,14 @@ up to the ops that combine it with a gradient. These readers decide about the va
     CURVED      exp, erf, tanh, powers and the like: the error passes through a function; products
                 of the value with itself, as in the gradient of x * x * x: errors of one code are
                 not independent, so their square does not average out;
+                a softmax's results, which its gradient has twice;
                 attention's output, from which its backward computes the term that it subtracts
+                log-probabilities, in place of logits that only they are computed from
+                (`exponents.py`)
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
                 value
-    else        results of a ReLU in a product of batches, whose zeros may keep a gradient finite,
+    else        what enters an exponential by way of a difference (`exponents.py`);
+                results of a ReLU in a product of batches, whose zeros may keep a gradient finite,
                 and a product that is multiplied with these;
                 attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
                 logarithms, and every op that is not listed: the value stays exact
@@ -26,7 +30,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import is_view
+from elbowroom.compiled.collect import is_view, ops_named, packet_of
+from elbowroom.compiled.exponents import (
+    exponents_of,
+    is_difference,
+    is_enough,
+    is_log_probability,
+)
+
+_MOST_INSTEAD = 2  # codes of a byte an element that may take the place of a float
 
 
 class Use(IntEnum):
@@ -39,11 +51,16 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """Readings of one value: the strictest use, and the comparisons on the way."""
+    """Readings of one value: the strictest use, and the comparisons on the way.
+
+    log_probabilities  what may be coded in its place, from `exponents.FLOOR` up: backward needs
+                       the value for exponentials of these alone
+    """
 
     use: Use
     compared: tuple[fx.Node, ...] = ()
     why: str = ""
+    log_probabilities: tuple[fx.Node, ...] = ()
 
 
 def reading_of(
@@ -56,6 +73,13 @@ def reading_of(
     """
     if _is_divided_out(value):
         return Reading(Use.EXACT, why="a product that is multiplied with zeros of a ReLU")
+    exponents = exponents_of(value, after, gradients)
+    probable = tuple(filter(is_log_probability, exponents))
+    may_stand_in = 0 < len(probable) <= _MOST_INSTEAD
+    if may_stand_in and is_enough(value, probable, after, gradients):
+        return Reading(Use.CURVED, log_probabilities=probable)
+    if probable or any(map(is_difference, exponents)):
+        return Reading(Use.EXACT, why="an exponential of what is left of it")
     use, compared = Use.LINEAR, []
     pending, seen = [(value, _has_zeros(value))], {value}
     own: dict[fx.Node, None] = {}
@@ -66,7 +90,7 @@ def reading_of(
             if reader not in after or reader in seen:
                 continue
             seen.add(reader)
-            packet = _packet(reader)
+            packet = packet_of(reader)
             if has_zeros and packet in _of_batches():
                 return Reading(Use.EXACT, why=f"zeros of a ReLU, read by {packet}")
             if packet in _compared():
@@ -96,7 +120,7 @@ def _is_squared(
     """
     for node in own:
         for reader in node.users:
-            packet = _packet(reader)
+            packet = packet_of(reader)
             if reader not in after or packet not in _products():
                 continue
             if sum(one in own for one in reader.args) > 1:
@@ -116,17 +140,13 @@ def _meets(
             if reader in seen or reader not in after:
                 continue
             seen.add(reader)
-            other = _packet(reader)
+            other = packet_of(reader)
             alike = other in _products() and (other is torch.ops.aten.mul) is loops
             if alike and any(one in own for one in reader.args):
                 return True
             if is_view(reader) or other in _elementwise():
                 pending.append(reader)
     return False
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
 
 
 def _has_zeros(node: fx.Node) -> bool:
@@ -138,9 +158,9 @@ def _has_zeros(node: fx.Node) -> bool:
     pending, seen = [node], {node}
     while pending:
         node = pending.pop()
-        if _packet(node) in _relus():
+        if packet_of(node) in _relus():
             return True
-        if is_view(node) or _packet(node) in _copies():
+        if is_view(node) or packet_of(node) in _copies():
             new = set(node.all_input_nodes) - seen
             seen |= new
             pending += new
@@ -153,18 +173,18 @@ def _is_divided_out(value: fx.Node) -> bool:
     Attention without a softmax divides one part of that by another: see `runtime/consumers.py`.
     """
     made = value
-    while is_view(made) or _packet(made) in _copies():
+    while is_view(made) or packet_of(made) in _copies():
         made = made.all_input_nodes[0]
-    if _packet(made) not in _of_batches():
+    if packet_of(made) not in _of_batches():
         return False
     pending, seen = [made], {made}
     while pending:
         node = pending.pop()
         for reader in node.users:
-            if _packet(reader) in _of_batches():
+            if packet_of(reader) in _of_batches():
                 if any(_has_zeros(one) for one in reader.all_input_nodes if one is not node):
                     return True
-            elif reader not in seen and (is_view(reader) or _packet(reader) in _copies()):
+            elif reader not in seen and (is_view(reader) or packet_of(reader) in _copies()):
                 seen.add(reader)
                 pending.append(reader)
     return False
@@ -192,29 +212,24 @@ def _use(reader: fx.Node, packet: Any) -> Use:
     return Use.CURVED if packet in _curved() else Use.EXACT
 
 
-def _ops(names: str) -> frozenset[Any]:
-    aten = torch.ops.aten
-    return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
-
-
 @cache
 def _compared() -> frozenset[Any]:
-    return _ops("eq ne le lt ge gt sign isnan isinf")
+    return ops_named("eq ne le lt ge gt sign isnan isinf")
 
 
 @cache
 def _of_batches() -> frozenset[Any]:
-    return _ops("bmm baddbmm")
+    return ops_named("bmm baddbmm")
 
 
 @cache
 def _relus() -> frozenset[Any]:
-    return _ops("relu")
+    return ops_named("relu")
 
 
 @cache
 def _copies() -> frozenset[Any]:
-    return _ops("clone _to_copy expand cat mul constant_pad_nd") | {
+    return ops_named("clone _to_copy expand cat mul constant_pad_nd") | {
         torch.ops.prims.convert_element_type
     }
 
@@ -224,20 +239,22 @@ def _linear() -> frozenset[Any]:
     names = "mm addmm bmm baddbmm convolution convolution_backward mul add sub neg sum mean div"
     names += " where relu clone _to_copy cat expand maximum minimum hardtanh index gather full_like"
     convert = torch.ops.prims.convert_element_type
-    return _ops(names) | {convert}
+    return ops_named(names) | {convert}
 
 
 @cache
 def _products() -> frozenset[Any]:
-    return _ops("mul mm addmm bmm baddbmm")
+    return ops_named("mul mm addmm bmm baddbmm")
 
 
 @cache
 def _elementwise() -> frozenset[Any]:
     convert = torch.ops.prims.convert_element_type
-    return _ops("mul add sub neg div where clone _to_copy cat expand") | {convert}
+    return ops_named("mul add sub neg div where clone _to_copy cat expand") | {convert}
 
 
 @cache
 def _curved() -> frozenset[Any]:
-    return _ops("exp erf tanh sigmoid gelu silu var_mean square pow gelu_backward")
+    found = ops_named("exp erf tanh sigmoid gelu silu var_mean square pow gelu_backward")
+    # Of torch 2.13: y (g - sum(g y)), as Inductor writes the gradient of a softmax y.
+    return found | {getattr(torch.ops.prims, "fma", None)}

@@ -34,18 +34,27 @@ _NUMBERED = {ops.ENCODE: 4, ops.DECODE: 3}  # the argument that says which code 
 class Coded:
     """One saved value to be held in fewer bytes.
 
-    codec  that holds it; None: the value itself is held, in another memory
-    facts  what is known of its elements
+    codec   that holds it; None: the value itself is held, in another memory
+    facts   what is known of its elements
+    floor   elements below it are held as if they were it
+    source  the saved value in whose place this one is held; None: itself
     """
 
     node: fx.Node
     codec: Codec | None
     facts: Facts = NOTHING
+    floor: float | None = None
+    source: fx.Node | None = None
 
     @classmethod
     def mask(cls, node: fx.Node) -> "Coded":
         """A bool, held as bits."""
         return cls(node, BitMask(), _MASK)
+
+    @property
+    def replaced(self) -> fx.Node:
+        """The saved value that it makes needless."""
+        return self.node if self.source is None else self.source
 
     @property
     def is_lossy(self) -> bool:
@@ -122,7 +131,12 @@ class Rewriting:
         if isinstance(one.codec, BitMask) and value.device.type == "cpu":
             return self._code_bytes(x, size, order, place)
         how = ops.coding_name(one.codec, one.facts), seed, number
-        parts = self._encoded(x, order, how, place)
+        encoded = x
+        if one.floor is not None:
+            scalar = {"dtype": value.dtype, "device": value.device}
+            least = self._insert_call(place, torch.ops.aten.full.default, [], one.floor, **scalar)
+            encoded = place = self._insert_call(least, torch.ops.aten.maximum.default, x, least)
+        parts = self._encoded(encoded, order, how, place)
         return self._insert_call(parts[-1], ops.DECODE, parts, *how, size, order, value.dtype)
 
     def _encoded(
