@@ -189,11 +189,11 @@ def _refusal(
     within, ways = "", [*more_ways, "halve the batch"]
     allows_codes = noise is not None and not exact and is_least
     freely = lowered(built.problem, Limits(0), found.choice) if allows_codes else found.choice
-    if (least_peak := peak(built.problem, freely)) < found.peak:
+    if peak(built.problem, freely) < found.peak:
         within = f" with noise={noise:g}"
-        fits = least_peak + least - found.peak <= budget
-        enough = ceiled(added_variance(built.problem, freely))
-        ways.insert(0, f"allow noise={enough}" if fits else "allow more noise")
+        more = solve(built.problem, budget - least + found.peak)
+        enough = ceiled(added_variance(built.problem, more.choice)) if more.feasible else ""
+        ways.insert(0, f"allow noise={enough}" if enough else "allow more noise")
     return too_small(budget, least, parts, least_is.format(within=within), *ways)
 
 
