@@ -677,6 +677,53 @@ def test_frozen_codes_live_through_moves_copies_and_changes_of_dtype():
     assert held["base"].weight.dtype == torch.float32
 
 
+class Adapted(nn.Module):
+    """A layer with a product of two smaller ones beside it, as PEFT's LoRA has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(64, 48).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 48, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+    def merge(self, safe=False):
+        delta = (self.up.weight @ self.down.weight).detach()
+        if safe:
+            weight = self.base_layer.weight.data.clone()
+            weight += delta.to(weight.dtype)
+            self.base_layer.weight.data = weight
+        else:
+            self.base_layer.weight.data += delta
+
+    def unmerge(self):
+        self.base_layer.weight.data -= (self.up.weight @ self.down.weight).detach()
+
+
+@pytest.mark.parametrize("flow", [True, False])
+@pytest.mark.parametrize("safe", [True, False])
+def test_adapters_are_merged_into_the_decoded_weight(flow, safe):
+    torch.manual_seed(0)
+    net = nn.Sequential(Adapted(), nn.Linear(48, 8)).bfloat16()
+    er.nn.fp8(net, frozen=True, flow=flow)
+    base = net[0].base_layer
+    decoded = (base.weight.float() * base.weight_scale).bfloat16()
+    before = [name for name, _ in Adapted().named_parameters()]
+    twin = copy.deepcopy(net)  # keeps its class
+    for one in (net, twin):
+        one[0].merge(safe=safe)
+        delta = (one[0].up.weight @ one[0].down.weight).detach()
+        assert torch.equal(one[0].base_layer.weight, decoded + delta)
+        assert one[0].base_layer.weight_scale is None
+        assert [name for name, _ in one[0].named_parameters()] == before
+        assert bool(one(torch.randn(3, 64).bfloat16()).isfinite().all())
+    net[0].unmerge()
+    assert relative(net[0].base_layer.weight, decoded) < 0.01
+    er.nn.revert(net)
+    assert type(net[0]) is Adapted
+
+
 def test_a_frozen_weight_that_is_to_learn_is_refused():
     _, held, _ = adapters()
     held.requires_grad_(True)

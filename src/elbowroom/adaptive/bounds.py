@@ -1,21 +1,30 @@
 """COMET's controller: error bounds that follow the gradient's momentum (arXiv 2111.09562).
 
-Every `every` steps, for each layer,
+Every `every` steps, for each op that reads codes,
 
-    sigma_l = sqrt(added variance of dW_l / entries of W_l)       predicted, closed form
-    bound_l <- bound_l * clamp(fraction * rms(m_l) / sigma_l, 1/2, 2)
+    V        = variance that its codes add to the gradient         predicted (`measure/noise.py`)
+    bound_t <- bound_t * clamp(sqrt(allowed / V), 1/2, 2)          of the tensor t that it reads
 
-COMET's own formula for sigma has a constant, 0.32, that could not be reproduced; the closed form
-has none (`measure/sensitivity.py`). m_l is the optimizer's momentum, in units of a gradient:
+    allowed  = entries of W_l * (fraction * m_l)^2                 convolutions, linear layers
+               the sum of that over layers / number of other ops   norms, activations, losses
 
-    (1 - mu) * buffer                            SGD
-    sqrt(mean of v), with its bias correction    Adam, AdamW and their like, RMSprop, Adafactor, ...
-    m, with its bias correction                  what has first moments alone (Lion)
+The first line is COMET's rule: the error of a weight's gradient stays at `fraction` of the
+momentum. It encodes inputs of convolutions only, and has no rule for other readers, whose error
+comes to the gradients of all layers before them. Together they may add as much as all layers.
+COMET's own formula for the error has a constant, 0.32, that could not be reproduced; the closed
+form of layers has none (`measure/sensitivity.py`), and what other ops add is probed.
+
+m_l is the error of the gradient, drawn anew in each step, that would change the momentum by as much
+as it is. An error averages out in it, so this is more than the momentum in units of a gradient:
+
+    rms(buffer) * sqrt(1 - mu^2) / (1 - dampening)   SGD
+    sqrt(mean of v), with its bias correction        Adam, AdamW and their like, RMSprop, Adafactor
+    rms(m) * sqrt((1 + b) / (1 - b)), with its own   what has first moments alone (Lion)
+
+Of gradients that are noise alone, all three are their RMS.
 
 States of `er.optim` are decoded for it. With an optimizer that has none of these, bounds stay as
-they are, and the log says so. A tensor that several layers read gets the smallest of their bounds.
-One that only norms or activations read keeps its first bound, because COMET, which encodes inputs
-of convolutions only, has no rule for it.
+they are, and the log says so. A tensor that several ops read gets the smallest of their bounds.
 
 The prediction (off, 1-D, 2-D) of each tensor is the one with the smallest code of a sample, if it
 saves a fiftieth: decoding with a prediction takes longer.
@@ -24,6 +33,7 @@ saves a fiftieth: decoding with a prediction takes longer.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +43,7 @@ from elbowroom.adaptive.base import Adaptive
 from elbowroom.codecs import Codec, Comet
 from elbowroom.codecs.comet import PREDICTIONS
 from elbowroom.errors import PlanError, UnknownField
-from elbowroom.measure.noise import HeldNoise, Trial
+from elbowroom.measure.noise import Trial
 from elbowroom.optim.base import EncodedOptimizer
 from elbowroom.plan import Site, SiteName
 
@@ -46,6 +56,8 @@ _log = logging.getLogger("elbowroom")
 
 class CometBounds(Adaptive):
     """Controller that keeps the noise of each layer's gradient at `fraction` of its momentum.
+
+    The noise of norms, activations and losses together is kept at that of all layers.
 
     optimizer  the optimizer whose states hold the momentum: SGD with momentum, Adam, AdamW or a
                similar one, of torch or of `er.optim`
@@ -91,20 +103,36 @@ class CometBounds(Adaptive):
         return tuple(replace(now, prediction=name) for name in PREDICTIONS)
 
     def _move(self) -> None:
-        self._check_learns()
+        allowed = self._allowed()
+        self._check_learns(bool(allowed))
         for name, held in self.table.held.items():
             self.predictions[name] = _smallest(held.trials)
-            factor = self._factor(held)
-            if factor is not None:
-                bound = self.bounds.get(name, self.codec.bound) * min(max(factor, 0.5), 2.0)
+            factors = [
+                (allowed[at] / op.variance) ** 0.5
+                for at, op in self.table.ops.items()
+                if at in allowed and name in op.sources and op.variance
+            ]
+            if factors:
+                bound = self.bounds.get(name, self.codec.bound)
+                bound *= min(max(min(factors), 0.5), 2.0)
                 self.bounds[name] = min(max(bound, _SMALLEST), _LARGEST)
 
-    def _check_learns(self) -> None:
+    def _allowed(self) -> dict[SiteName, float]:
+        """Returns the variance that codes may add through each op; empty without any momentum."""
+        layers, others = dict[SiteName, float](), list[SiteName]()
+        for name, op in self.table.ops.items():
+            weight = None if op.weight is None else op.weight()
+            if not op.linear:
+                others.append(name)
+            elif weight is not None and (momentum := self._momentum(weight)):
+                layers[name] = weight.numel() * (self.fraction * momentum) ** 2
+        total = sum(layers.values())
+        return layers | {name: total / len(others) for name in others if layers}
+
+    def _check_learns(self, learns: bool) -> None:
         """Logs, once, that the optimizer has no momentum."""
-        refs = [op.weight for op in self.table.ops.values() if op.weight is not None]
-        weights = [weight for ref in refs if (weight := ref()) is not None]
-        found = any(self._momentum(weight) is not None for weight in weights)
-        self._in_vain = 0 if found or not weights else self._in_vain + 1
+        weights = sum(op.linear for op in self.table.ops.values())
+        self._in_vain = 0 if learns or not weights else self._in_vain + 1
         if self._in_vain == _PATIENCE:
             _log.warning(
                 "CometBounds learns nothing from %s: its states have no momentum for any of the "
@@ -112,31 +140,23 @@ class CometBounds(Adaptive):
                 "trains these weights, with momentum, or fix the bound with er.saving('comet', "
                 "bound=...)",
                 type(self._optimizer).__name__,
-                len(weights),
+                weights,
                 self.codec.bound,
             )
 
-    def _factor(self, held: HeldNoise) -> float | None:
-        """Returns the factor by which the bound may grow before a layer has too much noise."""
-        factors = []
-        for op in self.table.ops.values():
-            weight = None if op.weight is None else op.weight()
-            if held.site.name not in op.sources or weight is None or not op.variance:
-                continue
-            momentum = self._momentum(weight)
-            if momentum:
-                factors.append(self.fraction * momentum / (op.variance / weight.numel()) ** 0.5)
-        return min(factors) if factors else None
-
     def _momentum(self, weight: Tensor) -> float | None:
-        """Returns the RMS of a layer's momentum, in units of a gradient; None without one."""
+        """Returns the error of a gradient that the momentum is as large as; None without one.
+
+        It is the RMS over the entries of an error that is drawn anew in each step.
+        """
         state = self._moments(weight)
         group = next(
             (g for g in self._optimizer.param_groups if any(p is weight for p in g["params"])), {}
         )
         if "momentum_buffer" in state:
             taken = 1 - float(group.get("dampening", 0.0))  # of a gradient, by the buffer
-            share = (1 - float(group.get("momentum", 0.0))) / taken if taken > 0 else 0.0
+            kept = float(group.get("momentum", 0.0))
+            share = max(1 - kept**2, 0.0) ** 0.5 / taken if taken > 0 else 0.0
             return share * _rms(state["momentum_buffer"])
         betas = group.get("betas", (0.0, 0.0))
         steps = float(self._optimizer.state[weight].get("step", 0)) if state else 0.0
@@ -147,8 +167,9 @@ class CometBounds(Adaptive):
             correction = 1 - decay**steps if decay and steps else 1.0
             return float((second.float().mean() / correction).sqrt())
         if "exp_avg" in state:
-            correction = 1 - float(betas[1]) ** steps if steps else 1.0
-            return _rms(state["exp_avg"]) / correction
+            decay = float(betas[1])
+            begun = 1 - decay ** (2 * steps) if steps else 1.0
+            return _rms(state["exp_avg"]) * sqrt((1 + decay) / (1 - decay) / begun)
         return None
 
     def _moments(self, weight: Tensor) -> dict[str, Tensor]:

@@ -61,7 +61,8 @@ def fp8(
     attention  scaled_dot_product_attention also reads q, k and v in FP8 (needs flow)
     frozen     stores the weights of linear layers that do not require gradients in FP8, with their
                scale as `weight_scale` in the state_dict: 1 byte instead of 2 or 4. They are rounded
-               permanently; `er.nn.revert` restores the decoded weights
+               permanently; `er.nn.revert` restores the decoded weights, and so does `merge` of an
+               adapter over them
     scaling    "tensor": products have a scale per tensor; "row": a scale for each row of x, W and g
 
     Norms, activations and linear layers are recognized by what they compute, not by the names of
@@ -97,6 +98,8 @@ def fp8(
             module.__dict__[ATTENTION] = attention
         swaps = replace(model, lambda m: _flow_class(m, inside.values())).swaps
         done = done.joined(swaps)
+    if held:
+        replace(model, _merging_class)
     return done
 
 
@@ -124,6 +127,18 @@ def _kind_of(module: nn.Module, flow: bool) -> type[nn.Module] | None:
 
 def _flow_class(module: nn.Module, wanted: Iterable[nn.Module]) -> type[nn.Module] | None:
     return derived(Fp8Flow, type(module)) if any(module is each for each in wanted) else None
+
+
+def _merging_class(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the class of an adapter's layer over a weight that is held in FP8."""
+    kind = type(module)
+    is_over = any(isinstance(m, _Fp8) and m.weight_scale is not None for m in module.children())
+    is_adapter = all(callable(getattr(module, name, None)) for name in ("merge", "unmerge"))
+    if not is_over or not is_adapter:
+        return None
+    if not issubclass(kind, Derived):
+        return derived(Fp8Merging, kind)
+    return derived(Fp8MergingFlow, kind.base) if kind.behavior is Fp8Flow else None
 
 
 def _with_several(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -285,6 +300,26 @@ class Fp8Columns(Fp8Rows):
     """The user's linear layer, x W + b (GPT-2's Conv1D), in FP8."""
 
     transposed = True
+
+
+# --- adapters ---
+
+
+class Fp8Merging(Derived):
+    """The user's adapter (as PEFT's), whose product can be added to a weight that is in FP8."""
+
+    merge: Any
+
+    def merge(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[no-redef]
+        """Merges as the user's class does, into the decoded weight, which stays decoded."""
+        for module in self.children():
+            if isinstance(module, _Fp8):
+                module.thaw()
+        return super().merge(*args, **kwargs)  # type: ignore[misc]
+
+
+class Fp8MergingFlow(Fp8Merging, Fp8Flow):
+    """The same, where the adapter is part of the flow."""
 
 
 # --- the product ---
