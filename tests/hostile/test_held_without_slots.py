@@ -18,6 +18,7 @@ import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Action, Keep, Rebuild, Rebuildable, Site
 from elbowroom.runtime.context import PROCESS
+from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.masks import Bits
 from elbowroom.runtime.replay.held import Kept, Rebuilt
@@ -257,3 +258,47 @@ def test_the_bytes_of_a_followed_step_by_hand_end_with_its_backward():
         del loss
         assert ledger.held_nbytes == 0
     assert counts[0] == counts[-1]
+
+
+def coded_net() -> tuple[nn.Module, Callable[[float], Tensor]]:
+    """A network whose second linear layer alone reads a code, and its loss for a factor of x."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(64, 16)
+    return net, lambda factor: weighed(net(factor * x))
+
+
+def test_a_code_that_one_op_reads_has_no_slot_and_the_same_bits(monkeypatch):
+    pytest.importorskip("numba")
+    (net, loss), how = coded_net(), {"levels": 16, "rebuild": False}
+    wanted, script = list(net.parameters()), written(lambda: loss(1.0), policy="dither", **how)
+    monkeypatch.setattr(PROCESS, "count", 0)
+    examined = grads(lambda: loss(1.0), wanted, looking("dither", min_nbytes=0, **how))
+    monkeypatch.setattr(PROCESS, "count", 0)
+    replay = Watched(script)
+    got = grads(lambda: loss(1.0), wanted, replay)
+    assert not replay.diverged
+    assert replay.held[EncodeHandle] == 1
+    assert same(got, examined)
+    assert not same(got, grads(lambda: loss(1.0), wanted))
+    monkeypatch.setattr(PROCESS, "count", 0)
+    twice = grads(lambda: loss(1.0), wanted, Watched(script), create_graph=True)
+    assert same(twice[2:], got[2:])
+
+
+def test_a_code_that_one_op_reads_is_the_tensor_where_that_is_infinite():
+    """Its ledger counts the bytes that are held, from the end of forward to that of the graph."""
+    pytest.importorskip("numba")
+    (net, loss), held = coded_net(), []
+    for factor in (1.0, 1.0, 1.0, 1e38, 1.0):
+        with er.saving("dither", levels=16, rebuild=False, min_nbytes=0) as saved:
+            out = loss(factor)
+        ledger = saved.ledger
+        assert ledger.held_nbytes == ledger.after_nbytes
+        held.append(ledger.held_nbytes)
+        if factor != 1.0:
+            got = torch.autograd.grad(out, [net[2].weight], retain_graph=True)
+            assert same(list(got), grads(lambda: loss(1e38), [net[2].weight]))
+        out.backward()
+        del out
+        assert ledger.held_nbytes == 0
+    assert held[0] == held[2] == held[4] < held[3]

@@ -44,7 +44,7 @@ class Coder:
         self.start = 4 * tiles(self.numel)  # where the bounds end
         self.middle = self.start + (-(-self.numel // 8) if facts.has_zeros else 2 * each)
         self.most = self.middle + codes + (2 * each if facts.has_zeros else 0)
-        self.fixed, self.is_serial = not facts.has_zeros, kernels.runs_serially
+        self.fixed = not facts.has_zeros
         self.is_small = self.numel <= kernels.SERIAL
         self.quantize = kernels.dither if self.fixed else kernels.nonzero
         self.dequantize = kernels.dither_restored if self.fixed else kernels.nonzero_restored
@@ -73,7 +73,7 @@ class Coder:
 
     def is_watched(self) -> bool:
         """Returns whether a dispatch mode is open, which sees ops, or several threads would run."""
-        return _watchers() > 0 or not (self.is_small or self.is_serial(self.numel))
+        return _watchers() > 0 or not (self.is_small or torch.get_num_threads() == 1)
 
     def encode(self, x: Tensor, seed: int, affine: Affine | None = None) -> Encoded:
         """Returns the code of x. A tensor that this was not made for is encoded by the codec."""

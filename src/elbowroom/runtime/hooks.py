@@ -49,7 +49,7 @@ from elbowroom.runtime.consumers import (
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.direct import Direct, direct_of, is_overridden, may_run
+from elbowroom.runtime.direct import REPLACED, Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
@@ -385,7 +385,7 @@ class Saving:
                     pieces.end()
                 elif pieces.calls(call):
                     listener.compares()
-            direct = direct_of(call)
+            direct = direct_of(call) if call.func in REPLACED else None
             run = call.func if direct is None else self._direct_run(call, direct)
             listener.runs(call, run, direct)
             return run

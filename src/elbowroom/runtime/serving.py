@@ -12,7 +12,7 @@ a plan recomputes (`checkpoints.py`).
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from elbowroom.codecs.base import Encoded, Seed
 from elbowroom.codecs.dropped import encoded_or_dropped, is_own
+from elbowroom.codecs.room import Room
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import (
@@ -43,7 +44,7 @@ from elbowroom.plan.precision_floor import (
 )
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
 from elbowroom.runtime.checkpoints import Pieces
-from elbowroom.runtime.consumers import Call, Part
+from elbowroom.runtime.consumers import Call, Part, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.deferred import MOST_SAVES, Waiting
 from elbowroom.runtime.handles import (
@@ -94,13 +95,6 @@ def is_lossy(action: Action, need: Need) -> bool:
     return need is Need.LOSSY and not at_once
 
 
-def _waits(part: Part, action: Action) -> bool:
-    """Returns whether a tensor waits for what follows; a recipe is as exact as its source."""
-    if part is Part.DIFFERENCE:
-        return not isinstance(action, Rebuild)
-    return part in (Part.SATURATED, Part.EXPONENTIAL)
-
-
 class Serving:
     """Serves the requests of one forward.
 
@@ -147,7 +141,7 @@ class Serving:
     def serve(self, request: Request) -> None:
         """Makes the slot hold what the op needs, if it does not yet."""
         if is_served(request):
-            if request.slot.sites:
+            if request.slot.sites and request.reading.part is not Part.NONE:
                 self._note(request, request.slot.sites[-1])
             if request.slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(request.slot, self._site(request)[0])
@@ -226,7 +220,8 @@ class Serving:
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self._context.next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, name, site, ready, seed, self._context.count)
-        self._note(request, site)
+        if reading.part is not Part.NONE:
+            self._note(request, site)
         covers = x.numel() == whole.numel()
         if need is Need.SHAPE and isinstance(action, Rebuild):
             slot.hold_shape()
@@ -236,7 +231,7 @@ class Serving:
         elif call is not None and call.name in _AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
-        elif self._lets_wait and is_lossy(action, need) and _waits(reading.part, action):
+        elif reading.part is not Part.NONE and self._waits(reading, action):
             self._keep(slot, whole, name)
             self.waiting.wait(Saturated(slot, action, hold, reading.part))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
@@ -247,12 +242,19 @@ class Serving:
             if isinstance(action, Keep) and ready is None:
                 self._wait_for_sources(request, site)
 
+    def _waits(self, reading: Reading, action: Action) -> bool:
+        """Returns whether a part waits for what follows; a recipe is as exact as its source."""
+        if not self._lets_wait or not is_lossy(action, reading.need):
+            return False
+        if reading.part is Part.DIFFERENCE:
+            return not isinstance(action, Rebuild)
+        return reading.part in (Part.SATURATED, Part.EXPONENTIAL)
+
     def _note(self, request: Request, site: Site) -> None:
-        """Notes a tensor that a later op may need exactly. site: that of what is held."""
+        """Notes a part that a later op may need exactly. site: that of what is held."""
         reading = request.reading
-        if reading.part is not Part.NONE:
-            noted = self.undecided.setdefault(reading.number, [])
-            noted.append((weakref.ref(request.slot), site, reading.part))
+        noted = self.undecided.setdefault(reading.number, [])
+        noted.append((weakref.ref(request.slot), site, reading.part))
 
     def _wait_for_sources(self, request: Request, site: Site) -> None:
         """Lets a kept tensor wait until an op saves a source of it, in exact contexts.
@@ -472,22 +474,22 @@ def perform(
             x = base if action.least is None else _from(action.least, base)
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
-            coder, room = None, None
-            if context is not None and would_wait(base):
-                room = context.capacities.room((name, codec, base.numel()))
-            elif context is not None and action.moved is None:  # whose code is one run of bytes
+            coder = None  # whose code is one run of bytes, which is not moved
+            if context is not None and action.moved is None:
                 coder = context.coders.of(codec, x, facts)
             drops = is_examined if context is None else context.drops_codecs
             if drops and not is_own(type(codec)):
+                room = _room(context, (name, codec, base.numel()), base)
                 encode = partial(codec.encode, x, seed, facts, affine, room)
                 made = encoded_or_dropped(codec, x, affine, encode, decodes=is_examined)
                 if made is None:
                     return KeepHandle(base, f"codec '{codec.id}' has failed")
                 encoded = made
-            elif coder is None or isinstance(seed, Tensor):
-                encoded = codec.encode(x, seed, facts, affine, room)
-            else:
+            elif coder is not None and not isinstance(seed, Tensor):
                 encoded = coder.encode(x, seed, affine)
+            else:
+                room = _room(context, (name, codec, base.numel()), base)
+                encoded = codec.encode(x, seed, facts, affine, room)
             own = on_outlived, None if encoded.raw else normal
             if action.moved is not None and (move := _move(action.moved, encoded, name, context)):
                 return MovedCodeHandle(encoded, base, *own, move)
@@ -505,6 +507,11 @@ def perform(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
+
+
+def _room(context: Context | None, kind: Hashable, base: Tensor) -> Room | None:
+    """Returns memory for a code whose size only the device knows; None: the host knows it."""
+    return context.capacities.room(kind) if context is not None and would_wait(base) else None
 
 
 def _prefetcher(context: Context | None) -> Prefetcher | None:

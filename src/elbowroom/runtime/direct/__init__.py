@@ -144,8 +144,11 @@ _OPS: dict[Callable[..., Any], Direct] = {
 }
 
 
+REPLACED = frozenset((*_OPS, F.scaled_dot_product_attention))
+
+
 def direct_of(call: Call) -> Direct | None:
-    """Returns our node for this call, if there is one.
+    """Returns our node for this call of one of the `REPLACED` functions, if there is one.
 
     It reads metadata only, so it works with stand-ins.
     """

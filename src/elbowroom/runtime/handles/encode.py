@@ -41,6 +41,7 @@ class EncodeHandle:
         "bitmap",
         "is_shared",
         "on_outlived",
+        "token",
     )
 
     def __init__(
@@ -54,6 +55,7 @@ class EncodeHandle:
 
         bitmap: the bits of what is not zero, where the code holds them
         is_shared: it has several readers, so that one may reuse the tensor of another
+        token: lives as long as anything that a step holds without a slot
         """
         self._encoded = encoded
         self.bitmap = encoded.bitmap
@@ -66,6 +68,7 @@ class EncodeHandle:
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
         self.on_outlived = on_outlived
         self.is_shared = True
+        self.token: object = None
 
     @property
     def nbytes(self) -> int:

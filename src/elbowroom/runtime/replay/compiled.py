@@ -1,9 +1,9 @@
 """A script as functions: one for each comparison and action of a replayed step.
 
     guard(replay, args, kwargs) -> bool     whether a call is the one
-    hold(replay, x) -> held                 what autograd holds of a tensor; `kept`: that is only
-                                            kept, which the caller does; None: it is another one
-    differs instruction(replay, slot, whole, x)     sets the value of a slot
+    Hold                                    what a saved tensor must be, and the function
+                                            (replay, x) -> held that makes what autograd holds of it
+    instruction(replay, slot, whole, x)     sets the value of a slot
 
 All that is known beforehand is bound: kinds, shapes, sizes, numbers of slots and seeds, the codec's
 coder. So a replayed step needs no lookups.
@@ -23,10 +23,16 @@ from elbowroom.codecs.compact import Coder
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
-from elbowroom.runtime.handles import CastHandle, EncodeHandle, KeepHandle, RebuildHandle
+from elbowroom.runtime.handles import (
+    CastHandle,
+    EncodeHandle,
+    Handle,
+    KeepHandle,
+    RebuildHandle,
+)
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.replay.held import Flat, HoldFlat, kept
+from elbowroom.runtime.replay.held import Flat, kept
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -46,7 +52,10 @@ if TYPE_CHECKING:
 
 Guard = Callable[["Replay", tuple[Any, ...], dict[str, Any]], bool]
 Check = Callable[["Replay", Any], bool]
-Hold = Callable[["Replay", Tensor], Any]
+# Shape, strides, offset, dtype, place to be in (`same`), bytes of a fresh storage, place and number
+# to be noted by, number as a source, and the function that holds it; that of a shape of None
+# compares it, too, and returns None for another one. A function of None: it is only kept.
+Hold = tuple[Any, Any, int, Any, int, int, int, int, int, Callable[["Replay", Tensor], Any] | None]
 Do = Callable[["Replay", Slot, Tensor, Tensor], None]
 Late = Callable[["Replay"], None]
 
@@ -73,7 +82,7 @@ class Act:
         self.holds: tuple[Hold | None, ...] | None = (
             None
             if step.saves is None
-            else tuple(s and _hold(s, is_exact, flat.holder(s)) for s in step.saves)
+            else tuple(s and _hold(s, is_exact, flat) for s in step.saves)
         )
         self.run: Callable[..., Any] = step.run or step.func
         self.before, self.after = (
@@ -111,28 +120,24 @@ def _nothing() -> None:
 
 
 def _guard(step: Step) -> Guard:
-    """Compare the arguments of a call: tensors by `_fits`, others by identity first."""
+    """Compare the arguments of a call: constants by identity first, then all tensors at once."""
     assert step.args is not None
-    count, named = len(step.args), len(step.kwargs)
-    checks = tuple((i, _fits(want)) for i, want in enumerate(step.args) if _is_compared(want))
-    others = tuple((i, x, _fits(x)) for i, x in enumerate(step.args) if not _is_compared(x))
-    by_name = tuple((name, want, _fits(want)) for name, want in step.kwargs)
+    count, names = len(step.args), tuple(name for name, _ in step.kwargs)
+    wants = (*step.args, *(want for _, want in step.kwargs))
+    others = tuple((i, x, _fits(x)) for i, x in enumerate(wants) if not _is_compared(x))
+    are_alike = _alike([(i, want) for i, want in enumerate(wants) if _is_compared(want)])
     saves, runs_itself, needs_more = bool(step.saves), step.run is None, step.direct is not None
 
     def guard(replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if len(args) != count or len(kwargs) != named:
+        if len(args) != count or tuple(kwargs) != names:
             return False
+        values = (*args, *kwargs.values()) if names else args
         for i, want, fits in others:
-            value = args[i]
+            value = values[i]
             if value is not want and not fits(replay, value):
                 return False
-        for i, fits in checks:
-            if not fits(replay, args[i]):
-                return False
-        for name, want, fits in by_name:
-            value = kwargs.get(name, _nothing)
-            if value is not want and not fits(replay, value):
-                return False
+        if not are_alike(replay, values):
+            return False
         if not saves and runs_itself:
             return True  # it saves nothing: a mask that is made without gradients, too
         if not torch.is_grad_enabled() or (saves and not replay.is_asked()):
@@ -151,7 +156,8 @@ def _is_compared(want: Any) -> bool:
 def _fits(want: Any) -> Check:
     kind = type(want)
     if kind is Like:
-        return _fits_parameter(want) if want.parameter is not None else _fits_tensor(want)
+        are_alike = _alike([(0, want)])
+        return lambda replay, value: are_alike(replay, (value,))
     if kind is tuple or kind is list:
         each = tuple(map(_fits, want))
         stays = not _is_compared(want)
@@ -171,31 +177,47 @@ def _fits(want: Any) -> Check:
     return equals
 
 
-def _fits_tensor(like: Like) -> Check:
-    if isinstance(like.geometry, Varying):
-        return _fits_varying(like, like.geometry)
-    kind: Any = like.kind
-    dtype, device, requires_grad, layout = like.traits
-    (shape, stride, offset), same, place = like.geometry, like.same, like.place
+def _alike(wants: Sequence[tuple[int, Any]]) -> Check:
+    """Compares values with those wanted, by position, in this order: it notes their places."""
+    if any(type(want) is not Like or isinstance(want.geometry, Varying) for _, want in wants):
+        checks = [
+            (i, _fits_varying(want, want.geometry))
+            if type(want) is Like and isinstance(want.geometry, Varying)
+            else (i, _fits(want))
+            for i, want in wants
+        ]
+        return lambda replay, values: all(fits(replay, values[i]) for i, fits in checks)
+    rows = tuple(
+        (i, one.kind, one.traits, *one.geometry, one.parameter, one.address, one.same, one.place)
+        for i, one in wants
+    )
 
-    def fits(replay: Replay, x: Any) -> bool:
-        if (
-            type(x) is not kind
-            or x.dtype is not dtype
-            or x.requires_grad is not requires_grad
-            or x.layout is not layout
-            or x.device != device
-            or x.shape != shape
-            or x.stride() != stride
-            or x.storage_offset() != offset
-            or (same != NOWHERE and not replay.places.has(same, x))
-        ):
-            return False
-        if place != NOWHERE:
-            replay.places.note(place, x)
+    def are_alike(replay: Replay, values: Any) -> bool:
+        for i, kind, traits, shape, stride, offset, parameter, address, same, place in rows:
+            x = values[i]
+            dtype, device, requires_grad, layout = traits
+            if (
+                type(x) is not kind
+                or x.dtype is not dtype
+                or x.requires_grad is not requires_grad
+                or x.layout is not layout
+                or x.device != device
+                or x.shape != shape
+                or x.stride() != stride
+                or x.storage_offset() != offset
+            ):
+                return False
+            if parameter is not None:
+                if x is not parameter or x.data_ptr() != address:
+                    return False
+                continue
+            if same != NOWHERE and not replay.places.has(same, x):
+                return False
+            if place != NOWHERE:
+                replay.places.note(place, x)
         return True
 
-    return fits
+    return are_alike
 
 
 def _fits_varying(like: Like, geometry: Varying) -> Check:
@@ -220,70 +242,47 @@ def _fits_varying(like: Like, geometry: Varying) -> Check:
     return fits
 
 
-def _fits_parameter(like: Like) -> Check:
-    kind: Any = like.kind
-    dtype, device, requires_grad, layout = like.traits
-    (shape, stride, offset), address = like.geometry, like.address
-    parameter: Any = like.parameter
-
-    def fits(replay: Replay, x: Any) -> bool:
-        return (
-            x is parameter
-            and type(x) is kind
-            and x.dtype is dtype
-            and x.requires_grad is requires_grad
-            and x.layout is layout
-            and x.device == device
-            and x.shape == shape
-            and x.stride() == stride
-            and x.storage_offset() == offset
-            and x.data_ptr() == address
-        )
-
-    return fits
-
-
 # --- What is held of a tensor
 
 
-def _hold(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
-    """flat: holds it without a slot."""
+def _hold(save: Save, is_exact: bool, flat: Flat) -> Hold:
     varies = isinstance(save.geometry, Varying) or isinstance(save.whole, Varying)
-    hold = _hold_varying(save, is_exact) if varies else _hold_fixed(save, is_exact, flat)
-    if save.slot != 0 or not save.fresh:
-        return hold
+    hold: Callable[[Replay, Tensor], Any] | None
+    if varies:
+        hold = _hold_varying(save, is_exact)
+    elif save.slot in flat.coded:
+        hold = _hold_code(save, is_exact)
+    else:
+        hold = flat.holder(save) or _hold_in_slot(save, is_exact)
+        hold = None if hold is kept else hold
+    if save.slot == 0 and save.fresh:
+        hold = _hold_first(hold)
+    if varies:
+        return None, None, 0, None, NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE, hold
+    nbytes, source = (
+        number if wanted else NOWHERE
+        for number, wanted in ((save.nbytes, save.fresh), (save.slot, flat.is_source(save)))
+    )
+    return *save.geometry, save.dtype, save.same, nbytes, save.place, save.noted, source, hold
 
+
+def _hold_first(
+    hold: Callable[[Replay, Tensor], Any] | None,
+) -> Callable[[Replay, Tensor], Any]:
     def hold_first(replay: Replay, x: Tensor) -> Any:
         replay.look_around()
-        return hold(replay, x)
+        return kept if hold is None else hold(replay, x)
 
     return hold_first
 
 
-def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
-    (shape, stride, offset), dtype, same = save.geometry, save.dtype, save.same
-    number, fresh, nbytes = save.slot, save.fresh, save.nbytes
-    whole = save.geometry if save.whole is None else save.whole
-    geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
+def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
+    number, fresh, geometry, need = save.slot, save.fresh, save.geometry, save.need
+    whole = geometry if save.whole is None else save.whole
     instruction = None if save.instruction is None else _do(save.instruction, is_exact)
     keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
 
-    def hold(replay: Replay, x: Tensor) -> Any:
-        if (
-            x.shape != shape
-            or x.stride() != stride
-            or x.storage_offset() != offset
-            or x.dtype is not dtype
-            or (same != NOWHERE and not replay.places.has(same, x))
-            or (fresh and x.untyped_storage().nbytes() != nbytes)
-        ):
-            return None
-        if place != NOWHERE:
-            replay.places.note(place, x)
-        if noted != NOWHERE:
-            replay.noted[noted] = x.detach()
-        if flat is not None:
-            return kept if flat is kept else flat(replay, x)
+    def hold(replay: Replay, x: Tensor) -> View:
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
             if is_shared:
@@ -300,7 +299,23 @@ def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
     return hold
 
 
-def _hold_varying(save: Save, is_exact: bool) -> Hold:
+def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
+    """Hold a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
+    instruction, hold_in_slot = save.instruction, _hold_in_slot(save, is_exact)
+    assert instruction is not None
+    encode = _encoder(instruction)
+
+    def hold(replay: Replay, x: Tensor) -> Any:
+        handle = encode(replay, x)
+        if type(handle) is not EncodeHandle or handle.exact:
+            return hold_in_slot(replay, x)
+        handle.is_shared, handle.token = False, replay.token
+        return handle
+
+    return hold
+
+
+def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     """Hold what has another number of rows in each forward."""
     wanted, dtype, same, need = save.geometry, save.dtype, save.same, save.need
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
@@ -371,7 +386,7 @@ def _do(instruction: Instruction, is_exact: bool) -> Do:
     if action is None:
         return _hold_shape if instruction.need is Need.SHAPE else _cast_or_keep(instruction)
     if isinstance(action, Encode):
-        return _encode(instruction, action)
+        return _encode(instruction)
     if isinstance(action, Rebuild):
         return _rebuild(instruction, is_exact)
     return _perform(instruction)
@@ -406,30 +421,39 @@ def _cast_or_keep(instruction: Instruction) -> Do:
     return cast_or_keep
 
 
-def _encode(instruction: Instruction, action: Encode) -> Do:
+def _encode(instruction: Instruction) -> Do:
+    encode = _encoder(instruction)
+
+    def encode_in_slot(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        slot.hold(encode(replay, whole))
+
+    return encode_in_slot
+
+
+def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
     """Encode by a coder of tensors of this shape, where the codec has one."""
+    action, perform_it = instruction.action, _performer(instruction)
+    assert isinstance(action, Encode)
     is_longer = action.least is not None or action.moved is not None
     if instruction.mask != NOWHERE or is_longer or instruction.varies:
         # Bits of this forward; other values, or another place; another number of rows.
-        return _perform(instruction)
+        return perform_it
     codec, facts, nth, norm = action.codec, action.facts, instruction.draw, instruction.norm
-    by_rows, perform_it = action.rows is not None, _perform(instruction)
-    is_normal = is_normalized(action) and (by_rows or norm is not None)
+    is_normal = is_normalized(action) and (action.rows is not None or norm is not None)
     coders: list[Coder | None] = []  # one, made of the first tensor
 
-    def encode(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+    def encode(replay: Replay, whole: Tensor) -> Handle:
         if not coders:
             coders.append(None if would_wait(whole) else Coder.of(codec, whole, facts))
         coder = coders[0]
         if coder is None:
-            perform_it(replay, slot, whole, x)
-            return
+            return perform_it(replay, whole)
         normal = None
         if is_normal:
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
-        slot.hold(EncodeHandle(encoded, whole, None, None if encoded.raw else normal))
+        return EncodeHandle(encoded, whole, None, None if encoded.raw else normal)
 
     return encode
 
@@ -539,11 +563,22 @@ def _slot(number: int) -> Callable[[Replay], Slot]:
 
 def _perform(instruction: Instruction) -> Do:
     """Performs an action that has no specialized function."""
+    perform_it, stays_itself = _performer(instruction), isinstance(instruction.action, Keep)
+
+    def perform_in_slot(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        slot.hold(perform_it(replay, whole))
+        if not stays_itself:  # between two codes, without dropping bits
+            slot.drop_needless_bits()
+
+    return perform_in_slot
+
+
+def _performer(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
     action = instruction.action
     assert action is not None
-    takes_seed, stays_itself = isinstance(action, Encode), isinstance(action, Keep)
+    takes_seed = isinstance(action, Encode)
 
-    def perform_it(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+    def perform_it(replay: Replay, whole: Tensor) -> Handle:
         now = (
             action
             if instruction.mask == NOWHERE
@@ -551,19 +586,7 @@ def _perform(instruction: Instruction) -> Do:
         )
         seed = replay.draw_for(whole, instruction.draw) if takes_seed else 0
         norm = None if instruction.norm is None else instruction.norm.statistics(replay)
-        given = (
-            now,
-            whole,
-            instruction.need,
-            None,
-            seed,
-            None,
-            norm,
-            instruction.name,
-            replay.context,
-        )
-        slot.hold(perform(*given))
-        if not stays_itself:  # between two codes, without dropping bits
-            slot.drop_needless_bits()
+        need, name = instruction.need, instruction.name
+        return perform(now, whole, need, None, seed, None, norm, name, replay.context)
 
     return perform_it

@@ -131,7 +131,7 @@ class RepeatedLedger(Account):
         """Bytes that are held now."""
         kept = 0
         if self._token() is not None:
-            flat = (self._by_slot.get(n) for n in self._flat)
+            flat = (self._by_slot.get(n) for n in self._flat if n not in self._entries)
             kept = self._known.kept_nbytes
             kept += sum(one.after_nbytes for one in flat if one is not None and not one.ended)
         alive = (entry for entry, slot in self._entries.values() if slot() is not None)

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from elbowroom.codecs import Dither
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
-from elbowroom.plan.action import Rebuild
+from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
 from elbowroom.runtime.replay.script import (
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 HoldFlat: TypeAlias = "Callable[[Replay, Tensor], Kept | Rebuilt | Bits]"
 _Run = Callable[[list[Tensor], tuple[Tensor, ...]], Tensor]
+_version = attrgetter("_version")
 
 
 class Token:
@@ -123,6 +126,7 @@ class Flat:
 
     kept    nothing is done with them
     acting  their saved tensors are rebuilt from kept ones, once, or are bits, or both
+    coded   one op of torch's reads a code of them, which nothing is rebuilt from
     """
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Instruction]) -> None:
@@ -139,31 +143,33 @@ class Flat:
         later |= {slot for step in steps for _, slot in step.copies}
         known = {n for n in self._saves if n not in later and self._is_fixed(n)}
         self.kept = {n for n in known if not any(save.instruction for _, save in self._saves[n])}
-        self.acting = {n for n in known - self.kept if self._acts_once(n)}
+        self.coded = {n for n in known - self.kept if self._is_coded(n)}
+        self.acting = {n for n in known - self.kept - self.coded if self._acts_once(n)}
         self._settle(list(instructions_of(steps, last)))
 
     @property
     def numbers(self) -> set[int]:
         """All of them."""
-        return self.kept | self.acting
+        return self.kept | self.acting | self.coded
 
     def _settle(self, instructions: list[Instruction]) -> None:
         """Drops what reads, or is read by, what needs a slot."""
         count = -1
-        while count != len(self.kept) + len(self.acting):
-            count = len(self.kept) + len(self.acting)
+        while count != len(self.numbers):
+            count = len(self.numbers)
             for instruction in instructions:
                 if instruction.slot in self.acting:
                     read = {n for one in instruction.recipe or () for n in one.sources}
                     if not read <= self.kept:
                         self.acting.discard(instruction.slot)
                     self.acting -= read
+                    self.coded -= read
                 else:
                     read = {instruction.mask}.union(
                         *(one.slots for one in instruction.recipe or ())
                     )
-                    self.kept -= read
-                    self.acting -= read
+                    for numbers in (self.kept, self.acting, self.coded):
+                        numbers -= read
 
     def _is_fixed(self, number: int) -> bool:
         """Returns whether the script knows the sizes of all that is saved of it."""
@@ -178,12 +184,22 @@ class Flat:
         values = [(step, s) for step, s in self._saves[number] if not _takes_bits(s)]
         return len(bits) <= 1 and len(values) <= 1 and all(_rebuilds(*one) for one in values)
 
+    def _is_coded(self, number: int) -> bool:
+        """Returns whether a code of a fixed size is all that is held, for one reader."""
+        (step, save), *others = self._saves[number]
+        one = save.instruction
+        if one is None or not isinstance(one.action, Encode) or others or not _is_of_torch(step):
+            return False
+        codec, facts = one.action.codec, one.action.facts
+        fixed = type(codec) is Dither and not facts.has_zeros and facts.mask is None
+        return fixed and save.need is Need.LOSSY and save.whole in (None, save.geometry)
+
     def holder(self, save: Save) -> HoldFlat | None:
-        """Returns the function that holds what is saved; None: a slot does."""
+        """Returns the function that holds what is saved; None: a slot does, or a code."""
         if save.slot == NOWHERE:
             return kept
         if save.slot in self.kept:
-            return _keep_source(save) if save.fresh else kept
+            return _keep_source(save) if save.fresh and not self.is_source(save) else kept
         if save.slot not in self.acting:
             return None
         assert save.instruction is not None
@@ -191,6 +207,11 @@ class Flat:
             return _hold_bits(save.instruction, save.geometry, save.dtype)
         assert save.instruction.recipe is not None
         return _rebuild(save.instruction.recipe, self._whole, save, self._noted)
+
+    def is_source(self, save: Save) -> bool:
+        """Returns whether others may be rebuilt from what is only kept, and is all of a storage."""
+        covers = save.whole is None or save.whole == save.geometry
+        return save.slot in self.kept and save.fresh and covers
 
     def _whole(self, number: int) -> Geometry:
         """The geometry of all of a storage."""
@@ -210,10 +231,14 @@ def _takes_bits(save: Save) -> bool:
     )
 
 
+def _is_of_torch(step: Step) -> bool:
+    """Returns whether torch's own op saves it: our nodes and checkpoints know other forms alone."""
+    return step.run is None and step.module is None and not (step.inputs or step.opens)
+
+
 def _rebuilds(step: Step, save: Save) -> bool:
-    """Returns whether torch's own op saves it, of which our nodes and checkpoints know no form."""
+    """Returns whether a recipe of exact tensors, whose sizes are known, is all that is held."""
     instruction = save.instruction
-    is_torchs = step.run is None and step.module is None and not (step.inputs or step.opens)
     if (
         instruction is None
         or instruction.recipe is None
@@ -221,9 +246,8 @@ def _rebuilds(step: Step, save: Save) -> bool:
     ):
         return False
     each = [one for recipe in instruction.recipe for one in _geometries(recipe)]
-    return (
-        is_torchs and save.need is not Need.MASK and not any(isinstance(g, Varying) for g in each)
-    )
+    varies = any(isinstance(g, Varying) for g in each)
+    return _is_of_torch(step) and save.need is not Need.MASK and not varies
 
 
 def _geometries(recipe: NumberedRecipe) -> Iterator[Geometry]:
@@ -232,15 +256,14 @@ def _geometries(recipe: NumberedRecipe) -> Iterator[Geometry]:
 
 
 def _keep_source(save: Save) -> HoldFlat:
-    """Keeps a tensor from which others may be rebuilt."""
-    number, whole = save.slot, None if save.whole == save.geometry else save.whole
+    """Keeps a part of a storage, from all of which others may be rebuilt."""
+    number, whole = save.slot, save.whole
+    assert whole is not None
 
     def keep(replay: Replay, x: Tensor) -> Kept:
-        held = kept(replay, x)
         # An input's data may be exchanged until backward: a recipe reads what forward has read.
-        base = x if whole is None else whole.on(x)
-        replay.sources[number] = kept(replay, base.detach()) if base is not x or x.is_leaf else held
-        return held
+        replay.sources[number] = kept(replay, whole.on(x).detach())
+        return kept(replay, x)
 
     return keep
 
@@ -275,6 +298,7 @@ def _rebuild(
     run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
     base = save.geometry if save.whole is None else save.whole
     view = None if save.geometry == base else save.geometry
+    version = version_of if any(one.is_inference() for one in fixed) else _version
     how = How(run, fixed, base, view, save.dtype)
 
     def rebuild(replay: Replay, x: Tensor) -> Rebuilt:
@@ -283,7 +307,7 @@ def _rebuild(
             given = tuple([ref.tensor(replay) for ref in refs])
         else:
             given = tuple(map(replay.noted.__getitem__, numbers_of_given))
-        versions = tuple(map(version_of, fixed))
+        versions = tuple(map(version, fixed))
         return Rebuilt((how, sources, given, versions, replay.token))
 
     return rebuild
@@ -335,6 +359,9 @@ class _Recipe:
                 of_given(source(tensors, given), *given[mine]), made
             )
         exact = op.in_place if is_private and op.in_place is not None else op.exact
+        if isinstance(recipe.source, int) and recipe.seen == self._whole(recipe.source):
+            at = self._at[recipe.source]
+            return lambda tensors, given: laid_out(exact(tensors[at]), made)
         return lambda tensors, given: laid_out(exact(source(tensors, given)), made)
 
     def _operand(self, one: int | NumberedRecipe, seen: Geometry) -> _Run:

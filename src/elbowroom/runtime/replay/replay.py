@@ -377,23 +377,43 @@ class Replay(Observing):
         if not self._is_inside or self.saving is not None:
             return self._pack_outside(x)
         self._numel += x.numel()
-        holds = self._holds
+        holds, source = self._holds, NOWHERE
         if holds is not None:
             i = self._saved
             self._saved = i + 1
             if i >= len(holds):
                 return self._diverge_at(x)
-            hold = holds[i]
-            if hold is not None:
-                held = hold(self, x)
-                if held is not kept:
-                    return self._diverge_at(x) if held is None else held
+            want = holds[i]
+            if want is not None:
+                shape, stride, offset, dtype, same, nbytes, place, noted, source, hold = want
+                if (
+                    x.shape != shape
+                    or x.stride() != stride
+                    or x.storage_offset() != offset
+                    or x.dtype is not dtype
+                    or (same != NOWHERE and not self.places.has(same, x))
+                    or (nbytes != NOWHERE and x.untyped_storage().nbytes() != nbytes)
+                ):
+                    return self._pack_other(x, want)
+                if place != NOWHERE:
+                    self.places.note(place, x)
+                if noted != NOWHERE:
+                    self.noted[noted] = x.detach()
+                if hold is not None:
+                    held = hold(self, x)
+                    if held is not kept:
+                        return held
         # As in `kept`, without its call: most of what is saved comes here.
         try:
             version = x._version
         except RuntimeError:
-            return kept(self, x)
-        return Kept((x if x.is_leaf else x.detach(), version, self.token))
+            version = 0  # of an inference tensor
+        is_leaf = x.is_leaf
+        keeps = Kept((x if is_leaf else x.detach(), version, self.token))
+        if source != NOWHERE:
+            # An input's data may be exchanged until backward: a recipe reads what forward has read.
+            self.sources[source] = Kept((x.detach(), *keeps[1:])) if is_leaf else keeps
+        return keeps
 
     def _pack_outside(self, x: Tensor) -> Any:
         """Returns what is held of a tensor saved between two calls, or after a divergence."""
@@ -403,15 +423,27 @@ class Replay(Observing):
             return saving.take(x)
         with _disabled():
             if saving is None and self._holds is not None:  # a recomputed module gets it
-                self._is_inside = True
-                try:
-                    return self._pack(x)
-                finally:
-                    self._is_inside = False
+                return self._pack_inside(x)
+            if saving is None and self.script.acts_between:
+                return self._input(x)
             self._numel += x.numel()
-            if saving is not None:
-                return saving.take(x)
-            return self._input(x) if self.script.acts_between else kept(self, x)
+            return kept(self, x) if saving is None else saving.take(x)
+
+    def _pack_inside(self, x: Tensor) -> Any:
+        """Returns what is held of x as the next tensor of `_holds`, although no call saves it."""
+        self._is_inside = True
+        try:
+            return self._pack(x)
+        finally:
+            self._is_inside = False
+
+    def _pack_other(self, x: Tensor, want: Hold) -> Any:
+        """Returns what is held of x, which is not of the one shape and place that a script says."""
+        shape, *_, hold = want
+        held = None if shape is not None or hold is None else hold(self, x)
+        if held is None:
+            return self._diverge_at(x)
+        return kept(self, x) if held is kept else held
 
     def _diverge_at(self, x: Tensor) -> Any:
         """Examines the rest of the forward, which differs from the script, as x shows."""
@@ -425,16 +457,18 @@ class Replay(Observing):
         if act.inputs and act.saves is not None and act.holds is not None:
             for late in () if i else act.before:
                 late(self)
-            save, hold = act.saves[i], act.holds[i]
+            save = act.saves[i]
             self._given = i + 1
-            if save is None or hold is None:
-                return kept(self, x)
-            alike = type(x) is not nn.Parameter
-            if save.need is Need.LOSSY:  # which only a checkpoint's input may be
+            alike = save is None or type(x) is not nn.Parameter
+            if save is not None and save.need is Need.LOSSY:  # only a checkpoint's input may be
                 alike = alike and x.requires_grad and checkpoint_call(x) is not None
-            held = hold(self, x) if alike else None
-            if held is not None:
-                return kept(self, x) if held is kept else held
+            if alike:
+                self._holds, self._saved = act.holds, i
+                try:
+                    return self._pack_inside(x)
+                finally:
+                    self._holds = None
+        self._numel += x.numel()
         return self._diverge_at(x)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
