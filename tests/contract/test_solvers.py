@@ -1,5 +1,6 @@
 """What every solver promises, against all choices of small problems."""
 
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, product
@@ -315,6 +316,18 @@ def _with_one(problem: Problem, name: str) -> Problem:
         for item in problem.items
     )
     return replace(problem, items=tuple(items), regions=())
+
+
+def test_many_options_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy walk over 40 items of 30 options each takes longest of all: rounding comes first."""
+    monkeypatch.setattr(sys.modules["elbowroom.plan.solve.auto"], "greedy", None)
+    codes = [Option(f"code {k}", MB * (30 - k) // 30, k * 1e-5, exact=False) for k in range(1, 30)]
+    items = tuple(
+        Item(MB, born, born, ((79 - born,) * 2,), 79 - born, (Option("keep", MB), *codes))
+        for born in range(40)
+    )
+    step = Problem((0,) * 80, tuple(t / 1e3 for t in range(80)), 40, 0.08, items)
+    assert solve(step, 20 * MB, solver="auto").feasible
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

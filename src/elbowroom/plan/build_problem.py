@@ -222,8 +222,8 @@ def _inside(profile: Profile, call: ModuleCall) -> list[int]:
     return [
         i
         for i, storage in enumerate(profile.storages)
-        if i not in call.inputs
-        and call.first <= storage.born <= call.last
+        if call.first <= storage.born <= call.last
+        and i not in call.inputs
         and all(call.name in save.modules for save in storage.saves)
     ]
 

@@ -1,8 +1,8 @@
 """The default solver.
 
-Plain autograd is returned if it fits, and `rounding` solves problems of many items. For other
-problems, these are tried in turn until one is so near the bound of the linear relaxation
-(`is_near`) that a search could hardly gain more:
+Plain autograd is returned if it fits, and `rounding` solves problems of many options, over which
+greedy walks take longest. For other problems, these are tried in turn until one is so near the
+bound of the linear relaxation (`is_near`) that a search could hardly gain more:
 
     1. `greedy`, which includes `uniform`
     2. a search over the items in which the relaxation and greedy differ; the cheaper of 1 and 2
@@ -20,18 +20,18 @@ from elbowroom.plan.solve.limits import Limits, fits
 from elbowroom.plan.solve.milp import GAP, relaxed, whole
 from elbowroom.plan.solve.rounding import LIMIT_S, is_near, rounded, rounding
 
-FEW = 300
+FEW = 1000
 _NODES = 200
 
 
 def auto(problem: Problem, limits: Limits) -> Choice | None:
-    """Returns a choice that is never worse than uniform; up to FEW items, nor than greedy.
+    """Returns a choice that is never worse than uniform; up to FEW options, nor than greedy.
 
     For an estimated step it may be worse by as much as `is_near` allows. None if nothing fits.
     """
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
-    if len(problem.items) > FEW:
+    if sum(len(item.options) for item in problem.items) > FEW:
         return rounding(problem, limits)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
