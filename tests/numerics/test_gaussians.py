@@ -88,6 +88,45 @@ def test_a_gaussian_of_any_width(name: str, width: float) -> None:
     assert (noisy - true).square().sum() <= 0.05 * true.square().sum()
 
 
+ARGUMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "shifted": lambda x: x * 1.0 + 3,
+    "exp": torch.exp,
+    "softplus": F.softplus,
+}
+
+
+def decayed(argument: str, rate: float, **codes: int) -> tuple[Tensor, int]:
+    """Gradients of exp(-rate * argument), and the bytes that are held for it."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    rates = nn.Parameter(torch.full((64,), rate))
+    x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 1)
+    with er.saving("dither", min_nbytes=0, **codes) if codes else er.saving("keep") as saved:
+        loss = F.mse_loss(layers[1](torch.exp(-rates * ARGUMENTS[argument](layers[0](x)))), target)
+    loss.backward()
+    found = [one.grad.flatten() for one in (rates, *layers.parameters()) if one.grad is not None]
+    return torch.cat(found), saved.ledger.after_nbytes
+
+
+@pytest.mark.parametrize("rate", [30.0, 100.0])
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_an_exponential_of_what_has_a_code(argument: str, rate: float) -> None:
+    """The code's error would be a factor of exp(rate * error) if it was made again from that."""
+    true, _ = decayed(argument, rate)
+    noisy, _ = decayed(argument, rate, levels=16)
+    assert (noisy - true).square().sum() <= 0.05 * true.square().sum()
+
+
+def test_an_exponential_of_a_softplus_is_made_again() -> None:
+    """The code of its input is fine enough for its tails, so nothing else is held."""
+    (_, of_softplus), (_, of_another) = (
+        decayed(argument, 0.5, levels=16) for argument in ("softplus", "shifted")
+    )
+    # 7 bits an element, where another has two codes of 4 bits
+    assert of_softplus < of_another - ROWS * 64 // 16
+
+
 def test_a_plan_knows_what_an_exponential_needs() -> None:
     """The profile of a step says so, so that no plan counts on a code of it."""
     net, x = Gaussians(0.1), torch.rand(ROWS, 3)

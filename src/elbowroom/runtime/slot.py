@@ -272,6 +272,16 @@ class Slot:
         """True if a code of it has no values below a limit, which only exp of them may read."""
         return bool(self.sites) and self.sites[0].formula is Formula.LOG_PROBABILITY
 
+    @property
+    def has_tails(self) -> bool:
+        """True if it is exact for good, or its code is fine enough where exp of it is read."""
+        if self.pinned or (self.exact and not self.sites):
+            return True
+        if any(site.formula is Formula.TAIL for site in self.sites):
+            return True
+        ready = getattr(self.value, "ready", None)  # of what is rebuilt
+        return ready is not None and all(slot.has_tails for slot in ready.slots)
+
     def serves(self, need: Need) -> bool:
         """Returns whether what is held suffices for this need."""
         if need is Need.SHAPE:

@@ -114,6 +114,8 @@ class Op:
     is_unsure           what it made may have been changed unseen: compare before it is dropped
     any_size            its functions know no sizes but those of parameters and of arguments that
                         are no tensors: they are right for other numbers of rows, too
+    is_exponential      an error of x becomes a factor of the result, of any size: of codes, x may
+                        only be made of those of tails (`Slot.has_tails`)
     """
 
     exact: Callable[[Tensor], Tensor]
@@ -134,6 +136,7 @@ class Op:
     is_unsure: bool = False
     is_extra: bool = False
     any_size: bool = False
+    is_exponential: bool = False
 
     def changed(self, **fields: Any) -> "Op":
         """Returns the same op with other fields: `dataclasses.replace` in a tenth of its time."""
@@ -265,6 +268,8 @@ class Ready:
     @property
     def _works_lossy(self) -> bool:
         has_bits = self.bits is not None or not self.op.needs_bits
+        if self.op.is_exponential and not all(slot.has_tails for slot in self.slots):
+            return False
         return self.noise is not None or (self.op.works_lossy and has_bits)
 
     @property

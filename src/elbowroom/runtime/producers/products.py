@@ -19,6 +19,7 @@ from elbowroom.runtime.storage import storage_nbytes
 _MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _MOST_PARTS = 8  # that are joined
+_EXPONENTIAL = ("exp", "exp2", "expm1")
 _LOG_PROBABILITIES = ("_LogProbabilitiesBackward", "LogSoftmaxBackward0")
 _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "BmmBackward0": (torch.bmm, "self", "mat2"),
@@ -38,7 +39,7 @@ def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         y: Tensor = func(x, *rest, **named)
         return y
 
-    op = Op(run, run, any_size=True)
+    op = Op(run, run, any_size=True, is_exponential=call.name in _EXPONENTIAL)
     return origin_of(call, out, identity, op)
 
 
