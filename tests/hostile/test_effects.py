@@ -17,7 +17,9 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom import errors
+from elbowroom.fitting import planning
 from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.session import Fitting
 from elbowroom.measure import peak
 from elbowroom.plan import Exact
 from elbowroom.runtime.arguments import Arguments
@@ -567,6 +569,23 @@ def test_that_a_forward_begins_again_is_seen_by_nobody(make, monkeypatch):
         ours = trained(make, int(SHARE * plain_nbytes()))[1]
         assert_same(ours, trained(make)[1])
     assert raised
+
+
+def test_a_forward_that_begins_again_is_planned_by_the_rehearsal_that_there_was(monkeypatch):
+    ran = {"rehearsed": 0, "tried": 0}
+
+    def counted(name, run):
+        def counts(*args, **kwargs):
+            ran[name] += 1
+            return run(*args, **kwargs)
+
+        return counts
+
+    monkeypatch.setattr(planning, "rehearsed", counted("rehearsed", planning.rehearsed))
+    monkeypatch.setattr(Fitting, "_kept", counted("tried", Fitting._kept))
+    with suppress(er.errors.BudgetTooSmall):
+        trained(NETS["a list of the module"], int(SHARE * plain_nbytes()))
+    assert ran == {"rehearsed": 1, "tried": 1}
 
 
 def test_without_somebody_who_begins_again_it_is_not_raised():

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.attempts import Attempts, KnownStep
 from elbowroom.fitting.chosen import Candidate, Chosen
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.plan.plan import Plan
 
 OPTIONS, STOCK = FitOptions(1000), MemoryState(static_nbytes=300)
@@ -181,3 +183,22 @@ def test_attempts_are_values():
     assert (before.known, before.smallest) == ((KnownStep("p", rehearsed=False),), ())
     assert len(after.smallest) == 2
     assert after.next_smallest(lambda profile, again: None)[0].smallest == after.smallest
+
+
+@pytest.mark.parametrize(("most", "margin"), [(50, 21), (20, 3), (2, 0)])
+def test_a_plan_of_a_measured_step_leaves_as_much_free_as_it_can_of_three_margins(
+    most, margin, monkeypatch
+):
+    made = SimpleNamespace(recompute=frozenset(), seconds=1.0, noise=0.0)
+
+    def make(self, profile, margin, *, exact, recompute=True):
+        if margin > most:
+            raise BudgetTooSmall("no", least_nbytes=1000)
+        margins.append(margin)
+        return made
+
+    margins: list[int] = []
+    monkeypatch.setattr(PlannerSettings, "make", make)
+    profile = SimpleNamespace(static=300, seconds=1.0)
+    assert PlannerSettings(OPTIONS).exact_plan(profile) is made
+    assert margins[-1] == margin

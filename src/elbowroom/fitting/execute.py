@@ -103,9 +103,9 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
         case BlameNoClasses():
             planning.context.blames_classes = False
         case RunLayersAgain():
-            planning.context.runs_again = True
+            planning.context.runs_again, planning.heard = True, None
         case TakeSmall():
-            planning.context.takes_small = True
+            planning.context.takes_small, planning.heard = True, None
         case StartMeter(predicts):
             planning.meter = ReachMeter(STEPS) if predicts else menu_meter(probes=1)
         case Refuse(least):

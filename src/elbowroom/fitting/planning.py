@@ -114,6 +114,8 @@ class Planning(Followed):
                  the
             least memory
     said    the setting that was logged last, and whether it is exact
+    heard   the first forward of the current step, as it was rehearsed; None: it was not, or a
+            rehearsal would record something else now
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Planning(Followed):
         self.meter: NoiseMeter | ReachMeter | None = None
         self.redoes = self.leaves_room = False
         self.said: tuple[str, bool] | None = None
+        self.heard: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._running = 0, nothing  # which forward of a step runs, and its signature
         self.forget_scripts()
@@ -172,6 +175,7 @@ class Planning(Followed):
     def begin(self, memory: MemoryState, signature: Signature) -> None:
         """Begins a step with its first forward."""
         grew, calls = self.calls.grew, self.calls.before_it_grew
+        self.heard = None
         self.calls.begin()
         self._running = 0, signature
         self._tell(StepBegan(memory, signature, grew, calls))
@@ -276,12 +280,14 @@ class Planning(Followed):
     def rehearse(self, forward: Callable[[], Any], *, is_inside: bool = False) -> None:
         """Records a forward that holds nothing, and plans the step from it.
 
-        is_inside: backward continues into the waiting graph of another fitted model. Raises
-        BudgetTooSmall where no plan fits. Does nothing where the forward cannot be measured.
+        A forward that was heard in this step already is not run again. is_inside: backward
+        continues into the waiting graph of another fitted model. Raises BudgetTooSmall where no
+        plan fits. Does nothing where the forward cannot be measured.
         """
-        forward_profile = rehearsed(self, self.model_state, forward, is_inside=is_inside)
-        if forward_profile is not None:
-            self._tell(ForwardProfiled(forward_profile))
+        if self.heard is None:
+            self.heard = rehearsed(self, self.model_state, forward, is_inside=is_inside)
+        if self.heard is not None:
+            self._tell(ForwardProfiled(self.heard))
 
     def rehearse_until_planned(
         self, forward: Callable[[], Any], undo: Undo, *, is_inside: bool = False

@@ -488,8 +488,14 @@ class Fitting(MeasuredSteps):
         return out
 
     def _learned(self, forward: Callable[[], Any], undo: Undo, given: Given) -> Any:
-        """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal."""
-        if not (self.planning.state.infeasible or self.planning.calls.are_seen):
+        """Runs the forward as it is, if it fits; else undoes it, and plans from a rehearsal.
+
+        One that begins again, without a module that its plan would have run again, is planned from
+        the rehearsal that there was.
+        """
+        planning = self.planning
+        known = planning.state.infeasible or planning.calls.are_seen or planning.heard is not None
+        if not known:
             self.planning.leaves_room = self._leaves_room
             kept = self._kept(forward, undo=undo, leaves_room=self.planning.leaves_room)
             self._copies = undo.changed_large
