@@ -266,7 +266,7 @@ def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
     whole = save.geometry if save.whole is None else save.whole
     geometry, need, place, noted = save.geometry, save.need, save.place, save.noted
     instruction = None if save.instruction is None else _do(save.instruction, is_exact)
-    keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
+    keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
     def hold(replay: Replay, x: Tensor) -> Any:
         if (
@@ -286,8 +286,8 @@ def _hold_fixed(save: Save, is_exact: bool, flat: HoldFlat | None) -> Hold:
             return kept if flat is kept else flat(replay, x)
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
-            if is_shared:
-                slot.shared = replay.context.made_again
+            if shared is not None:
+                slot.shared = replay.context.planned if shared else replay.context.made_again
         else:
             slot = replay.slots[number]
         base = x if whole is geometry else whole.on(x)
@@ -307,7 +307,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
     all_of_it = save.geometry if save.whole is None else save.whole
     place, noted = save.place, save.noted
     instruction = None if save.instruction is None else _do(save.instruction, is_exact)
-    keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
+    keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
     def fits(replay: Replay, x: Tensor, geometry: Geometry) -> bool:
         if isinstance(wanted, Varying):
@@ -335,8 +335,9 @@ def _hold_varying(save: Save, is_exact: bool) -> Hold:
             return kept
         if fresh:
             replay.slots[number] = replay.new_slot(number, x, whole)
-            if is_shared:
-                replay.slots[number].shared = replay.context.made_again
+            if shared is not None:
+                context = replay.context
+                replay.slots[number].shared = context.planned if shared else context.made_again
         slot, base = replay.slots[number], whole.on(x)
         if keeps:
             slot.value = KeepHandle(base, "")
