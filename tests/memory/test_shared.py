@@ -1,4 +1,4 @@
-"""Rebuilt tensors that wait for their next readers: fewer ops, the same bits, no higher peak."""
+"""Tensors that wait for their next readers: restored less often, the same bits, no higher peak."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -16,6 +16,11 @@ from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.problem import Choice, levels
 from elbowroom.plan.shared import share
+from elbowroom.plan.site import Need
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.ledger import NOT_COUNTED
+from elbowroom.runtime.slot import Geometry, Slot, View
 
 LAYERS = 3
 
@@ -136,3 +141,89 @@ def test_a_fitted_model_shares_in_settled_steps() -> None:
     plainly.step()
     for x, y in zip(training.gradients(), plainly.gradients(), strict=True):
         assert torch.equal(x, y)
+
+
+class Gated(nn.Module):
+    """A norm that is written out, and a gated layer: their inputs have several readers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+        self.gate, self.up = (nn.Linear(32, 96, bias=False) for _ in range(2))
+        self.down = nn.Linear(96, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.scale * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        y: Tensor = x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return y
+
+
+class GatedTraining(Training):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(32, 32), *(Gated() for _ in range(LAYERS)))
+
+
+@pytest.fixture(scope="module")
+def coded() -> Plan:
+    """A plan that has codes for much, and makes the rest of them, by prices that are given."""
+    profile = er.measure(GatedTraining().step)
+    storages = tuple(replace(one, producer_s=1e-6) for one in profile.storages)
+    profile = replace(profile, storages=storages, rates={}, fixed_s={})
+    budget = profile.static + int(0.4 * (plain_peak(profile) - profile.static))
+    return er.plan(profile, budget=budget, exact=False, recompute=False, codecs=["dither"])
+
+
+def decodings(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Tensor]]:
+    """How often a step decodes, and its gradients."""
+    training, found = GatedTraining(), 0
+    decoded: Any = EncodeHandle._decoded
+
+    def counted(*args: Any) -> Any:
+        nonlocal found
+        found += 1
+        return decoded(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EncodeHandle, "_decoded", counted)
+        training.step(er.following(plan, seed=1))
+    return found, training.gradients()
+
+
+def test_a_code_with_several_readers_is_decoded_once(
+    coded: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = sum("dither" in line.action for line in coded.lines)
+    assert codes >= LAYERS
+    (apart, expected), (once, gradients) = (
+        decodings(plan, monkeypatch) for plan in (alone(coded), coded)
+    )
+    assert once <= codes + 1
+    assert 2 * once <= apart
+    for x, y in zip(gradients, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_such_a_plan_counts_what_waits(coded: Plan) -> None:
+    training = GatedTraining()
+    training.step()
+    training.model.zero_grad()
+    assert er.peak(lambda: training.step(er.following(coded))) <= 1.02 * coded.peak
+
+
+def test_an_original_that_still_exists_waits_for_nobody() -> None:
+    """It may be changed until the next reader asks."""
+    x = torch.randn(64)
+    slot = Slot(x, NOT_COUNTED)
+    slot.hold(EncodeHandle(er.codec("dither", levels=16).encode(x, 1), x))
+    slot.shared = Context().planned
+    views = [View(slot, Geometry.of(x), Need.LOSSY) for _ in range(3)]
+    assert views[0].restore().data_ptr() == x.data_ptr()
+    assert slot.whole is None
+    x.zero_()
+    whole = views[1].restore()
+    assert whole.any()
+    assert slot.whole is whole
+    assert views[2].restore().data_ptr() == whole.data_ptr()
+    assert slot.whole is None

@@ -5,6 +5,7 @@ gErr2 = sum |g~ - g|^2 / sum |g|^2, of all parameters.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.codecs import Dither, Group
+from elbowroom.plan.site import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BAR = 0.06  # 0.057 of a copy with 16 levels; the loss holds its operand exactly
@@ -84,7 +87,26 @@ def test_no_row_drowns_in_the_noise_of_its_neighbour(norm: str, rows: str, width
         assert sum(found) / len(found) <= most, fields
 
 
-@pytest.mark.parametrize("width", [80, 96])
+@pytest.mark.parametrize(
+    ("codec", "width", "by_size", "size"),
+    [
+        (Group(bits=4), 64, True, 64),  # a range of its own for each row: nothing to be normalized
+        (Group(bits=4), 384, True, 128),
+        (Group(bits=4), 170, True, None),
+        (Group(bits=4, group_size=32), 64, True, 32),
+        (Dither(levels=16), 64, True, None),  # a tile rounds by its range
+        (Dither(levels=16), 96, False, 32),
+    ],
+)
+def test_groups_that_fill_rows_keep_these_apart(
+    codec: Group | Dither, width: int, by_size: bool, size: int | None
+) -> None:
+    rows = Rows((4, width), (width, 1))
+    expected = (codec, rows) if size is None else (replace(codec, group_size=size), None)
+    assert rows.coded(codec, by_size=by_size) == expected
+
+
+@pytest.mark.parametrize("width", [64, 80, 96])
 @pytest.mark.parametrize(
     ("codec", "fields"),
     [

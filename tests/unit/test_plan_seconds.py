@@ -16,7 +16,14 @@ from elbowroom.measure.clocks import StepClock, Stopwatch
 from elbowroom.measure.rates import Rates
 from elbowroom.measure.record import least_times, record, run_recorded
 from elbowroom.plan import Exact
-from elbowroom.plan.menu import ATTENTION_LOOK, ROWS, fixed_name, preset_named, rate_name
+from elbowroom.plan.menu import (
+    ATTENTION_LOOK,
+    ROWS,
+    fixed_name,
+    preset_named,
+    rate_name,
+    shared_s,
+)
 from elbowroom.plan.menu import option as option_of
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.profile import Profile
@@ -294,6 +301,20 @@ def test_so_they_are_of_attention_and_of_what_is_made_of_what_is_made_again(
     taken_s, predicted_s = sum(spent.values()), plan.seconds - plan.plain_seconds
     assert taken_s > 0
     assert taken_s / 1.3 <= predicted_s <= 1.3 * taken_s, (share, predicted_s, spent)
+
+
+def test_a_look_at_values_costs_its_fixed_part_too(
+    attended: tuple[Profile, nn.Module, Tensor],
+) -> None:
+    profile, *_ = attended
+    saves = ((one, one.saves[0].site) for one in profile.storages)
+    storage = next(one for one, site in saves if site.rows is not None and site.by_size)
+    dear = replace(profile, fixed_s={**profile.fixed_s, ROWS: 0.01, ATTENTION_LOOK: 0.02})
+    found = [option_of(p, storage, preset_named("dither, 16 levels")) for p in (profile, dear)]
+    assert found[1].forward_s - found[0].forward_s == pytest.approx(0.01)
+    assert [more - once for once, more in zip(*map(shared_s, (profile, dear)), strict=True)] == (
+        pytest.approx([0.0, 0.02] * 4)
+    )
 
 
 def test_values_are_not_looked_at_where_only_an_output_is_a_code(

@@ -101,23 +101,41 @@ def rates(device_type: str, *, lossy: bool = True) -> Rates:
         if rate_name("encode", codec) not in found:
             found.measure(codec)
     if lossy and ROWS not in found:
-        found[ROWS] = _rate_of_rows(found.device)
-        if found.device.type == "cpu":
-            found[ATTENTION_LOOK] = _rate_of_looks(found.device)
+        _measure_looks(found)
     return found
 
 
-def _rate_of_rows(device: torch.device) -> float:
-    with unset_fake_temporarily(), torch.no_grad():
-        x = torch.ones(_ELEMENTS, device=device).view(-1, 64)
-        return x.nbytes / least_s(lambda: of_rows(x, keep_zeros=False), device)
+def _measure_looks(rates: Rates) -> None:
+    """Measures what finds out about values: of rows, and, on a CPU, of what an attention saves.
 
+    It is many small ops, so most of it is fixed: a tensor of a fourth of a MiB has as many as one
+    of 4 MiB.
+    """
 
-def _rate_of_looks(device: torch.device) -> float:
+    def of_each_row(x: Tensor) -> object:
+        return of_rows(x.view(-1, 64), keep_zeros=False)
+
+    def of_attention(x: Tensor) -> object:
+        x = x.view(2, 4, -1, 64)
+        return spread(x, x), spread_of_values(x)
+
+    ways = {ROWS: (of_each_row, 1)}
+    if rates.device.type == "cpu":
+        ways[ATTENTION_LOOK] = of_attention, 3
     generator = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
-        x = torch.randn(_ELEMENTS // 4, generator=generator).view(8, 4, -1, 64)
-        return 3 * x.nbytes / least_s(lambda: (spread(x, x), spread_of_values(x)), device)
+        small, large = (
+            torch.randn(elements, generator=generator).to(rates.device)
+            for elements in (_SMALL, _ELEMENTS // 4)
+        )
+        work = torch.zeros(2, _OTHER_WORK, device=rates.device)
+        between = partial(work[0].copy_, work[1])
+        for name, (way, tensors) in ways.items():
+            small_s, large_s = (least_s(partial(way, x), rates.device) for x in (small, large))
+            more = tensors * (large.nbytes - small.nbytes)
+            rates[name] = more / max(large_s - small_s, large_s / 16)
+            whole_s = typical_s(partial(way, small), between, rates.device)
+            rates.fixed_s[name] = max(whole_s - tensors * small.nbytes / rates[name], 0.0)
 
 
 @cache

@@ -16,7 +16,15 @@ import numpy as np
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
 from elbowroom.plan.composed import gated
-from elbowroom.plan.menu import Menu, noise_again, options, shared_s, spared
+from elbowroom.plan.menu import (
+    Menu,
+    is_mapped,
+    noise_again,
+    options,
+    shared_s,
+    spared,
+    times_restored,
+)
 from elbowroom.plan.offload_rest import Tier
 from elbowroom.plan.precision_floor import LEAST_AGAIN
 from elbowroom.plan.problem import Item, Link, Problem, Region
@@ -84,10 +92,11 @@ def _built(
 ) -> BuiltProblem:
     menu = Menu(() if exact else codecs, _tier(profile, offload), whole=whole)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
-    again, norms = _made_from(profile), set() if exact else gated(profile).keys() - apart
+    again = _made_from(profile, exact=exact)
+    norms = set() if exact else gated(profile).keys() - apart
     profile = as_planned(profile, apart, exact=exact)
     items = tuple(
-        _item(profile, i, menu, again[i], exact=exact, is_gated=i in norms) for i in planned
+        _item(profile, i, menu, again.get(i, 0), exact=exact, is_gated=i in norms) for i in planned
     )
     base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
     for i in planned:
@@ -147,17 +156,26 @@ def profiled_level(storage: Storage, moments: int, *, at_start: bool = False) ->
     return level
 
 
-def _made_from(profile: Profile) -> Counter[int]:
+def _made_from(profile: Profile, *, exact: bool) -> dict[int, int]:
     """Returns, for each storage, how often it is restored for what can be made from it.
 
-    That is nearly always rebuilt where its source is not kept: it then holds nothing.
+    That is nearly always rebuilt where its source is not kept: it then holds nothing. Readers that
+    follow each other share what is restored, but for what a code is decoded to in one pass.
     """
-    found: Counter[int] = Counter()
+    times: Counter[int] = Counter()
+    moments: dict[int, set[int]] = {}
     for storage in profile.storages:
         values = {Need.EXACT, Need.LOSSY}
         if is_planned(storage) and values.intersection(save.site.need for save in storage.saves):
-            found.update(dict.fromkeys(storage.made_of, len(storage.needs)))
-    return found
+            for source in set(storage.made_of):
+                if not exact and is_mapped(storage):
+                    times[source] += len(storage.needs)
+                else:
+                    moments.setdefault(source, set()).update(storage.needs)
+    for source, made in moments.items():
+        one = profile.storages[source]
+        times[source] += times_restored(one, made, exact=exact) - times_restored(one, exact=exact)
+    return dict(times)
 
 
 def _not_made(storage: Storage) -> Storage:
@@ -194,7 +212,7 @@ def _item(
 ) -> Item:
     storage = profile.storages[index]
     presets = menu.of(storage, is_gated=is_gated)
-    found = options(profile, storage, presets, again=again, is_gated=is_gated, shares=exact)
+    found = options(profile, storage, presets, again=again, is_gated=is_gated)
     return Item(
         nbytes=storage.nbytes,
         born=storage.born,

@@ -26,7 +26,7 @@ from elbowroom.plan.problem import (
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.reasons import Reasons
 from elbowroom.plan.registered import still_used
-from elbowroom.plan.shared import Shared, share
+from elbowroom.plan.shared import share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, WITHOUT_CODES, Limits, lowered, peak, solve
 from elbowroom.units import show_nbytes
@@ -229,9 +229,7 @@ def _plan(
     variance: float,
 ) -> Plan:
     problem, choice = built.problem, found.choice
-    shared = Shared({}, found.peak)
-    if built.exact:  # beside codes it has not been measured on public models yet (docs/log.md)
-        shared = share(profile, built, choice, max(budget - in_flight, found.peak))
+    shared = share(profile, built, choice, max(budget - in_flight, found.peak))
     sites = dict(_sites(profile, built, choice, shared.saved_s))
     reasons = Reasons(problem, choice, max(budget - in_flight, found.peak), variance)
     lines = (

@@ -15,7 +15,7 @@ All registered codecs are weighed (`registered.py`).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -186,14 +186,14 @@ def option(
     *,
     again: int = 0,
     is_gated: bool = False,
-    shares: bool = False,
 ) -> Option:
     """Returns what one preset would hold for one storage, and the time it would take.
 
     again     how often it is restored for what is made from it, beside its own needs
     is_gated  as in `Menu.of`
-    shares    a rebuilt tensor waits for a reader in the next moment, which takes no memory
-              (`shared.py`)
+
+    A tensor that is made again or decoded as a whole waits for a reader in the next moment, which
+    takes no memory (`shared.py`).
 
     A variance of v shares of that of mini-batches makes a step worth 1 / (1 + v) steps (their
     noise adds up), so it is priced at v times the seconds of a step.
@@ -201,7 +201,8 @@ def option(
     held = _held_by(profile, storage, preset, is_gated=is_gated)
     nbytes = held.nbytes + held.bits_nbytes
     direct = _direct_needs(storage, held, exact=preset.exact)
-    restores = runs_of(storage.needs) if shares and held.rebuilt else len(storage.needs)
+    is_whole = held.rebuilt or (held.value == "lossy" and held.codec is not None)
+    restores = times_restored(storage, exact=preset.exact) if is_whole else len(storage.needs)
     return Option(
         name=preset.name,
         nbytes=min(nbytes, storage.nbytes),
@@ -220,7 +221,7 @@ def option(
         if held.value == "lossy" and held.codec and not held.codec.is_rough_elsewhere
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
-        rebuild_s=held.restore_s if held.rebuilt else 0.0,
+        restore_s=held.restore_s if is_whole else 0.0,
         beside=_beside(profile, storage) if held.rebuilt else 0,
         travels=held.travels,
     )
@@ -265,6 +266,30 @@ def _beside(profile: Profile, storage: Storage) -> int:
     return sum(one.nbytes for one in restored) - (storage.nbytes if becomes else 0)
 
 
+def times_restored(storage: Storage, made: Collection[int] = (), *, exact: bool) -> int:
+    """Returns how often a storage is made again or decoded for its readers.
+
+    Once for those that follow each other and take it whole, and once for each other one.
+
+    made   moments at which something is made of it
+    exact  in a plan that changes no bit, in which all readers take it whole
+    """
+    whole = set(storage.needs) if exact else whole_needs(storage)
+    apart = set(storage.needs) - whole - set(made)
+    return runs_of(sorted(whole.union(made))) + len(apart)
+
+
+def whole_needs(storage: Storage) -> set[int]:
+    """Returns the moments at which its readers take the whole tensor, where it is a code."""
+    parts = {save.asked for save in storage.saves if save.site.reads not in _WHOLE}
+    return set(storage.needs) - parts
+
+
+def is_mapped(storage: Storage) -> bool:
+    """Returns whether it is made of a code in the pass that decodes that."""
+    return storage.saves[0].site.producer in _MAPS
+
+
 def runs_of(moments: Sequence[int]) -> int:
     """Returns the number of runs of consecutive moments, among ascending ones."""
     return sum(before + 1 != moment for before, moment in pairwise((-2, *moments)))
@@ -276,12 +301,11 @@ def shared_s(profile: Profile) -> tuple[float, ...]:
     Its forward runs again as soon as q, k, v or its output is a code, and values are examined, on
     a CPU, as soon as q, k or v is: for how many levels they need.
     """
-    rate = profile.rates.get(ATTENTION_LOOK, _UNMEASURED)
     looks = profile.device[0] == "cpu"
     return tuple(
         part
         for seconds, nbytes in profile.attentions.values()
-        for part in (seconds, nbytes / rate if looks else 0.0)
+        for part in (seconds, _look_s(profile, ATTENTION_LOOK, nbytes) if looks else 0.0)
     )
 
 
@@ -353,19 +377,18 @@ def options(
     *,
     again: int = 0,
     is_gated: bool = False,
-    shares: bool = False,
 ) -> dict[str, Option]:
     """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first.
 
     Of composed ones, all that are better in some way than each other preset: in the bytes that are
     held or travel, in time, or in noise.
 
-    again, is_gated, shares: as in `option`.
+    again, is_gated: as in `option`.
     """
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
     composed = {}
     for preset in presets:
-        made = option(profile, storage, preset, again=again, is_gated=is_gated, shares=shares)
+        made = option(profile, storage, preset, again=again, is_gated=is_gated)
         if is_composed(preset):
             composed[preset.name] = made
         elif made.nbytes < min(known.nbytes for known in found.values()):
@@ -443,7 +466,7 @@ def _set_held(
             held.rows, held.link, held.travels = rows, "", None
             if rows is not None:
                 held.nbytes += rows.nbytes
-                held.forward_s += site.nbytes / profile.rates.get(ROWS, _UNMEASURED)
+                held.forward_s += _look_s(profile, ROWS, site.nbytes)
             if moved is not None and moved.tier is not None:
                 largest = codec.largest_nbytes(site.shape, site.dtype, facts)
                 held.link, held.travels = moved.tier, min(held.nbytes, largest)
@@ -487,10 +510,16 @@ def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
     return profile.fixed_s.get(fixed_name(verb, codec), 0.0) + nbytes / rate
 
 
+def _look_s(profile: Profile, name: str, nbytes: int) -> float:
+    """Returns the seconds of one look at the values of so many bytes."""
+    return profile.fixed_s.get(name, 0.0) + nbytes / profile.rates.get(name, _UNMEASURED)
+
+
 ROWS = "rows"  # the rate at which the means and sizes of rows are found
 ATTENTION_LOOK = "attention levels"  # the rate at which it is found how fine its codes must be
 RESTORE = "decode bitmask"  # the fixed seconds of what does nearly nothing else
 _MAPS = (*RELUS, "batch_norm")  # what they make of a code has parts
+_WHOLE = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT)  # of what waits for its next reader
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _TYPICAL = 32  # levels of a code that a module runs again from
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core

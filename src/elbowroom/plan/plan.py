@@ -58,7 +58,7 @@ class PlanEntry:
 
     preset  the name of a preset (`menu.preset_named`)
     curved  see `Site`
-    shared  if it is rebuilt, it waits for its next reader (`shared.py`)
+    shared  once it is rebuilt or decoded, it waits for its next reader (`shared.py`)
     """
 
     preset: str
@@ -121,7 +121,7 @@ class Plan:
         return preset.policy(replace(site, curved=known.curved or site.formula.is_fine))
 
     def is_shared(self, name: SiteName) -> bool:
-        """Returns whether the tensor of this site, once rebuilt, waits for its next reader."""
+        """Returns whether the tensor of this site, once restored, waits for its next reader."""
         known = self.sites.get(name)
         return known is not None and known.shared
 

@@ -46,7 +46,7 @@ class Option:
     values      all its values come back, not only what backward asks of them (as from a bitmap)
     levels      of the dithered code that all its values come back from, or of one with the same
                 error; 0 where they do not, or are exact
-    rebuild_s   seconds of each time that it is rebuilt; 0 if it is not
+    restore_s   seconds of each time that it is made again or decoded as a whole; 0 if it is not
     beside      bytes of what it is made of, beside it, each time that it is rebuilt
     shared      numbers of `Problem.shared_s`: seconds besides, that several options add together
     direct      needs for which it is not restored, since backward reads what is held: the first
@@ -67,7 +67,7 @@ class Option:
     direct: tuple[tuple[int, int], ...] = ()
     levels: float = 0.0
     shared: tuple[int, ...] = ()
-    rebuild_s: float = 0.0
+    restore_s: float = 0.0
     beside: int = 0
     travels: int | None = None
 

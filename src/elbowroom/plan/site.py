@@ -21,7 +21,6 @@ CHECKPOINT = "checkpoint"  # as the consumer of what a checkpoint of the user's 
 RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 LEAST_WIDTH = 8  # elements: what is shorter is no row of a norm, and 6 bytes for each cost too much
 LEAST_FEATURES = 32  # ... of readers that do not divide by the size themselves
-_LEAST_GROUP = min(GROUP_SIZES)
 _NBYTES = 6  # of a row: a mean in float32, 1 / std in bfloat16
 
 
@@ -157,12 +156,13 @@ class Rows(NamedTuple):
         if self.are_kept_apart(codec):
             return codec, None
         size = getattr(codec, "group_size", 0)
-        if by_size or not size:
-            return codec, self
-        if self._are_filled(size):
-            return codec, None
-        if self._are_filled(_LEAST_GROUP):
-            return replace(codec, group_size=_LEAST_GROUP), None  # type: ignore[call-arg]
+        filling = [n for n in GROUP_SIZES if n <= size and self._are_filled(n)]
+        # The values of a tile of a dither share more than the range of their group.
+        if filling and (isinstance(codec, Group) or not by_size):
+            largest = max(filling)
+            if largest == size:
+                return codec, None
+            return replace(codec, group_size=largest), None  # type: ignore[call-arg]
         return codec, self
 
     def _are_filled(self, group_size: int) -> bool:

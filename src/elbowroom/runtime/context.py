@@ -35,6 +35,7 @@ class Context:
     device_seeds  seeds of settled steps whose codes are made on a GPU
     kept          reasons for sites that are always kept
     made_again    rebuilt tensors that wait for their next readers
+    planned       the same of plans, where decoded ones wait, too
     recurrent_layers  the largest number of recurrent layers that one forward has called
     runs_again    whether recurrent layers are recomputed in backward, in every forward
                   (`recurrent.py`)
@@ -54,7 +55,7 @@ class Context:
         self.capacities = Capacities()
         self.coders = Coders()
         self.device_seeds = DeviceSeeds()
-        self.made_again = MadeAgain()
+        self.made_again, self.planned = MadeAgain(), MadeAgain(takes_codes=True)
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.recurrent_layers = 0

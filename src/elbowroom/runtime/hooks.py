@@ -115,6 +115,7 @@ class Saving:
     ) -> None:
         self.policy = policy
         self._shares = shares
+        self._waiting = context.made_again if shares else context.planned
         self.tracer = tracer
         self.recorder = recorder
         self._looking = nullcontext if recorder is None else recorder.looking
@@ -624,11 +625,11 @@ class Saving:
         slot = CountedSlot(
             x if base is None else base, entry, is_window=base is None, geometry=known
         )
-        slot.shared = self.context.made_again if self._may_wait(name) else None
+        slot.shared = self._waiting if self._may_wait(name) else None
         return slot
 
     def _may_wait(self, name: SiteName) -> bool:
-        """Returns whether this tensor, once it is rebuilt, waits for its next reader."""
+        """Returns whether this tensor, once it is restored, waits for its next reader."""
         return self._shares or (isinstance(self.policy, Plan) and self.policy.is_shared(name))
 
     def _source_of(self, x: Tensor) -> Slot | None:

@@ -34,7 +34,7 @@ from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 _new: "Callable[[type[Geometry], Any], Geometry]" = tuple.__new__
 _Moved = OffloadHandle | MovedCodeHandle
 _MANY_VIEWS = 8
-_MOST_SHARED = 4  # rebuilt tensors that are held at a time for their next readers
+_MOST_SHARED = 4  # restored tensors that are held at a time for their next readers
 
 
 class Handle(Protocol):
@@ -171,17 +171,20 @@ class Trace(Protocol):
 
 
 class MadeAgain:
-    """The last few rebuilt tensors that wait for more readers; the others are freed.
+    """The last few restored tensors that wait for more readers; the others are freed.
 
     Readers of one tensor, and of its results, follow each other in backward: a query, a key and a
     value of one norm; a SiLU's input, which is rebuilt on the way to its output.
+
+    takes_codes: what is decoded waits, too, as a plan has counted it
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_codes: bool = False) -> None:
+        self.takes_codes = takes_codes
         self._slots: list[weakref.ref[Slot]] = []
 
     def note(self, slot: "Slot") -> None:
-        """Keeps the rebuilt tensor of this slot, and frees the oldest of too many.
+        """Keeps the restored tensor of this slot, and frees the oldest of too many.
 
         A tensor that many views read stays: between two reads of a whole sequence in a loop there
         are others, and it would be rebuilt for each step of the loop.
@@ -208,8 +211,8 @@ class Slot:
     statistics       of the norm that it is the input of
     views            made so far; views_asked: of them, restored so far; readers: that read values
     whole            restored, while more views will ask for it
-    shared           a tensor that is rebuilt for one reader waits there for the next; None: it does
-                     not
+    shared           a tensor that is rebuilt or decoded for one reader waits there for the next;
+                     None: it does not
     sites            those that were decided on; empty if it is kept whatever the policy
     is_window        base covers only a small part of the storage
     is_source        a tensor is rebuilt from it; pinned: an exact one, so it stays exact
@@ -393,7 +396,7 @@ class Slot:
         whole = self.restore_value() if self.whole is None else self.whole
         # A view that only asks for bits reads nothing of it.
         asked_for = self.views if many else self.readers
-        self.whole = whole if self.views_asked < asked_for else None
+        self.whole = whole if self.views_asked < asked_for and self._may_hold(whole) else None
         if shared is not None and self.whole is not None:
             shared.note(self)
         return whole
@@ -411,23 +414,53 @@ class Slot:
 
     @property
     def is_shared(self) -> bool:
-        """True if the value is recomputed, and the result waits for its next readers."""
-        return self.shared is not None and hasattr(self.value, "ready")
+        """True if the value is recomputed or decoded, and the result waits for its next readers."""
+        waits = self.shared
+        return waits is not None and (
+            hasattr(self.value, "ready")
+            or (waits.takes_codes and isinstance(self.value, EncodeHandle))
+        )
 
     @property
     def is_shared_now(self) -> bool:
         """True if a recipe may start at the shared result, because that is exact."""
-        return self.is_shared and self.exact
+        return self.is_shared and self.exact and hasattr(self.value, "ready")
+
+    @property
+    def waits_now(self) -> bool:
+        """True if what is restored now is held for a view that has not asked for it yet."""
+        return self.views_asked < self.readers and self.is_shared
 
     def restore_source(self) -> Tensor:
         """The whole tensor for a recipe that only reads it, shared with views restored later."""
         if self.whole is not None:
             return self.whole
         whole = self.restore_value()
-        if self.shared is not None and self.views_asked < self.readers and self.is_shared:
+        if self.shared is not None and self.waits_now and self._may_hold(whole):
             self.whole = whole
             self.shared.note(self)
         return whole
+
+    def restore_operand(self, *, exact: bool) -> tuple[Tensor, bool]:
+        """Returns the whole tensor for a recipe, and whether that may overwrite it.
+
+        exact: the recipe runs on exact tensors, which it leaves as they are where others read them
+        """
+        if not (exact or self._stays_whole()):
+            return self.restore_value(private=True), True
+        whole = self.restore_source()
+        return whole, self.whole is not whole and hasattr(self.value, "ready")
+
+    def _stays_whole(self) -> bool:
+        """Returns whether the whole tensor is there, or will wait for views once it is restored."""
+        if self.whole is not None or isinstance(self.value, KeepHandle):
+            return True
+        # In forward only a watch restores what is a code, whose error it is to see.
+        return self.waits_now and torch._C._current_graph_task_id() != -1
+
+    def _may_hold(self, whole: Tensor) -> bool:
+        """Returns whether a restored tensor is memory of its own, not that of its first owner."""
+        return not isinstance(self.value, EncodeHandle) or self.value.has_made(whole)
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
         """affine of the whole tensor, and 0 where a bit is not set; the caller may overwrite it."""

@@ -74,10 +74,10 @@ def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) 
 def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:
     """The i-th saved tensor, decoded into memory of its own, in grad's layout.
 
-    None where it is not a code, or its original still exists.
+    None where it is not a code, its original still exists, or it is shared with other readers.
     """
     view = view_of(ctx, i)
-    handle = None if view is None else view.slot.value
+    handle = None if view is None or view.slot.is_shared else view.slot.value
     if view is None or not isinstance(handle, EncodeHandle) or flat_like(grad, view) is None:
         return None
     return handle.restore(private=True) if handle.is_needed() else None

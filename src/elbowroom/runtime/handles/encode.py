@@ -145,6 +145,11 @@ class EncodeHandle:
 
         return part
 
+    def has_made(self, x: Tensor) -> bool:
+        """Returns whether a tensor was decoded from the code: it is not the original."""
+        original = self._original.tensor(x.dtype)
+        return original is None or original.data_ptr() != x.data_ptr()
+
     def is_needed(self) -> bool:
         """Returns whether only the code exists: no original and no restored tensor is left."""
         return self._still_there() is None

@@ -149,6 +149,11 @@ class Op:
         return self.lossy is not None or self.affine is not None
 
     @property
+    def is_same_for_codes(self) -> bool:
+        """True if the op itself runs on what is decoded, too."""
+        return self.lossy is self.exact or self.lossy is self.in_place
+
+    @property
     def is_norm(self) -> bool:
         """True if the op is a norm that can be fused with a ReLU above it."""
         return self.affine is not None and not self.needs_bits
@@ -376,10 +381,8 @@ class Ready:
         elif affine is not None and not exact and self.seen == self.source.base:
             return self.source.restore_mapped(affine(), self.bits)
         else:
-            private, base = not exact, self.source.base
-            slot = self.source
-            x = slot.restore_value(private=True) if private else slot.restore_source()
-            private = private or (slot.whole is not x and isinstance(slot.value, RebuildHandle))
+            base = self.source.base
+            x, private = self.source.restore_operand(exact=exact)
         if self.seen != base:
             x = x.as_strided(
                 self.seen.shape,
@@ -399,10 +402,16 @@ class Ready:
             run = self.op.in_place if private else None
             return self.op.exact(x) if run is None else run(x)
         if affine is not None:
+            x = x if private else x.clone()
             affine().in_place(flat_of(x), self.bits)
             return x
         assert self.op.lossy is not None
-        x = self.op.lossy(x)
+        if private:
+            x = self.op.lossy(x)
+        elif self.op.is_same_for_codes:
+            x = self.op.exact(x)
+        else:
+            x = self.op.lossy(x.clone())
         if self.op.outside is not None and self.bits is not None:
             _replace_outside(flat_of(x), self.bits, self.op.outside)
         return x

@@ -95,18 +95,19 @@ def _make_masked(
 def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a GELU."""
     approximate = call.arg(1, "approximate", "none")
-    op = Op(
-        partial(F.gelu, approximate=approximate),
-        # In the decoded tensor's memory: elementwise, so in place gives the same.
-        lambda x: torch.ops.aten.gelu.out(x, approximate=approximate, out=x),
-        any_size=True,
-    )
+
+    def in_place(x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.aten.gelu.out(x, approximate=approximate, out=x)
+        return made
+
+    op = Op(partial(F.gelu, approximate=approximate), in_place, in_place, any_size=True)
     return origin_of(call, out, identity, op)
 
 
 def silu(call: Call, out: Tensor, identity: Identity) -> Origin:
     """The recipe of a SiLU."""
-    op = Op(F.silu, partial(F.silu, inplace=True), any_size=True)
+    in_place = partial(F.silu, inplace=True)
+    op = Op(F.silu, in_place, in_place, any_size=True)
     return origin_of(call, out, identity, op)
 
 

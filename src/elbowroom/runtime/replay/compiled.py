@@ -280,13 +280,13 @@ def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
     number, fresh, geometry, need = save.slot, save.fresh, save.geometry, save.need
     whole = geometry if save.whole is None else save.whole
     instruction = None if save.instruction is None else _do(save.instruction, is_exact)
-    keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
+    keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
     def hold(replay: Replay, x: Tensor) -> View:
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)
-            if is_shared:
-                slot.shared = replay.context.made_again
+            if shared is not None:
+                slot.shared = replay.context.planned if shared else replay.context.made_again
         else:
             slot = replay.slots[number]
         base = x if whole is geometry else whole.on(x)
@@ -322,7 +322,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
     all_of_it = save.geometry if save.whole is None else save.whole
     place, noted = save.place, save.noted
     instruction = None if save.instruction is None else _do(save.instruction, is_exact)
-    keeps, is_shared = save.waits or (fresh and instruction is None), save.shared
+    keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
     def fits(replay: Replay, x: Tensor, geometry: Geometry) -> bool:
         if isinstance(wanted, Varying):
@@ -350,8 +350,9 @@ def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
             return kept
         if fresh:
             replay.slots[number] = replay.new_slot(number, x, whole)
-            if is_shared:
-                replay.slots[number].shared = replay.context.made_again
+            if shared is not None:
+                context = replay.context
+                replay.slots[number].shared = context.planned if shared else context.made_again
         slot, base = replay.slots[number], whole.on(x)
         if keeps:
             slot.value = KeepHandle(base, "")

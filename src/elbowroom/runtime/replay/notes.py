@@ -61,7 +61,7 @@ class Remains:
     base: Geometry
     is_window: bool
     is_source: bool
-    is_shared: bool
+    shared: bool | None
     entry: Entry | NoEntry
     kind: type
     bits: int
@@ -77,8 +77,9 @@ class Remains:
             return slot
         held, bits = slot.value, slot.bits
         lossy = isinstance(held, EncodeHandle) and not held.codec.lossless
+        shared = None if slot.shared is None else slot.shared.takes_codes
         return cls(
-            *(slot.base, slot.is_window, slot.is_source, slot.shared is not None, slot.entry),
+            *(slot.base, slot.is_window, slot.is_source, shared, slot.entry),
             type(held),
             0 if bits is None else bits.data_ptr(),
             bits is not None and bits is getattr(held, "bitmap", None),

@@ -145,7 +145,8 @@ class Save(NamedTuple):
     whole   of its storage; nbytes: that has so many; NOWHERE: as many as `whole` takes
     instruction  done at once
     waits   something is done when the op has run: until then it is kept
-    shared  if it is rebuilt, the result waits for its next reader
+    shared  once restored, it waits for its next reader. True: also if it was a code; False: only if
+            it was rebuilt; None: it does not
     noted   recipes read it by this number; place: later ops are compared with it by that one
     """
 
@@ -161,7 +162,7 @@ class Save(NamedTuple):
     noted: int = NOWHERE
     place: int = NOWHERE
     same: int = NOWHERE
-    shared: bool = False
+    shared: bool | None = None
 
 
 class Like(NamedTuple):

@@ -510,7 +510,7 @@ class Writer:
             noted,
             note,
             place if not fresh or is_noted else NOWHERE,
-            Remains.of(slot).is_shared,
+            Remains.of(slot).shared,
         )
 
 
