@@ -115,7 +115,7 @@ class Saving:
     ) -> None:
         self.policy = policy
         self._shares = shares
-        self._waiting = context.made_again if shares else context.planned
+        self._made_again = context.made_again if shares else context.planned
         self.tracer = tracer
         self.recorder = recorder
         self._looking = nullcontext if recorder is None else recorder.looking
@@ -625,7 +625,7 @@ class Saving:
         slot = CountedSlot(
             x if base is None else base, entry, is_window=base is None, geometry=known
         )
-        slot.shared = self._waiting if self._may_wait(name) else None
+        slot.shared = self._made_again if self._may_wait(name) else None
         return slot
 
     def _may_wait(self, name: SiteName) -> bool:
