@@ -577,14 +577,23 @@ def test_what_nobody_holds_is_no_part_of_what_stands() -> None:
         gc.enable()
 
 
+def least(kind: str, **settings: Any) -> int:
+    """Bytes: the smallest budget that any plan fits."""
+    with pytest.raises(BudgetTooSmall) as refused:
+        er.plan(profiled(kind), budget=1, **settings)
+    assert refused.value.least_nbytes is not None
+    return refused.value.least_nbytes
+
+
 def test_a_lossy_plan_says_so() -> None:
-    plan = planned("resnet", 0.6)
-    assert plan is not None
+    budget = (least("resnet") + least("resnet", exact=True)) // 2  # which no exact plan fits
+    plan = er.plan(profiled("resnet"), budget=budget)
     assert not plan.exact
     assert any(line.error > 0 for line in plan.lines)
     assert "lossy" in str(plan)
     assert "dither" in plan.explain()
-    assert planned("resnet", 0.6, exact=True) is None
+    with pytest.raises(BudgetTooSmall):
+        er.plan(profiled("resnet"), budget=budget, exact=True)
 
 
 def test_the_table_of_a_plan_adds_up_to_the_plan() -> None:

@@ -1,19 +1,24 @@
 """Counts the bytes that the backward of a convolution takes for copies in layouts of its library.
 
-On a CPU, oneDNN copies maps into layouts that have whole blocks of 16 channels. x and y are bytes
-of input and result, [x] and [y] those of their copies:
+On a CPU, oneDNN copies maps into layouts that have whole blocks of channels, 16 with AVX-512 and 8
+with AVX2. x and y are bytes of input and result, [x] and [y] those of their copies:
 
     gradient of the input     [x] + [y], and the gradient itself once that is over
                               2 x with strides, if that is more
     gradient of the weight    [x] + [y], beside the gradient of the input
-                              [x] has half a block if that is enough; of an image (3 channels) it
-                              is 0, because that is read as it lies
+                              [x] has half a block of 16 if that is enough; of an image
+                              (3 channels) it is 0, because that is read as it lies
+                              with AVX2, the columns of one sample and 4 weights where blocks do
+                              not serve (`_multiplies_columns`)
 
 No map is copied whose channels come last in memory; the weight is (`_weight_nbytes`).
 
-(Measured with AVX-512 and fp32; docs/log.md, "Copies of maps, by layout".)
+(Measured with fp32; docs/log.md, "Copies of maps, by layout" for AVX-512, "What convolutions copy
+with AVX2" for AVX2.)
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,16 +27,39 @@ import torch
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.slot import View
 
-_BLOCK = 16  # channels
-_IMAGE = 3  # channels of an input that is read as it lies
+
+@dataclass(frozen=True)
+class _Layouts:
+    """What oneDNN does with one instruction set.
+
+    block        channels that copies are filled up to
+    least        channels that the copy of an input is filled up to, if it has no more
+    images       channels of inputs that are read as they lie
+    fills_all    weights of a single group are filled up, too, where channels come last
+    is_partial   only some gradients of weights are computed in blocks (`_multiplies_columns`)
+    """
+
+    block: int
+    least: int
+    images: tuple[int, ...]
+    fills_all: bool
+    is_partial: bool
+
+
+_LAYOUTS = {  # by what `torch.backends.cpu.get_cpu_capability` begins with
+    "AVX512": _Layouts(block=16, least=8, images=(1, 2, 3), fills_all=False, is_partial=False),
+    "AVX2": _Layouts(block=8, least=8, images=(3,), fills_all=True, is_partial=True),
+}
 _SMALL_KERNEL = 3  # pixels a side
+_LONG_ROW = 13  # pixels
 _LIBRARY_SAMPLES = 16  # of which convolutions of one pixel are oneDNN's, on one thread
 
 
 def copied_nbytes(fn: Any) -> int:
     """Returns the bytes that a convolution's backward takes beside gradients; 0 for other ops.
 
-    On other devices than a CPU it is not known: about twice the larger of input and result.
+    On a CPU of another instruction set it is the largest that is known. On other devices it is not
+    known: about twice the larger of input and result.
 
     fn: node of autograd
     """
@@ -46,17 +74,80 @@ def copied_nbytes(fn: Any) -> int:
     if made.device.type != "cpu":
         return max(max(x, y) + (max(x, y) if given is None else x), of_weight)
     if view is not None and _has_channels_last(view):
-        return of_weight if weight is None else max(of_weight, _weight_nbytes(fn, weight, which))
+        of_copies = 0 if weight is None else max(_weight_nbytes(fn, shape, of) for of in _known())
+        return max(of_weight, of_copies)
     if not _copies_maps(fn):
         return of_weight
-    block = _BLOCK // 2 if shape[1] <= _BLOCK // 2 else _BLOCK
-    read = 0 if shape[1] <= _IMAGE else _blocked(x, shape[1], block)
-    y = _blocked(y, made.shape[1], _BLOCK)
-    of_input = 0
-    if given is not None:
-        has_strides = max(fn._saved_stride) > 1 and not fn._saved_transposed
-        of_input = 2 * x if has_strides else _blocked(x, shape[1], _BLOCK) + y - x
-    return max(read + y, of_input, of_weight)
+    return max(of_weight, *(_maps_nbytes(fn, shape, of) for of in _known()))
+
+
+def _known() -> Iterable[_Layouts]:
+    """Returns the layouts of this CPU's instruction set; all, if they are not known."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    found = [of for name, of in _LAYOUTS.items() if capability.startswith(name)]
+    return found or _LAYOUTS.values()
+
+
+def _maps_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
+    """Returns what oneDNN takes for copies of maps whose channels do not come last in memory.
+
+    shape: of the input
+    """
+    made, given = fn._input_metadata[0], fn.next_functions[0][0]
+    x, y = _nbytes(shape, made), _blocked(_nbytes(made.shape, made), made.shape[1], of.block)
+    if _multiplies_columns(fn, shape, of, channels_last=False):
+        of_weight = _columns_nbytes(fn, shape)
+    elif shape[1] in of.images:
+        of_weight = y
+    else:
+        of_weight = y + _blocked(x, shape[1], of.least if shape[1] <= of.least else of.block)
+    if given is None:
+        return of_weight
+    copy = _blocked(x, shape[1], of.block)
+    has_strides = max(fn._saved_stride) > 1 and not fn._saved_transposed
+    return max(of_weight, 2 * x if has_strides else copy + max(y - x, 0))
+
+
+def _multiplies_columns(
+    fn: Any, shape: tuple[int, ...], of: _Layouts, *, channels_last: bool
+) -> bool:
+    """Returns whether oneDNN computes the gradient of a weight from columns of windows.
+
+    With AVX2 it does so for dilated kernels, in three dimensions, where kernels are higher than the
+    maps or wider than 13 pixels, and for groups that fill no blocks, unless channels come last or
+    kernels are small and depthwise.
+
+    shape: of the input
+    """
+    weight, which = fn.next_functions[1]
+    if weight is None or not of.is_partial:
+        return False
+    outs, ins, *pixels = weight._input_metadata[which].shape
+    maps = fn._input_metadata[0].shape if fn._saved_transposed else shape
+    if max(pixels) == 1:
+        return False
+    if max(fn._saved_dilation) > 1 or len(pixels) > 2 or pixels[-1] > _LONG_ROW:
+        return True
+    groups: int = fn._saved_groups
+    if _is_small_depthwise(outs, ins, pixels, groups):
+        return False
+    if len(pixels) > 1 and pixels[0] > maps[2]:
+        return True
+    is_partly_filled = bool(ins % of.block or outs // groups % of.block)
+    return groups > 1 and not channels_last and is_partly_filled
+
+
+def _columns_nbytes(fn: Any, shape: tuple[int, ...]) -> int:
+    """Returns what columns of one sample (of a volume: one plane) and copies of the weight take."""
+    weight, which = fn.next_functions[1]
+    made, like = fn._input_metadata[0], weight._input_metadata[which]
+    _, ins, *pixels = like.shape
+    maps = shape if fn._saved_transposed else made.shape
+    return _nbytes((ins, *pixels, *maps[2:][-2:]), made) + 4 * _nbytes(like.shape, made)
+
+
+def _is_small_depthwise(outs: int, ins: int, pixels: list[int], groups: int) -> bool:
+    return groups == outs and ins == 1 and max(pixels) <= _SMALL_KERNEL
 
 
 def _nbytes(shape: tuple[int, ...], like: Any) -> int:
@@ -68,28 +159,35 @@ def _blocked(nbytes: int, channels: int, block: int) -> int:
     return nbytes // max(channels, 1) * -(-channels // block) * block
 
 
-def _weight_nbytes(fn: Any, weight: Any, which: int) -> int:
+def _weight_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
     """Returns what oneDNN takes for the weight's gradient where channels come last in memory.
 
-    It copies the weight, unless its channels come last, too, and computes the gradient in blocks of
-    16 by 16 channels. A group of fewer is filled up, so that a depthwise kernel takes 256 times its
-    bytes. Depthwise kernels of up to three pixels a side, and all of one pixel, have code of their
-    own. Measured on one thread.
+    It copies the weight, unless its channels come last, too, and computes the gradient in square
+    blocks of channels. A group of fewer is filled up, so that a depthwise kernel takes 256 times
+    its bytes with blocks of 16. Depthwise kernels of up to three pixels a side, and all of one
+    pixel, have code of their own. Measured on one thread.
 
-    weight, which: the node of the weight, and which of its outputs
+    shape: of the input
     """
-    made, groups = weight._input_metadata[which], fn._saved_groups
+    weight, which = fn.next_functions[1]
+    made = weight._input_metadata[which]
+    groups: int = fn._saved_groups
     outs, ins, *pixels = made.shape
     nbytes = _nbytes(made.shape, made)
     if max(pixels) == 1:
         return 0
-    if groups == outs and ins == 1 and max(pixels) <= _SMALL_KERNEL:
-        return 2 * nbytes
-    if groups > 1 and (ins % _BLOCK or outs // groups % _BLOCK):
-        return nbytes + _blocked(_blocked(nbytes, ins, _BLOCK), outs // groups, _BLOCK)
     leaf = getattr(weight, "variable", None)
     lies = leaf is not None and leaf.is_contiguous(memory_format=torch.channels_last)
-    return 2 * nbytes if lies else 3 * nbytes
+    if _multiplies_columns(fn, shape, of, channels_last=True):
+        sample = fn._input_metadata[0].shape if fn._saved_transposed else shape
+        read = _nbytes(tuple(sample[1:]), made) // groups
+        return read + _columns_nbytes(fn, shape) + (0 if lies else nbytes)
+    if _is_small_depthwise(outs, ins, pixels, groups):
+        return 2 * nbytes
+    filled = nbytes
+    if groups > 1 or (of.fills_all and ins not in of.images):
+        filled = _blocked(_blocked(nbytes, ins, of.block), outs // groups, of.block)
+    return filled + (1 if lies else 2) * nbytes
 
 
 def _copies_maps(fn: Any) -> bool:
