@@ -172,6 +172,11 @@ CURVED: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "binary": lambda n, z: F.binary_cross_entropy_with_logits(
         n.features(z) * 30, (n.features(z).detach() > 0).float()
     ),
+    "binary of 200": lambda n, z: F.binary_cross_entropy_with_logits(
+        n.features(z) * 1000, (n.features(z).detach() > 0).float()
+    ),
+    "sigmoid of 200": lambda n, z: (n.features(z) * 1000).sigmoid().square().mean(),
+    "tanh of 200": lambda n, z: (n.features(z) * 1000).tanh().square().mean(),
     "z-loss": lambda n, z: (
         F.cross_entropy(n.features(z) * 50, LABELS)
         + 1e-3 * (n.features(z) * 50).logsumexp(-1).square().mean()
@@ -212,6 +217,22 @@ def test_what_is_as_usual_has_codes(name: str) -> None:
     _, coded = compiled(Net(CURVED[name]), codes=CODES, min_nbytes=0)
     assert coded.is_lossy
     assert coded.saved_nbytes < 0.5 * plain.saved_nbytes
+
+
+def test_infinite_logits_of_a_sigmoid_have_codes() -> None:
+    """They are coded as if they were 24; what cannot be held decodes to NaN."""
+
+    def loss(net: Net, z: Tensor) -> Tensor:
+        far = net.features(z)
+        far = far + torch.where(far > 0.3, torch.inf, 0.0).detach()
+        return (far * 1000).sigmoid().square().mean()
+
+    net = Net(loss)
+    true = gradient(net, net, inputs())
+    got, decision = compiled(net, codes=CODES, min_nbytes=0)
+    assert decision.is_lossy
+    assert decision.saved_nbytes < 0.5 * decision.plain_saved_nbytes
+    assert noise(got, true) <= 0.05
 
 
 def test_a_plan_for_a_budget_keeps_what_enters_an_exponential() -> None:

@@ -13,9 +13,13 @@ it, which is of any size. Two kinds of arguments need more than a fine code:
 So do scores of which softmax is computed again, less their maximum: the sum that it divides by is
 that of the exact ones. An exponential of one product, or of a square, is computed again from a fine
 code.
+
+Sigmoid and tanh no longer change far from 0. Where backward needs nothing else of a value but
+comparisons, the argument of these has the code in place of it, inside of `-LIMIT` and `LIMIT`: one
+argument of 200 would leave few levels for those near 0, where the gradient passes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -25,6 +29,8 @@ from torch import fx
 from elbowroom.compiled.collect import is_view, ops_named, packet_of
 
 FLOOR = -24.0  # of log-probabilities: exp(-24) is 4e-11
+LIMIT = 24.0  # of what sigmoid or tanh reads: sigmoid(-24) is 4e-11
+COMPARISONS = ops_named("eq ne le lt ge gt sign isnan isinf")
 _MOST_NODES = 32
 _aten = torch.ops.aten
 
@@ -33,9 +39,33 @@ def exponents_of(
     value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
 ) -> list[fx.Node]:
     """The arguments of exponentials that backward computes from a value, without their views."""
+    return _arguments_of(value, after, gradients, is_exponential)
+
+
+def compared_of(
+    value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> list[fx.Node]:
+    """The comparisons that backward reads of a value and of what it computes from it."""
+    found = _computed_from([value], after, gradients)
+    return [n for n in found if packet_of(n) in COMPARISONS]
+
+
+def saturated_of(
+    value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> list[fx.Node]:
+    """The arguments of sigmoids and tanhs that backward computes from a value, likewise."""
+    return _arguments_of(value, after, gradients, saturates)
+
+
+def _arguments_of(
+    value: fx.Node,
+    after: Collection[fx.Node],
+    gradients: Collection[fx.Node],
+    takes: Callable[[fx.Node, fx.Node], bool],
+) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     for node in _computed_from([value], after, gradients):
-        if any(user in after and _is_exponential(user, node) for user in node.users):
+        if any(user in after and takes(user, node) for user in node.users):
             found[_source(node)] = None
     return list(found)
 
@@ -45,14 +75,21 @@ def is_enough(
     saved: Collection[fx.Node],
     after: Collection[fx.Node],
     gradients: Collection[fx.Node],
+    takes: Callable[[fx.Node, fx.Node], bool],
+    compared: Collection[fx.Node] = (),
 ) -> bool:
-    """Returns whether exponentials of `saved` are all that backward computes from a value."""
-    for node in _computed_from([value], after, gradients, stops=saved):
-        if node not in saved and any(n in after and n in gradients for n in node.users):
+    """Returns whether all that backward computes from a value are functions of `saved`.
+
+    takes     whether a reader of a node is such a function: `is_exponential`, `saturates`
+    compared  comparisons of the value, which are held besides
+    """
+    stops = {*saved, *compared}
+    for node in _computed_from([value], after, gradients, stops):
+        if node not in stops and any(n in after and n in gradients for n in node.users):
             return False
     for node in _viewed(saved):
-        readers = [n for n in node.users if n in after and not is_view(n)]
-        if not all(_is_exponential(reader, node) for reader in readers):
+        readers = [n for n in node.users if n in after and n not in stops and not is_view(n)]
+        if not all(takes(reader, node) for reader in readers):
             return False
     return True
 
@@ -140,10 +177,15 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_exponential(reader: fx.Node, node: fx.Node) -> bool:
+def is_exponential(reader: fx.Node, node: fx.Node) -> bool:
     """Returns whether a reader raises something to the power of a node."""
     packet = packet_of(reader)
     return packet is _aten.exp or (packet is _aten.pow and node in reader.args[1:])
+
+
+def saturates(reader: fx.Node, _: fx.Node) -> bool:
+    """Returns whether a reader no longer changes where its argument is far from 0."""
+    return packet_of(reader) in (_aten.sigmoid, _aten.tanh)
 
 
 def _varies(value: Any) -> bool:

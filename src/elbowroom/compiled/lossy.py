@@ -29,7 +29,7 @@ from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import broken_promise, quality_of
 from elbowroom.compiled.collect import known_size, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, run_again
-from elbowroom.compiled.exponents import FLOOR
+from elbowroom.compiled.exponents import FLOOR, LIMIT
 from elbowroom.compiled.indices import range_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
@@ -429,30 +429,35 @@ def _coded_floats(
         if shared or not _may_be_coded(joint, node, _FLOATS, outputs):
             continue
         reading = reading_of(node, after, gradients)
-        if reading.log_probabilities:
-            yield from ((one, []) for one in _coded_logs(joint, node, reading, codec, outputs))
-            continue
         bits = [n for n in reading.compared if n not in gradients]
         if reading.use is Use.EXACT or len(bits) < len(reading.compared):
             continue
         if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
+            continue
+        if reading.log_probabilities or reading.saturated:
+            instead = _coded_instead(joint, node, reading, codec, outputs)
+            yield from ((one, bits) for one in instead)
             continue
         chosen = fine(codec) if reading.use is Use.CURVED else codec
         if chosen is not None and _takes(chosen, tensors_of(node)[0]):
             yield Coded(node, chosen), bits
 
 
-def _coded_logs(
-    joint: Joint, logits: fx.Node, reading: Reading, codec: Codec, outputs: set[fx.Node]
+def _coded_instead(
+    joint: Joint, value: fx.Node, reading: Reading, codec: Codec, outputs: set[fx.Node]
 ) -> list[Coded]:
-    """Codes of log-probabilities in place of the logits; none where one of them may have none."""
+    """Codes of what stands in for a value, as log-probabilities do for logits.
+
+    None where one of them may have none.
+    """
     chosen = fine(codec)
-    nodes = reading.log_probabilities
+    nodes = reading.log_probabilities or reading.saturated
+    floor, ceiling = (FLOOR, None) if reading.log_probabilities else (-LIMIT, LIMIT)
     if chosen is None or not all(_may_be_coded(joint, n, _FLOATS, outputs) for n in nodes):
         return []
     if not all(_takes(chosen, tensors_of(n)[0]) for n in nodes):
         return []
-    return [Coded(n, chosen, floor=FLOOR, source=logits) for n in nodes]
+    return [Coded(n, chosen, floor=floor, ceiling=ceiling, source=value) for n in nodes]
 
 
 def _takes(codec: Codec, value: torch.Tensor) -> bool:

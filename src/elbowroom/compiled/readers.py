@@ -9,8 +9,8 @@ up to the ops that combine it with a gradient. These readers decide about the va
                 not independent, so their square does not average out;
                 a softmax's results, which its gradient has twice;
                 attention's output, from which its backward computes the term that it subtracts
-                log-probabilities, in place of logits that only they are computed from
-                (`exponents.py`)
+                log-probabilities, in place of logits that only they are computed from, and the
+                arguments of sigmoid and tanh likewise (`exponents.py`)
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
                 value
     else        what enters an exponential by way of a difference (`exponents.py`);
@@ -32,10 +32,15 @@ from torch import fx
 
 from elbowroom.compiled.collect import is_view, ops_named, packet_of
 from elbowroom.compiled.exponents import (
+    COMPARISONS,
+    compared_of,
     exponents_of,
     is_difference,
     is_enough,
+    is_exponential,
     is_log_probability,
+    saturated_of,
+    saturates,
 )
 
 _MOST_INSTEAD = 2  # codes of a byte an element that may take the place of a float
@@ -55,12 +60,15 @@ class Reading:
 
     log_probabilities  what may be coded in its place, from `exponents.FLOOR` up: backward needs
                        the value for exponentials of these alone
+    saturated          likewise, from -`exponents.LIMIT` to `LIMIT`: it needs the value for
+                       sigmoids and tanhs of this one, and for `compared`
     """
 
     use: Use
     compared: tuple[fx.Node, ...] = ()
     why: str = ""
     log_probabilities: tuple[fx.Node, ...] = ()
+    saturated: tuple[fx.Node, ...] = ()
 
 
 def reading_of(
@@ -76,10 +84,14 @@ def reading_of(
     exponents = exponents_of(value, after, gradients)
     probable = tuple(filter(is_log_probability, exponents))
     may_stand_in = 0 < len(probable) <= _MOST_INSTEAD
-    if may_stand_in and is_enough(value, probable, after, gradients):
+    if may_stand_in and is_enough(value, probable, after, gradients, is_exponential):
         return Reading(Use.CURVED, log_probabilities=probable)
     if probable or any(map(is_difference, exponents)):
         return Reading(Use.EXACT, why="an exponential of what is left of it")
+    bent = tuple(saturated_of(value, after, gradients))
+    held = tuple(compared_of(value, after, gradients))
+    if len(bent) == 1 and is_enough(value, bent, after, gradients, saturates, held):
+        return Reading(Use.CURVED, held, saturated=bent)
     use, compared = Use.LINEAR, []
     pending, seen = [(value, _has_zeros(value))], {value}
     own: dict[fx.Node, None] = {}
@@ -93,7 +105,7 @@ def reading_of(
             packet = packet_of(reader)
             if has_zeros and packet in _of_batches():
                 return Reading(Use.EXACT, why=f"zeros of a ReLU, read by {packet}")
-            if packet in _compared():
+            if packet in COMPARISONS:
                 compared.append(reader)
                 continue
             if packet is torch.ops.aten.div and reader.args[0] is not node:
@@ -210,11 +222,6 @@ def _use(reader: fx.Node, packet: Any) -> Use:
     if is_view(reader) or packet in _linear() or packet is operator.getitem:
         return Use.LINEAR
     return Use.CURVED if packet in _curved() else Use.EXACT
-
-
-@cache
-def _compared() -> frozenset[Any]:
-    return ops_named("eq ne le lt ge gt sign isnan isinf")
 
 
 @cache

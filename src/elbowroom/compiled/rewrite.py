@@ -37,6 +37,7 @@ class Coded:
     codec   that holds it; None: the value itself is held, in another memory
     facts   what is known of its elements
     floor   elements below it are held as if they were it
+    ceiling likewise those above it
     source  the saved value in whose place this one is held; None: itself
     """
 
@@ -44,6 +45,7 @@ class Coded:
     codec: Codec | None
     facts: Facts = NOTHING
     floor: float | None = None
+    ceiling: float | None = None
     source: fx.Node | None = None
 
     @classmethod
@@ -132,10 +134,14 @@ class Rewriting:
             return self._code_bytes(x, size, order, place)
         how = ops.coding_name(one.codec, one.facts), seed, number
         encoded = x
-        if one.floor is not None:
-            scalar = {"dtype": value.dtype, "device": value.device}
-            least = self._insert_call(place, torch.ops.aten.full.default, [], one.floor, **scalar)
-            encoded = place = self._insert_call(least, torch.ops.aten.maximum.default, x, least)
+        for bound, op in (
+            (one.floor, torch.ops.aten.maximum.default),
+            (one.ceiling, torch.ops.aten.minimum.default),
+        ):
+            if bound is not None:
+                scalar = {"dtype": value.dtype, "device": value.device}
+                full = self._insert_call(place, torch.ops.aten.full.default, [], bound, **scalar)
+                encoded = place = self._insert_call(full, op, encoded, full)
         parts = self._encoded(encoded, order, how, place)
         return self._insert_call(parts[-1], ops.DECODE, parts, *how, size, order, value.dtype)
 
