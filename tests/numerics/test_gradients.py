@@ -155,8 +155,9 @@ NETS = {
     "resnet": Net(lambda: ResNet18(width=4), image),
     "resnet eval": Net(lambda: ResNet18(width=4), image, train=False),
     "resnet channels_last": Net(
-        # Of less than 8 channels, torch 2.13's own strided 1x1 convolution writes beyond its memory.
-        lambda: ResNet18(width=8).to(memory_format=torch.channels_last), lambda: image(last=True)
+        # Torch's own strided 1x1 convolution writes beyond its memory below 8 channels (AVX2).
+        lambda: ResNet18(width=8).to(memory_format=torch.channels_last),
+        lambda: image(last=True),
     ),
     "resnet bf16": Net(lambda: ResNet18(width=4), image, autocast=True),
     "blocks": Net(Blocks, image),

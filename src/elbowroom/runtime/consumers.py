@@ -287,6 +287,7 @@ class Part(Enum):
     GAUSSIAN = "gaussian"  # the result of exp of what was squared, which needs it exactly itself
     SQUARED = "squared"  # it is squared
     DIFFERENCE = "difference"  # a difference that is squared, or a square that something scales
+    FACTOR = "factor"  # of a product of matrices
 
 
 class Reading(NamedTuple):

@@ -6,11 +6,13 @@ and a run with the same base seed draws the same noise.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from elbowroom.codecs.compact import Coders
 from elbowroom.runtime.capacities import Capacities
@@ -34,6 +36,7 @@ class Context:
     coders        cache of coders for small tensors
     device_seeds  seeds of settled steps whose codes are made on a GPU
     kept          reasons for sites that are always kept
+    exact         the same, by the outermost module, of contexts that learn nothing else
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
     recurrent_layers  the largest number of recurrent layers that one forward has called
@@ -62,6 +65,8 @@ class Context:
         self.runs_again = False
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
+        self.exact: weakref.WeakKeyDictionary[object, dict[SiteKey, str]]
+        self.exact = weakref.WeakKeyDictionary()
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -103,6 +108,24 @@ class Context:
         if self.learns:
             self.kept.setdefault(key, why)
 
+    def learn_exact(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:
+        """Keeps this site exactly from the next step on; returns whether that is new.
+
+        A context that learns nothing else remembers it while the model exists, for any shape. model
+        None: it is an op of no module.
+        """
+        if self.learns:
+            known = self.kept
+        else:
+            known, key = self.exact.setdefault(model or self, {}), _of_any_shape(key)
+        is_new = key not in known
+        known.setdefault(key, why)
+        return is_new
+
+    def why_exact(self, model: nn.Module | None, key: SiteKey) -> str | None:
+        """Returns why this site of a model is kept, from `learn_exact`; None: it is not."""
+        return self.exact.get(model or self, {}).get(_of_any_shape(key))
+
     def learn_unrepeatable(self, module: str) -> None:
         """Notes that a second run of the module of this name gives another result."""
         if self.learns:
@@ -121,6 +144,11 @@ class Context:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed, self.count, self.step = state["seed"], state["count"], state["step"]
+
+
+def _of_any_shape(key: SiteKey) -> SiteKey:
+    module, consumer, _, dtype = key
+    return module, consumer, (), dtype
 
 
 def mixed(x: int) -> int:

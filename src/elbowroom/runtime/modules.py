@@ -177,6 +177,12 @@ def current() -> str:
     return _thread.prefix + (_thread.names.get(id(module)) or type(module).__name__)
 
 
+def outermost() -> nn.Module | None:
+    """Returns the outermost module that runs on this thread, or None."""
+    running = _running()
+    return running[0] if running else None
+
+
 def stack() -> tuple[str, ...]:
     """The names of the modules that run on this thread, outermost first, below the first of them.
 

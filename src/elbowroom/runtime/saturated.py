@@ -15,9 +15,10 @@ y are divisors, too.
 So such a result waits while it is held elsewhere, when a code would free nothing; after a sum, a
 selection or the like of it, it waits for three more ops that save a tensor. If one of these divides
 by a result of it, element by element, or takes its logarithm or root, it stays exact; else it gets
-its code. An op that divides by it even later (a logarithm of a product) is found, too: a warning is
-logged, and a fitted model keeps the tensor from the next step on. The same applies to ops that
-divide in a profiled step, in which nothing waits, because its memory over time is that of plans.
+its code. An op that divides by it even later (a logarithm of a product) is found, too: the code is
+taken back if something else holds the tensor. If nothing does, a warning is logged, and the tensor
+is kept from the next step on. The same applies to ops that divide in a profiled step, in which
+nothing waits, because its memory over time is that of plans.
 
 What is squared on the way into an exponential is the reverse of that: a Gaussian of width s,
 exp(-(x - m)^2 / (2 s^2)), passes a gradient to the few x that are near m, and the step of a code
@@ -25,14 +26,16 @@ follows the range of all. For s of a hundredth of that range, the code moved eve
 end of the Gaussian to the other. So a difference waits where it is squared, and the square where
 something scales it. If an exponential, a softmax or the like of them follows, they stay exact
 (`exponents`), and so does the exponential: what is far from m has a slope of (x - m) / s^2, which
-only a result of 0 cancels.
+only a result of 0 cancels. Other squares have their code at once, for most are those of norms, and
+it is taken back. So are the factors of a product of matrices beside a square: what is left of
+|x|^2 - 2 x y + |y|^2 is as small as (x - y)^2. 1 / (x^2 + c) is like a Gaussian, too.
 """
 
 import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +55,7 @@ EXPONENTIAL = frozenset(("ExpBackward0", "Exp2Backward0", "Expm1Backward0"))
 SATURATING = EXPONENTIAL | frozenset(
     (
         *("SigmoidBackward0", "TanhBackward0", "SoftmaxBackward0", "SafeSoftmaxBackward0"),
-        "MaskedSoftmaxBackward0",
+        *("MaskedSoftmaxBackward0", "_ProbabilitiesBackward"),
     )
 )
 _DIVIDED = "what is made of it is divided by, or its logarithm or root is taken"
@@ -60,6 +63,7 @@ _SQUARED = "an exponential of its square follows, to which a small part of its r
 WHY = {
     **dict.fromkeys((Part.SATURATED, Part.EXPONENTIAL), _DIVIDED),
     **dict.fromkeys((Part.SQUARED, Part.DIFFERENCE), _SQUARED),
+    Part.FACTOR: "a small difference of squares and its product follows",
     Part.GAUSSIAN: "where it is 0, its argument may have any slope",
 }
 _MOST_SAVES = 3  # saving calls, in a chain of results of it alone
@@ -96,17 +100,24 @@ _ALONE = (
 )
 _ELEMENTWISE = (*_ALONE, "Mul", "_Product", "Pow", "Div")
 _SUMMED = ("Sum", "Mean")  # ... of exponentials: the smallest sum is as small as they are
-_MOST_NODES = 16
+_MOST_NODES = 32
+# Products of matrices; in one op with what is added to them.
+_ADDED = ("Addmm", "Baddbmm", "Addbmm", "Addmv")
+_CONTRACTIONS = (*_ADDED, "Mm", "Bmm", "Mv", "Dot", "Linear")
 _POWER, _PRODUCT = "PowBackward0", "MulBackward0"
 _SCALED = ("Mul", "_Product", "Div", "Neg", *RESHAPES)
 # Functions -> their nodes, which contain an exponential of what is below.
 _EXPONENTS = frozenset(
     (
         *("exp", "exp_", "exp2", "exp2_", "expm1", "softmax", "softmin", "log_softmax"),
-        *("logsumexp", "cross_entropy"),
+        *("logsumexp", "cross_entropy", "sigmoid", "sigmoid_"),
     )
 )
-_OF_EXPONENTS = ("Exp", "Softmax", "LogSoftmax", "Logsumexp", "_LogProbabilities", "NllLoss")
+_OF_EXPONENTS = (
+    *("Exp", "Softmax", "LogSoftmax", "Logsumexp", "NllLoss", "Sigmoid"),
+    *("_Probabilities", "_LogProbabilities"),
+)
+_TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt")
 
 
 def part_of(node: str, x: Tensor, out: Any) -> Part:
@@ -114,11 +125,14 @@ def part_of(node: str, x: Tensor, out: Any) -> Part:
     if node in SATURATING:
         if node not in EXPONENTIAL:
             return Part.SATURATED
-        of_square = _reaches(x.grad_fn, _is_square, (*_ELEMENTWISE, *_SUMMED, "Exp"))
+        of_square = _reaches(x.grad_fn, _is_square, (*_TO_SQUARES, "Exp"))
         return Part.GAUSSIAN if of_square else Part.EXPONENTIAL
     if node == _PRODUCT and not (isinstance(out, Tensor) and _is_square(out.grad_fn)):
-        is_scaled = _reaches(x.grad_fn, _is_square, (*_ALONE, *_SUMMED, *_SCALED))
+        through = (*_ALONE, *_SUMMED, *_SCALED, *_ADDED)
+        is_scaled = _reaches(x.grad_fn, _is_square, through)
         return Part.DIFFERENCE if is_scaled else Part.NONE
+    if node.startswith(_CONTRACTIONS):
+        return Part.FACTOR
     if node not in (_POWER, _PRODUCT):
         return Part.NONE
     return Part.DIFFERENCE if _reaches(x.grad_fn, _is_difference, _SCALED) else Part.SQUARED
@@ -132,10 +146,16 @@ def _reaches(node: Node | None, found: Callable[[Node], bool], through: tuple[st
         if node is not None and found(node):
             return True
         if node is not None and node.name().startswith(through):
-            waiting += [below for below, _ in node.next_functions]
+            waiting += _linear_below(node)
         if not waiting:
             break
     return False
+
+
+def _linear_below(node: Node) -> list[Node | None]:
+    """Returns the nodes below one, without those of the factors of a product of matrices."""
+    below = [one for one, _ in node.next_functions]
+    return below[:1] if node.name().startswith(_ADDED) else below
 
 
 def _is_difference(node: Node) -> bool:
@@ -228,44 +248,66 @@ class Saturated:
 def divided(call: Call) -> Iterator[int]:
     """Yields autograd's numbers of the nodes y for which a call divides by 1 - y or the like.
 
-    It walks the graph from the argument whose inverse, root or logarithm the call's gradient has,
+    So are those that square an element alone: 1 / (x^2 + c) has its gradient where x is small. It
+    walks the graph from the argument whose inverse, root or logarithm the call's gradient has,
     through ops that work element by element, and to exponentials through sums, too.
     """
     place = _DIVIDING.get(call.name)
     x = None if place is None else call.arg(*place)
     if not isinstance(x, Tensor) or (call.name in _POWERS and not _is_singular_power(call)):
         return
-    waiting: list[tuple[Node | None, bool]] = [(x.grad_fn, False)]
+    waiting: list[tuple[Node | None, bool, bool]] = [(x.grad_fn, False, False)]
+    sums: list[int] = []  # the nodes of squares that are summed
+    factors: list[int] = []
     for _ in range(_MOST_NODES):
-        node, is_sum = waiting.pop(0) if waiting else (None, False)
+        node, is_sum, is_squared = waiting.pop(0) if waiting else (None, False, False)
         if node is None:
             if not waiting:
-                return
+                break
             continue
         name = node.name()
         if name in EXPONENTIAL or (name in SATURATING and not is_sum):
             yield node._sequence_nr()
-        elif name.startswith((*_ELEMENTWISE, *_SUMMED)):
+            continue
+        if not is_squared and name.startswith(_CONTRACTIONS):
+            factors.append(node._sequence_nr())
+        if not is_squared and _is_square(node):
+            is_squared = True
+            if is_sum:
+                sums.append(node._sequence_nr())
+            elif call.name != "sqrt":
+                yield node._sequence_nr()
+        if name.startswith((*_ELEMENTWISE, *_SUMMED, *_ADDED)):
             is_sum |= name.startswith(_SUMMED)
-            waiting += [(below, is_sum) for below, _ in node.next_functions]
+            waiting += [(below, is_sum, is_squared) for below in _linear_below(node)]
+    if sums and factors:
+        yield from (*sums, *factors)
 
 
 def exponents(call: Call, out: Any) -> Iterator[int]:
     """Yields autograd's numbers of the nodes that an exponential's argument is computed by.
 
-    Of these, a caller knows the ones that square, or scale a square.
+    Of these, a caller knows the ones that square, or scale a square. Products of matrices are among
+    them where something is squared, as in |x|^2 - 2 x y + |y|^2.
     """
     if call.name not in _EXPONENTS or not isinstance(out, Tensor):
         return
-    through = (*_ELEMENTWISE, *_SUMMED, *_OF_EXPONENTS)
-    waiting = [out.grad_fn]
+    through = (*_TO_SQUARES, *_OF_EXPONENTS)
+    waiting: list[tuple[Node | None, bool]] = [(out.grad_fn, False)]
+    factors, has_squares = list[int](), False
     for _ in range(_MOST_NODES):
-        node = waiting.pop(0) if waiting else None
+        node, is_squared = waiting.pop(0) if waiting else (None, False)
+        if node is not None and not is_squared and node.name().startswith(_CONTRACTIONS):
+            factors.append(node._sequence_nr())
         if node is not None and node.name().startswith(through):
+            is_squared |= _is_square(node)
+            has_squares |= is_squared
             yield node._sequence_nr()
-            waiting += [below for below, _ in node.next_functions]
+            waiting += [(below, is_squared) for below in _linear_below(node)]
         if not waiting:
-            return
+            break
+    if has_squares:
+        yield from factors
 
 
 def _touchable(call: Call) -> Iterator[Tensor]:
@@ -284,12 +326,10 @@ def _is_singular_power(call: Call) -> bool:
     return not isinstance(exponent, int | float) or exponent < 1
 
 
-@cache
 def tell_late(consumer: str, module: str, why: str) -> None:
-    """Warns, once for an op of a module, that a code was made before its readers were known."""
+    """Warns that a code was made before its readers were known, and its tensor is freed."""
     _log.warning(
         "what '%s' saves in '%s' has a code, and %s: gradients of this step may be far off "
-        "there. A fitted model keeps it from now on; er.saving does not: enlarge min_nbytes, or, "
-        "in a loss, take logits",
+        "there. It is kept from the next step on",
         *(consumer, module, why),
     )

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elbowroom.codecs.base import Encoded, Seed
 from elbowroom.codecs.dropped import encoded_or_dropped, is_own
@@ -60,6 +60,7 @@ from elbowroom.runtime.handles.encode import largest
 from elbowroom.runtime.handles.rebuild import Ready, Recipe
 from elbowroom.runtime.identity import Identity, covering
 from elbowroom.runtime.masks import mask_bits
+from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
 from elbowroom.runtime.observer import Listener, Recorder, Watch
 from elbowroom.runtime.prefetcher import Prefetcher
@@ -95,6 +96,31 @@ def is_lossy(action: Action, need: Need) -> bool:
     return need is Need.LOSSY and not at_once
 
 
+class Undecided(NamedTuple):
+    """Tensor that a later op may need exactly, as a node has saved it. model: the outermost."""
+
+    slot: weakref.ref[Slot]
+    site: Site
+    part: Part
+    model: nn.Module | None
+
+
+def _taken_back(slot: Slot, why: str) -> bool:
+    """Holds the tensor itself in place of its code, if it still exists; returns whether it does.
+
+    What is rebuilt is exact once all that it is rebuilt from is.
+    """
+    held = slot.value
+    if isinstance(held, RebuildHandle):
+        return all(one.exact or _taken_back(one, why) for one in held.ready.slots)
+    if not isinstance(held, EncodeHandle) or isinstance(held, MovedCodeHandle):
+        return False
+    original = held.original()
+    if original is not None:
+        slot.hold(KeepHandle(original, why))
+    return original is not None
+
+
 class Serving:
     """Serves the requests of one forward.
 
@@ -125,7 +151,7 @@ class Serving:
         self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
         self.pieces = Pieces()
-        self.undecided: dict[int, list[tuple[weakref.ref[Slot], Site, Part]]] = {}
+        self.undecided: dict[int, list[Undecided]] = {}
 
     def end(self) -> None:
         """Ends the forward: nothing waits any more."""
@@ -162,25 +188,30 @@ class Serving:
         an exponential.
         """
         for number in divided(call):
-            self._keep_parts(number, (Part.SATURATED, Part.EXPONENTIAL), call, recorder)
+            self._keep_parts(number, tuple(Part), call, recorder)
         for number in exponents(call, out):
-            self._keep_parts(number, (Part.SQUARED, Part.DIFFERENCE), call, recorder)
+            parts = (Part.SQUARED, Part.DIFFERENCE, Part.FACTOR)
+            self._keep_parts(number, parts, call, recorder)
 
     def _keep_parts(
         self, number: int, parts: tuple[Part, ...], call: Call, recorder: Recorder | None
     ) -> None:
-        """Keeps what a node has saved; a tensor that has a code by now, from the next step on."""
-        for ref, site, part in self.undecided.get(number, ()):
+        """Keeps what a node has saved; a tensor that has a code by now, from the next step on.
+
+        In this step that is taken back if something else holds the tensor itself.
+        """
+        for ref, site, part, model in self.undecided.get(number, ()):
             slot = ref()
             if slot is None or part not in parts:
                 continue
+            if not slot.exact:
+                is_new = self._context.learn_exact(model, _key(site), WHY[part])
+                self._listener.refuse(WHY[part], once=True)
+                if not _taken_back(slot, WHY[part]) and is_new:
+                    tell_late(site.consumer, site.module, WHY[part])
             if slot.exact:
                 slot.promise(Need.EXACT, call.name)
                 slot.entry.why = WHY[part]
-            else:
-                self._context.learn_keep(_key(site), WHY[part])
-                self._listener.refuse(WHY[part], once=True)
-                tell_late(site.consumer, site.module, WHY[part])
             if recorder is not None:
                 recorder.decided(slot, WHY[part])
 
@@ -254,7 +285,7 @@ class Serving:
         """Notes a part that a later op may need exactly. site: that of what is held."""
         reading = request.reading
         noted = self.undecided.setdefault(reading.number, [])
-        noted.append((weakref.ref(request.slot), site, reading.part))
+        noted.append(Undecided(weakref.ref(request.slot), site, reading.part, outermost()))
 
     def _wait_for_sources(self, request: Request, site: Site) -> None:
         """Lets a kept tensor wait until an op saves a source of it, in exact contexts.
@@ -327,11 +358,12 @@ class Serving:
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the policy's action, as far as this tensor allows it."""
-        slot, x = request.slot, request.x
         known = self._context.kept.get(_key(site))
+        if known is None and self._context.exact:
+            known = self._context.why_exact(outermost(), _key(site))
         if known is not None:
             return Keep(known)
-        slot.sites.append(site)
+        request.slot.sites.append(site)
         action = self._decide(site, ready)
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
             codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
@@ -339,7 +371,7 @@ class Serving:
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
             least = None if action.codec.lossless else LEAST_LOG_PROBABILITY
             action = replace(action, least=least)
-        if isinstance(action, Offload) and covering(x) is None:
+        if isinstance(action, Offload) and covering(request.x) is None:
             return Keep("a part of a storage whose other parts may change")
         return action
 

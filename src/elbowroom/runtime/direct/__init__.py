@@ -9,6 +9,7 @@
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
     attention    any code            q, k, v restored: the op runs again (attention/)
     cross_entropy  log-probabilities  these, restored: the gradient takes their place (CPU)
+    softmax      8-bit floats       what is decoded, whose rows add up to 1 again
     clamp        a bit an element    the bits, restored: what lies between its limits
     mul          anything            each factor where its product will be, one by one (CPU)
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
@@ -56,6 +57,7 @@ from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
+from elbowroom.runtime.direct.softmax import fits_softmax, softmax
 from elbowroom.runtime.identity import PLAIN, untouchable
 from elbowroom.runtime.transforms import is_transformed
 
@@ -104,6 +106,7 @@ _CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
     Direct(run, Reads.RESTORED, fits_clamp, exact=False, swaps=True)
     for run in (clamp, clamp_min, clamp_max)
 )
+_SOFTMAX = Direct(softmax, Reads.RESTORED, fits_softmax)
 _PRODUCT = Direct(product, Reads.PLACE, fits_product, always=True)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
@@ -127,6 +130,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
     **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _CLAMP_MIN),
     **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), _CLAMP_MAX),
     **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _PRODUCT),
+    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _SOFTMAX),
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,

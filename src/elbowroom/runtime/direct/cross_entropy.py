@@ -161,12 +161,16 @@ class _LogProbabilities(Node):
         if came is None:
             (logp,) = ctx.saved_tensors
             return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype), None
+        held = packed(ctx, 0)
+        is_coded = isinstance(held, View) and not held.slot.exact
         logp, is_private = _restored(ctx)
         made = logp if is_private else torch.empty_like(logp)
         loss_grad, target, weight, total = came
         rows = max(_ROWS_NBYTES // (logp.shape[1] * logp.element_size()), 1)
         for start in range(0, len(logp), rows):
             some, end = logp[start : start + rows], start + rows
+            if is_coded:  # as in `softmax.py`
+                some = some - some.logsumexp(1, keepdim=True)
             of_logp = labels.gradient(loss_grad, some, target[start:end], weight, total)
             made[start:end] = _aten._log_softmax_backward_data(of_logp, some, 1, logp.dtype)
         return made, None

@@ -184,28 +184,31 @@ class EncodeHandle:
             refuse_undecodable(encoded, error)
             raise
 
+    def original(self) -> Tensor | None:
+        """The tensor that was encoded, if something else holds it, and it has not changed."""
+        if self._counter._version != self._version:
+            return None
+        one = self._encoded
+        x = self._original.tensor(one.dtype)
+        if x is None or storage_nbytes(x) != self._nbytes:  # freed by hand: resize_(0)
+            return None
+        return counted(self._counter, x.as_strided(one.shape, one.stride, self._offset))
+
     def _still_there(self) -> Tensor | None:
         """The original, unchanged, or a decoded tensor that a reader in backward still holds."""
-        encoded = self._encoded
-        if self._counter._version == self._version:
-            original = self._original.tensor(encoded.dtype)
-            if (
-                original is not None and storage_nbytes(original) == self._nbytes
-            ):  # not freed by hand: resize_(0)
-                if self.on_outlived is not None:
-                    self.on_outlived()
-                return counted(
-                    self._counter, original.as_strided(encoded.shape, encoded.stride, self._offset)
-                )
+        original = self.original()
+        if original is not None:
+            if self.on_outlived is not None:
+                self.on_outlived()
+            return original
         if self._restored is None:
             return None
         storage, counter, version = self._restored
-        restored = storage.tensor(encoded.dtype) if counter._version == version else None
-        return (
-            None
-            if restored is None
-            else counted(counter, restored.as_strided(encoded.shape, encoded.stride, 0))
-        )
+        one = self._encoded
+        restored = storage.tensor(one.dtype) if counter._version == version else None
+        if restored is None:
+            return None
+        return counted(counter, restored.as_strided(one.shape, one.stride, 0))
 
 
 def largest(encoded: Encoded) -> int:
