@@ -82,7 +82,6 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
         gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or copied_nbytes(fn),
-        is_guess=any(made.device.type != "cpu" for made in fn._input_metadata),
         reads=tuple(_reads(fn, found)) if is_hidden else (),
     )
 

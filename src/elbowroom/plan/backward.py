@@ -6,8 +6,8 @@
 
 Nothing runs here. A gradient has the size of the tensor that it belongs to, which each node knows.
 An op that hands on what it was given (a view, a sum) makes none of its own; where several come
-together, they are added up in place if nobody else holds the first of them. What many ops make in
-between is in a table. What libraries take inside of others is not known.
+together, they are added up in place if nobody else holds the first of them. What some ops make in
+between is in a table. What libraries take inside of an op is not known.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-_BETWEEN = {  # largest gradients that a formula makes beside its result, as measured on a CPU
+_BETWEEN = {  # largest gradients that a formula makes beside its result
     "PowBackward": 2,
     "DivBackward": 1,
     "RsqrtBackward": 2,
@@ -31,16 +31,6 @@ _BETWEEN = {  # largest gradients that a formula makes beside its result, as mea
     "Log1PBackward": 1,
     "CumsumBackward": 2,
     "ErfBackward": 4,
-    **dict.fromkeys(  # none
-        (
-            *("AddmmBackward", "BmmBackward", "EmbeddingBackward", "ExpBackward", "GatherBackward"),
-            *("GeluBackward", "IndexBackward", "IndexSelectBackward", "LeakyReluBackward"),
-            *("LogSoftmaxBackward", "MmBackward", "MulBackward", "NativeLayerNormBackward"),
-            *("ReluBackward", "ScatterAddBackward", "SigmoidBackward", "SiluBackward"),
-            *("SoftmaxBackward", "TanhBackward"),
-        ),
-        0,
-    ),
 }
 _PASS = (  # their gradient is what came in, or a view of it
     *("AddBackward", "AliasBackward", "CatBackward", "CloneBackward", "ExpandBackward"),
@@ -70,8 +60,7 @@ class Node:
     gives   (node, which of its tensors) for each input of the op; node -1: it needs no gradient
     stays   what it takes is the gradient of a leaf, which has none yet
     reads   (node, which of its tensors) of what it has saved, where the user's hooks hold it
-    workspace  bytes that it takes beside gradients
-    is_guess   the workspace is estimated, and not known
+    workspace  bytes that it is known to take beside gradients
     is_older   its op ran before the forward that the graph is of
     """
 
@@ -82,7 +71,6 @@ class Node:
     stays: bool = False
     reads: tuple[tuple[int, int], ...] = ()
     workspace: int = 0
-    is_guess: bool = False
     is_older: bool = False
 
     @property
@@ -159,7 +147,6 @@ class Moment:
     nth      its number
     nbytes   gradients that wait, that it makes, and what lies between
     waits    gradients that wait as it begins, its own counted
-    known    of `nbytes`: gradients that wait for other ops, and what this one is known to take
     stay     of gradients that stay: those so far, its own counted
     hidden   of what the user's hooks have put back for it: a checkpoint of the user's
     """
@@ -169,7 +156,6 @@ class Moment:
     waits: int
     stay: int
     hidden: int = 0
-    known: int = 0
     is_leaf: bool = False
 
 
@@ -232,19 +218,9 @@ class _Backward:
             _, at = heapq.heappop(self._ready)
             node = self._nodes[at]
             waits = self._peak = self._gradients.nbytes
-            others = waits - sum(map(self._gradients.size, set(self._came[at].values())))
             self._run(at, node)
             hidden = self._hidden.read_by(at)
-            known = self._peak if _is_known(node) else others + _workspace(node)
-            yield Moment(
-                node.nth,
-                self._peak,
-                waits,
-                self._stay,
-                hidden,
-                min(known, self._peak),
-                node.is_leaf,
-            )
+            yield Moment(node.nth, self._peak, waits, self._stay, hidden, node.is_leaf)
 
     def _run(self, at: int, node: Node) -> None:
         came = self._came.pop(at, {})
@@ -300,16 +276,6 @@ def _reached(graph: Graph) -> set[int]:
         found |= new
         waiting += new
     return found
-
-
-def _is_known(node: Node) -> bool:
-    """Returns whether all is known that a node's formula takes."""
-    return node.name.rstrip("0123456789") in _BETWEEN and not node.is_guess
-
-
-def _workspace(node: Node) -> int:
-    """Returns the bytes of its workspace, if they are known."""
-    return 0 if node.is_guess else node.workspace
 
 
 def _between(node: Node, nodes: tuple[Node, ...]) -> int:

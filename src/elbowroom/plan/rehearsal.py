@@ -2,10 +2,10 @@
 
     order      autograd's own, over the graph that forward has built (`backward.py`)
     base(t)    what stood before the step + what forward has left behind + what cannot be planned
-               and is still to be asked for + gradients of parameters so far + all gradients that
-               wait for other ops, and what the op is known to take + `care` x what else it takes +
-               a workspace for one that it has saved; at the first, the loss's input three times,
-               if that is more and the loss is not part of forward
+               and is still to be asked for + gradients of parameters so far + `care` x what the op
+               takes: its gradients and all that wait + a workspace for one that it has saved; at
+               the first, the loss's input three times, if that is more and the loss is not part of
+               forward
 
 Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; LIKELY takes the
 graph at its word. An op that saves a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of
@@ -27,7 +27,7 @@ from elbowroom.plan.profile import Profile, Storage, is_planned
 from elbowroom.plan.sequence import in_sequence
 from elbowroom.plan.site import Reads
 
-CAREFUL, LIKELY = 1.25, 1.0  # of what an op takes by an estimate
+CAREFUL, LIKELY = 1.25, 1.0  # of what the graph says
 _WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
 # Largest tensors that are set aside for backward while nothing is known of it.
 SAFE, USUAL = 6, 3
@@ -139,7 +139,7 @@ def with_backward(
     """A whole step, from a forward whose storages were all dropped.
 
     state_nbytes  of the optimizer's, which the step will create
-    care          times what ops of backward take by an estimate
+    care          times what the graph says that backward takes
     turns         plans know what convolutions spare by taking turns, which they do not in the first
                   step, for it is profiled
     """
@@ -210,8 +210,7 @@ def _moments(graph: Graph, care: float) -> list[_Moment]:
     asks = _requests(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
     for one in ran:
-        nbytes = int(care * (one.nbytes - one.known)) + one.known + one.hidden
-        waits = one.waits + one.hidden
+        nbytes, waits = (int(care * part) + one.hidden for part in (one.nbytes, one.waits))
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
             found.append(_Moment(asking, nbytes, waits, one.stay))
