@@ -218,3 +218,24 @@ def test_it_breaks_a_compiled_graph(tmp_path: Path) -> None:
         for _ in range(2):
             torch.testing.assert_close(compiled(images()), model(images()))
     assert prefix.misses == 6
+
+
+def test_files_of_another_module_are_never_read(tmp_path: Path) -> None:
+    """Two processes that began at once had both found no `prefix.json`, and read each other's."""
+    x, mine, other = images(), CachedPrefix(frozen(), tmp_path), CachedPrefix(frozen(5), tmp_path)
+    mine(x)
+    (tmp_path / "prefix.json").unlink()
+    with pytest.raises(ModuleError, match="of another module"):
+        other(x)
+    (tmp_path / "prefix.json").unlink()
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert torch.equal(other(x), frozen(5)(x))
+    assert torch.equal(mine(images(seed=2)), frozen()(images(seed=2)))
+    assert torch.equal(other(images(seed=2)), frozen(5)(images(seed=2)))
+
+
+def test_outputs_that_are_not_finite(tmp_path: Path) -> None:
+    x, features = images(), nn.Sequential(nn.Flatten(), nn.ReLU()).eval()
+    x[1, 0, 0, 0], x[2, 0, 0, 0] = float("nan"), float("inf")
+    assert torch.equal(CachedPrefix(features, tmp_path)(x).nan_to_num(), features(x).nan_to_num())

@@ -144,7 +144,7 @@ def test_a_settled_fit_stays_within_its_budget(share: float) -> None:
     step()
     static = sum(p.nbytes for p in model.parameters())
     budget = static + int(share * peak(step))
-    er.fit(model, budget=budget, optimizer=optimizer, noise=0.1)
+    er.fit(model, budget=budget, optimizer=optimizer)
     for _ in range(12):
         step()
     gc.collect()

@@ -247,11 +247,11 @@ def test_it_is_taken_where_the_link_is_slow_or_small(solver: str, room: int | No
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    model, x = linears(256, 6), torch.randn(1024, 256)
+    model = linears(256, 6)
 
     def step() -> None:
         model.zero_grad()
-        model(x).square().mean().backward()
+        model(torch.randn(1024, 256)).square().mean().backward()
 
     return er.measure(step, noise=True)
 

@@ -12,7 +12,7 @@ from following import Entered, Tracer, total
 CEILINGS = {
     "`er.saving()`, the first step: rebuilt": (15, 716),
     "`er.saving()`, later steps: rebuilt": (4, 116),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (18, 660),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (19, 674),
     '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (5, 182),
     "`er.fit`, a step that learns: rebuilt": (17, 662),
     "`er.fit`, a settled step: rebuilt": (4, 116),

@@ -14,7 +14,7 @@ from elbowroom.fitting.state import FitState
 from elbowroom.fitting.transitions import advance
 
 LITTLE, MUCH = Taken(100, "a plan that held"), Taken(150, "a plan that did not")
-STATE = FitState(SimpleNamespace(budget_nbytes=100), "memory", "now", "largest")
+STATE = FitState(SimpleNamespace(budget_nbytes=100, noise=None), "memory", "now", "largest")
 ENDED = ForwardEnded(preset=5, impossible=True, saving="saving")
 
 

@@ -35,6 +35,7 @@ from elbowroom.kernels.fakes import has_values
 from elbowroom.units import parse_nbytes, show_nbytes
 
 _MANIFEST = "prefix.json"
+_OWNER = "prefix"  # in the metadata of a file
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _log = logging.getLogger("elbowroom")
 
@@ -75,6 +76,7 @@ class CachedPrefix(nn.Module):
         self._files: dict[str, Path] = {}  # by key
         self._nbytes = 0  # of all files
         self._seen: object = None  # versions of the state that the folder belongs to
+        self._owner = ""  # a checksum of that state, which each file bears
         self._is_apart = self._is_full = False  # samples do not depend on each other; no room left
         self._check_frozen()
         self.training = False
@@ -127,7 +129,8 @@ class CachedPrefix(nn.Module):
             self._refuse("its forward changes a buffer")
         if not self._is_apart and len(y) > 1 and y.is_floating_point():
             alone = self._run([x[:1] for x in inputs])[0].float()
-            within = sqrt(torch.finfo(y.dtype).eps) * float(y.abs().max())
+            whole = y.abs()[y.isfinite()].max().item() if y.isfinite().any() else 0.0
+            within = sqrt(torch.finfo(y.dtype).eps) * whole
             if not torch.allclose(alone, y[0].float(), rtol=0, atol=within, equal_nan=True):
                 self._refuse("its output of a sample depends on the other samples of the batch")
             self._is_apart = True
@@ -173,7 +176,15 @@ class CachedPrefix(nn.Module):
                 )
         else:
             write_text(json.dumps(depends), path)
-        self._files = dict(_stored(self.folder))
+        self._owner = _digest(f"{name} {value}" for name, value in depends.items())
+        self._files = {}
+        for key, file, owner in _stored(self.folder):
+            if owner != self._owner:
+                self._refuse(
+                    f"{file} holds outputs of another module, by its checksum; give another "
+                    "folder, or delete this one"
+                )
+            self._files[key] = file
         self._nbytes = sum(file.stat().st_size for file in {*self._files.values()})
         self._seen = state
 
@@ -203,10 +214,11 @@ class CachedPrefix(nn.Module):
                 _log.warning("%s is full (limit=%s); the rest is computed", self.folder, limit)
             self._is_full = True
             return
-        path = self.folder / f"{_digest(outputs)}.safetensors"
+        # Another module that writes into this folder at the same time has files of its own.
+        path = self.folder / f"{_digest([self._owner, *outputs])}.safetensors"
         checksums = {key: _digest([_kind(y), y]) for key, y in outputs.items()}
         with replacing(path) as file:
-            file.write(save(dict(outputs), checksums))
+            file.write(save(dict(outputs), {**checksums, _OWNER: self._owner}))
         self._nbytes += path.stat().st_size
         self._files |= dict.fromkeys(outputs, path)
 
@@ -219,17 +231,20 @@ class CachedPrefix(nn.Module):
                     mine = {key: file.get_tensor(key) for key in keys if self._files[key] == path}
             except (SafetensorError, OSError) as error:
                 raise _damaged(path) from error
-            if any(checksums.get(key) != _digest([_kind(y), y]) for key, y in mine.items()):
+            wrong = any(checksums.get(key) != _digest([_kind(y), y]) for key, y in mine.items())
+            if wrong or checksums.get(_OWNER) != self._owner:
                 raise _damaged(path)
             found |= mine
         return found
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Path]]:
+def _stored(folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """Yields each key with its file, and whose outputs that file says to hold."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                yield from ((key, path) for key in file.keys())  # noqa: SIM118 (not a mapping)
+                owner = (file.metadata() or {}).get(_OWNER, "")
+                yield from ((key, path, owner) for key in file.keys())  # noqa: SIM118 (not a mapping)
         except (SafetensorError, OSError) as error:
             raise _damaged(path) from error
 

@@ -507,7 +507,7 @@ def perform(
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
             coder = None  # whose code is one run of bytes, which is not moved
-            if context is not None and action.moved is None:
+            if context is not None and action.moved is None and not would_wait(base):
                 coder = context.coders.of(codec, x, facts)
             drops = is_examined if context is None else context.drops_codecs
             if drops and not is_own(type(codec)):
