@@ -171,7 +171,7 @@ def _viewed(values: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a value is a view of."""
+    """Returns the value that a view was made of, or the value itself."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

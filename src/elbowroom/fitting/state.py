@@ -239,7 +239,7 @@ class FitState:
 
     @property
     def noise(self) -> float:
-        """What the codes of the current setting add, measured or predicted."""
+        """Says what the codes of the current setting add: measured, or predicted."""
         plan, profile = self.plan, self.profile
         if plan is None:
             return self.options.preset_noise(self.preset)

@@ -30,7 +30,7 @@ from elbowroom.runtime.slot import View
 
 @dataclass(frozen=True)
 class _Layouts:
-    """What oneDNN does with one instruction set.
+    """Describes what oneDNN copies with one instruction set.
 
     block        channels that copies are filled up to
     least        channels that the copy of an input is filled up to, if it has no more
