@@ -63,7 +63,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())  # or the new name could be on the disk before the bytes are
         partial.replace(path)
-    except BaseException:
+    except BaseException:  # an interrupt, too: it would leave a part of a file in the folder
         partial.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)

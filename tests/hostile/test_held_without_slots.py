@@ -267,12 +267,16 @@ def coded_net() -> tuple[nn.Module, Callable[[float], Tensor]]:
     return net, lambda factor: weighed(net(factor * x))
 
 
-def test_a_code_that_one_op_reads_has_no_slot_and_the_same_bits(monkeypatch):
+CODED = [("dither", {"levels": 16}), ("group", {"bits": 4}), ("cast", {})]
+
+
+@pytest.mark.parametrize(("policy", "fields"), CODED)
+def test_a_code_that_one_op_reads_has_no_slot_and_the_same_bits(policy, fields, monkeypatch):
     pytest.importorskip("numba")
-    (net, loss), how = coded_net(), {"levels": 16, "rebuild": False}
-    wanted, script = list(net.parameters()), written(lambda: loss(1.0), policy="dither", **how)
+    (net, loss), how = coded_net(), {"policy": policy, "rebuild": False, **fields}
+    wanted, script = list(net.parameters()), written(lambda: loss(1.0), **how)
     monkeypatch.setattr(PROCESS, "count", 0)
-    examined = grads(lambda: loss(1.0), wanted, looking("dither", min_nbytes=0, **how))
+    examined = grads(lambda: loss(1.0), wanted, looking(min_nbytes=0, **how))
     monkeypatch.setattr(PROCESS, "count", 0)
     replay = Watched(script)
     got = grads(lambda: loss(1.0), wanted, replay)
@@ -285,12 +289,13 @@ def test_a_code_that_one_op_reads_has_no_slot_and_the_same_bits(monkeypatch):
     assert same(twice[2:], got[2:])
 
 
-def test_a_code_that_one_op_reads_is_the_tensor_where_that_is_infinite():
+@pytest.mark.parametrize(("policy", "fields"), CODED[:2])
+def test_a_code_that_one_op_reads_is_the_tensor_where_that_is_infinite(policy, fields):
     """Its ledger counts the bytes that are held, from the end of forward to that of the graph."""
     pytest.importorskip("numba")
     (net, loss), held = coded_net(), []
     for factor in (1.0, 1.0, 1.0, 1e38, 1.0):
-        with er.saving("dither", levels=16, rebuild=False, min_nbytes=0) as saved:
+        with er.saving(policy, rebuild=False, min_nbytes=0, **fields) as saved:
             out = loss(factor)
         ledger = saved.ledger
         assert ledger.held_nbytes == ledger.after_nbytes

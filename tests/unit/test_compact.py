@@ -1,4 +1,4 @@
-"""Codes in one run of bytes are those of `Dither.encode`, and kernels by address those of ops."""
+"""Codes in one run of bytes are those of the codec, and kernels by address those of ops."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elbowroom.codecs import Affine, Cast, Dither, Facts, compact
+from elbowroom.codecs import Affine, Cast, Codec, Dither, Facts, Group, compact
 from elbowroom.codecs.compact import Coder, Coders, Compact
 from elbowroom.errors import CodecError
 from elbowroom.kernels import ops
@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def coded(x: Tensor, codec: Dither, zeros: bool, affine: Affine | None = None) -> tuple[Any, Any]:
+def coded(x: Tensor, codec: Codec, zeros: bool, affine: Affine | None = None) -> tuple[Any, Any]:
     """x encoded by the codec, and by a coder of such tensors."""
     facts = Facts(has_zeros=zeros)
     coder = Coder.of(codec, x, facts)
@@ -40,15 +40,22 @@ def coded(x: Tensor, codec: Dither, zeros: bool, affine: Affine | None = None) -
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("levels", [2, 3, 6, 16, 256])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(Dither(levels=levels) for levels in (2, 3, 6, 16, 256)),
+        *(Group(bits=bits, group_size=32) for bits in (1, 2, 3, 8)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_code_has_the_bytes_of_the_codec(shape: Any, levels: int, zeros: bool) -> None:
+def test_a_code_has_the_bytes_of_the_codec(shape: Any, codec: Codec, zeros: bool) -> None:
     x = torch.randn(shape).relu() if zeros else torch.randn(shape)
     width = shape[-1]
     scale, shift = torch.rand(width) + 0.5, torch.zeros(width) if zeros else torch.randn(width)
     bits = torch.randint(0, 256, (-(-x.numel() // 8),), dtype=torch.uint8)
     for affine in (None, Affine(scale, shift, 1)):
-        plain, short = coded(x, Dither(levels=levels), zeros, affine)
+        plain, short = coded(x, codec, zeros, affine)
         assert type(short) is Compact
         assert short.nbytes == plain.nbytes
         for one, other in zip(plain.buffers, short.buffers, strict=True):
@@ -79,11 +86,12 @@ def test_strides_come_back() -> None:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("codec", [Dither(levels=4), Group(bits=2)], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38])
-def test_what_has_no_code_is_held_raw(value: float, zeros: bool) -> None:
+def test_what_has_no_code_is_held_raw(value: float, codec: Codec, zeros: bool) -> None:
     x = torch.randn(70, 32)
     x[69, 3] = value
-    plain, short = coded(x, Dither(levels=4), zeros)
+    plain, short = coded(x, codec, zeros)
     assert plain.raw
     assert short.raw
     assert torch.equal(short.decode().nan_to_num(), x.nan_to_num())

@@ -186,7 +186,7 @@ def following(trained: Trained, copied: Trained) -> Iterator[Processes]:
             process.run = follow(partial(type(process).run, process))
         try:
             plain_start(process)
-        except BaseException:
+        except BaseException:  # an interrupt, too: nobody would close this end of the pipe
             read.close()
             raise
         finally:

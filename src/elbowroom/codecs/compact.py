@@ -1,4 +1,4 @@
-"""A fast path of `dither` for tensors of one shape: all that does not depend on values is cached.
+"""A fast path of `dither` and `group` for tensors of one shape: what needs no values is cached.
 
     x --Coder.encode--> Compact (one tensor of bytes) --decoded--> x~
 
@@ -21,6 +21,7 @@ from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import Buffers, Codec, Encoded
 from elbowroom.codecs.dither import Dither
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.group import Group
 from elbowroom.kernels import ops
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 
@@ -32,22 +33,29 @@ _MOST_KINDS = 512
 
 
 class Coder:
-    """`Dither.encode` for float32 tensors of one shape and strides."""
+    """`Dither.encode` or `Group.encode` for float32 tensors of one shape and strides.
 
-    def __init__(self, codec: Dither, x: Tensor, facts: Facts, kernels: Any) -> None:
+    start   byte at which the second buffer begins; middle: the third, of codes
+    most    bytes of the code, or their upper bound if it is not `fixed`
+    """
+
+    def __init__(self, codec: Dither | Group, x: Tensor, facts: Facts, kernels: Any) -> None:
         """kernels: those of `kernels/numba/by_address.py`."""
         self.codec, self.facts, self.numel = codec, facts, x.numel()
         self.shape, self.stride = tuple(x.shape), tuple(x.stride())
-        self.settings = codec.levels, codec.group_size
-        each = groups(self.numel, codec.group_size)
-        codes = packed_nbytes(codec.levels, self.numel)
-        self.start = 4 * tiles(self.numel)  # where the bounds end
-        self.middle = self.start + (-(-self.numel // 8) if facts.has_zeros else 2 * each)
-        self.most = self.middle + codes + (2 * each if facts.has_zeros else 0)
-        self.fixed = not facts.has_zeros
+        self.by_group = isinstance(codec, Group)
+        levels = 1 << codec.bits if isinstance(codec, Group) else codec.levels
+        self.settings = levels, codec.group_size
+        each = 2 * groups(self.numel, codec.group_size)  # bytes
+        codes = packed_nbytes(levels, self.numel)
+        self.fixed = _is_fixed(codec, facts)
+        self.start = each if self.by_group else 4 * tiles(self.numel)
+        self.middle = self.start + (each if self.fixed else -(-self.numel // 8))
+        self.most = self.middle + codes + (0 if self.fixed else each)
         self.is_small = self.numel <= kernels.SERIAL
-        self.quantize = kernels.dither if self.fixed else kernels.nonzero
-        self.dequantize = kernels.dither_restored if self.fixed else kernels.nonzero_restored
+        name = "group" if self.by_group else "dither" if self.fixed else "nonzero"
+        self.quantize = getattr(kernels, name)
+        self.dequantize = getattr(kernels, f"{name}_restored")
         self.known = {
             "coder": self,
             "codec": codec,
@@ -62,12 +70,13 @@ class Coder:
     @classmethod
     def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
         """Returns the coder of tensors like x; None: there is none, and `codec` encodes them."""
-        if type(codec) is not Dither:  # a subclass may encode otherwise
+        if type(codec) not in (Dither, Group):  # a subclass may encode otherwise
             return None
+        assert isinstance(codec, Dither | Group)
         kernels = ops.by_address(x)
         if kernels is None or not x.numel() or not torch.ops.aten.is_non_overlapping_and_dense(x):
             return None
-        if facts.has_zeros and x.numel() > kernels.MOST_UNSIZED:
+        if not _is_fixed(codec, facts) and x.numel() > kernels.MOST_UNSIZED:
             return None
         return cls(codec, x, facts, kernels)
 
@@ -103,7 +112,7 @@ class Coders:
 
     def of(self, codec: Codec, x: Tensor, facts: Facts) -> Coder | None:
         """Returns the coder of tensors like x; None: there is none, and `codec` encodes them."""
-        if type(codec) is not Dither or facts.mask is not None:
+        if type(codec) not in (Dither, Group) or facts.mask is not None:
             return None
         key = codec, x.shape, x.stride(), x.dtype, x.device, facts
         known = self._known
@@ -125,8 +134,11 @@ class Compact(Encoded):
 
     @cached_property
     def buffers(self) -> Buffers:
-        """The buffers that `Dither` would have returned, as views."""
+        """The buffers that the codec would have returned, as views."""
         memory, start, middle = self.memory, self.coder.start, self.coder.middle
+        if self.coder.by_group:
+            step, low = memory[:start], memory[start:middle]
+            return memory[middle:], step.view(torch.bfloat16), low.view(torch.bfloat16)
         bounds = memory[:start].view(torch.bfloat16).view(-1, 2)
         if self.coder.fixed:
             return memory[middle:], memory[start:middle].view(-1, 2), bounds
@@ -176,6 +188,11 @@ class Compact(Encoded):
         if not coder.dequantize(*code, *by, *mask, out.data_ptr()):
             raise self.damaged("as many bytes as its bitmap says", str(memory.numel()))
         return True
+
+
+def _is_fixed(codec: Codec, facts: Facts) -> bool:
+    """Returns whether the size of the code does not depend on values."""
+    return isinstance(codec, Group) or not facts.has_zeros
 
 
 def at_channels(affine: Affine, numel: int) -> tuple[int, int, int, int, int, int] | None:

@@ -271,7 +271,7 @@ def _corrected(
             if is_new and lowest < tries[-1][1]:
                 tight = lowest
                 continue
-        except Exception:
+        except Exception:  # of any class: Inductor wraps what `check` raises
             if not check.over_nbytes or tight is None or room is None:
                 raise
             less = min(tight, check.planned_nbytes) - check.over_nbytes

@@ -179,8 +179,8 @@ class _Twin:
             self.ran.clear()
             with hearing(lambda _, held, __: self.ran.append(held)):
                 return self.call(*args, **kwargs)
-        except Exception:
-            if self.refused is not None:  # Dynamo wraps what a backend raises
+        except Exception:  # of any class: Dynamo wraps what a backend raises
+            if self.refused is not None:
                 raise self.refused.with_traceback(None) from None
             raise
 

@@ -57,7 +57,7 @@ def _convert_group(optimizer: EncodedOptimizer, group: Group, state: str) -> int
         for p in _to_convert(optimizer, before, after):
             _convert(optimizer, p, before, after)
             done.append(p)
-    except BaseException:
+    except BaseException:  # an interrupt, too: half a group would have states of another format
         for p in reversed(done):
             _convert(optimizer, p, after, before)
         raise

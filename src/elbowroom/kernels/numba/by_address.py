@@ -1,13 +1,14 @@
 """Kernels that take nothing but numbers: addresses, sizes, settings. For float32, on one thread.
 
 An address costs 20 ns a call, an array 1 us, and an op that the dispatcher serves 4 us. So what is
-done with a small tensor in every step (`codecs/compact.py`, masks) is launched so. A dithered code
-lies in one run of bytes, which one launch makes and one reads:
+done with a small tensor in every step (`codecs/compact.py`, masks) is launched so. A code lies in
+one run of bytes, which one launch makes and one reads:
 
     dither     bounds [T, 2] bf16 | ranges [G, 2] uint8 | codes
     nonzero    bounds [T, 2] bf16 | bits [ceil(N / 8)]  | payload, whose size depends on x
+    group      step [G] bf16      | low [G] bf16        | codes
 
-The same bytes as `dither.py` and `nonzero.py` write into three tensors.
+The same bytes as `dither.py`, `nonzero.py` and `group.py` write into three tensors.
 """
 
 import numpy as np
@@ -19,6 +20,8 @@ from elbowroom.kernels.numba.compiled import TILE, counted, f32, i32, jit, u8, u
 from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
 from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
 from elbowroom.kernels.numba.dither import bounds_at
+from elbowroom.kernels.numba.group import _dequantize as _group_dequantize
+from elbowroom.kernels.numba.group import _quantize as _group_quantize
 from elbowroom.kernels.numba.launch import SERIAL as SERIAL
 from elbowroom.kernels.numba.launch import runs_serially as runs_serially
 from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
@@ -29,15 +32,16 @@ MOST_UNSIZED = SERIAL  # elements, where a code is written to memory of its boun
 _quantize, _dequantize = _dither_quantize.serial, _dither_dequantize.serial
 _pack, _quantize_nonzero = _pack_mapped.serial, _nonzero_quantize.serial
 _dequantize_nonzero = _nonzero_dequantize.serial
+_quantize_group, _dequantize_group = _group_quantize.serial, _group_dequantize.serial
 
 
 @jit
-def _are_finite(bounds):
-    for i_t in range(bounds.shape[0]):
-        for side in range(2):
-            if (i32(bounds[i_t, side]) & i32(0x7F80)) == i32(0x7F80):
-                return False
-    return True
+def _are_finite(values):
+    """Return whether none of these bf16 patterns [n] is a NaN or an Inf."""
+    beyond = 0
+    for o in range(values.shape[0]):
+        beyond += (i32(values[o]) & i32(0x7F80)) == i32(0x7F80)
+    return beyond == 0
 
 
 @counted
@@ -50,7 +54,7 @@ def dither(x, N, seed, levels, S, scale, shift, R, C, inner, row, out, nbytes):
     by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row)
     low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
     _quantize(array_at(x, N, i32), 0, *by, low, high, levels, S, codes, ranges, bounds)
-    return nbytes if _are_finite(bounds) else -1
+    return nbytes if _are_finite(bounds.reshape(-1)) else -1
 
 
 @counted
@@ -70,6 +74,31 @@ def dither_restored(
 
 
 @counted
+def group(x, N, seed, levels, S, scale, shift, R, C, inner, row, out, nbytes):
+    """The same of groups with their own range, rounded stochastically."""
+    G = (N + S - 1) // S
+    steps, lows = array_at(out, G, np.int16), array_at(out + 2 * G, G, np.int16)
+    codes = array_at(out + 4 * G, nbytes - 4 * G, u8)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row)
+    low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
+    _quantize_group(array_at(x, N, i32), 0, *by, low, high, levels, S, codes, steps, lows)
+    return nbytes if _are_finite(steps) else -1
+
+
+@counted
+def group_restored(
+    code, nbytes, N, seed, levels, S, scale, shift, R, C, inner, row, mask, mask_nbytes, out
+):  # fmt: skip
+    """The same of a code of groups, whose seed is not read."""
+    G = (N + S - 1) // S
+    steps, lows = array_at(code, G, np.int16), array_at(code + 2 * G, G, np.int16)
+    codes = array_at(code + 4 * G, nbytes - 4 * G, u8)
+    by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row), array_at(mask, mask_nbytes, u8)
+    _dequantize_group(codes, steps, lows, levels, S, *by, array_at(out, N, i32), 0)
+    return True
+
+
+@counted
 def nonzero(x, N, seed, levels, S, scale, shift, R, C, inner, row, out, most):
     """The same of the non-zeros of x. Return how many of the `most` bytes of out are the code."""
     T, B = (N + TILE - 1) // TILE, (N + 7) // 8
@@ -81,7 +110,7 @@ def nonzero(x, N, seed, levels, S, scale, shift, R, C, inner, row, out, most):
     payload = array_at(out + 4 * T + B, starts[-1], u8)
     low, high = u32(seed & 0xFFFFFFFF), u32((seed >> 32) & 0xFFFFFFFF)
     _quantize_nonzero(values, 0, *by, low, high, levels, S, starts, payload, bounds)
-    return 4 * T + B + starts[-1] if _are_finite(bounds) else -1
+    return 4 * T + B + starts[-1] if _are_finite(bounds.reshape(-1)) else -1
 
 
 @counted

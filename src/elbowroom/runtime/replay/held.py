@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from elbowroom.codecs import Dither
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
@@ -190,8 +189,9 @@ class Flat:
         one = save.instruction
         if one is None or not isinstance(one.action, Encode) or others or not _is_of_torch(step):
             return False
-        codec, facts = one.action.codec, one.action.facts
-        fixed = type(codec) is Dither and not facts.has_zeros and facts.mask is None
+        action = one.action
+        fixed = action.codec.fixed_size(action.facts) and action.facts.mask is None
+        fixed = fixed and not action.facts.has_zeros and action.moved is None
         return fixed and save.need is Need.LOSSY and save.whole in (None, save.geometry)
 
     def holder(self, save: Save) -> HoldFlat | None:
