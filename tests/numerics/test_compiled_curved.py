@@ -71,6 +71,51 @@ def test_what_is_as_usual_has_codes(name: str) -> None:
     assert coded.saved_nbytes < 0.5 * plain.saved_nbytes
 
 
+def left(net: Net, z: Tensor) -> Tensor:
+    return net.features(z) - 0.1 * z.repeat(1, 2)
+
+
+def by_tanh(x: Tensor) -> Tensor:
+    """GELU as GPT-2 has it."""
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.0447 * torch.pow(x, 3))))
+
+
+STEEP = {
+    "a narrow bump": lambda n, z: (left(n, z).square() * -20000).exp().mean(),
+    "a narrow quotient": lambda n, z: (1 + left(n, z).square() * 1e4).pow(-2).mean(),
+    "exp of a relu": lambda n, z: (F.relu(n.features(z) * 5 - 1) * -1000).exp().mean(),
+    "erf of 60": lambda n, z: (n.features(z) * 300).erf().square().mean(),
+    "step of a sigmoid": lambda n, z: (
+        ((left(n, z) * 200 + 0.1).sigmoid() - (left(n, z) * 200).sigmoid()).square().mean()
+    ),
+    "gelu less relu": lambda n, z: (
+        (F.gelu(n.features(z) * 1000) - F.relu(n.features(z) * 1000)).square().mean()
+    ),
+    "silu less relu": lambda n, z: (
+        (F.silu(n.features(z) * 1000) - F.relu(n.features(z) * 1000)).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_steep_functions_are_not_computed_from_codes(name: str) -> None:
+    """They had a noise of 0.13 to 24, and exp(-1000 relu(x)) 7.5."""
+    net = Net(STEEP[name])
+    true = gradient(net, net, inputs())
+    got, decision = compiled(net, codes=CODES, min_nbytes=0)
+    assert decision.is_lossy  # what is linear has codes all the same
+    assert noise(got, true) <= 0.01
+
+
+@pytest.mark.parametrize("name", ["elu", "gelu", "gelu by tanh", "silu", "exp of a relu"])
+def test_one_slope_and_gates_have_codes(name: str) -> None:
+    """A slope takes the place of what it is computed from; gates keep codes of their arguments."""
+    usual = {"elu": F.elu, "gelu": F.gelu, "gelu by tanh": by_tanh, "silu": F.silu}
+    made = STEEP.get(name) or (lambda n, z: usual[name](n.features(z)).square().mean())
+    _, coded = compiled(Net(made), codes=CODES, min_nbytes=0)
+    assert coded.saved_nbytes < 0.6 * coded.plain_saved_nbytes
+
+
 def test_infinite_logits_of_a_sigmoid_have_codes() -> None:
     """They are coded as if they were 24; what cannot be held decodes to NaN."""
 

@@ -11,14 +11,22 @@ it, which is of any size. Two kinds of arguments need more than a fine code:
                   above 0, and below `FLOOR` they are as good as there
 
 So do scores of which softmax is computed again, less their maximum: the sum that it divides by is
-that of the exact ones. An exponential of one product, or of a square, is computed again from a fine
-code.
+that of the exact ones.
 
 Sigmoid and tanh no longer change far from 0. Where backward needs nothing else of a value but
 comparisons, the argument of these has the code in place of it, inside of `-LIMIT` and `LIMIT`: one
 argument of 200 would leave few levels for those near 0, where the gradient passes.
+
+All else that an exponential, a large power, or a function with a slope in a small range only is
+computed from (`is_steep`) has no code, but what backward multiplies with a gradient has: the slope
+itself, whose error nothing magnifies. If backward multiplies with two such values, the value stays
+exact: of x * exp(-1000 x^2) the one is near 0 where the other is not. Products of a value and such
+a function of it (`is_gated`: GELU, SiLU, gated units) keep a slope far from 0, so there a fine code
+of the value will do, and so it does behind a mask, as of an ELU. What is left of two functions of
+one value (`is_left_over`: tanh(x + 1) - tanh(x)) is computed again from exact values only.
 """
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
@@ -26,12 +34,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import is_view, ops_named, packet_of
+from elbowroom.compiled.collect import elements_of, is_view, ops_named, packet_of
 
 FLOOR = -24.0  # of log-probabilities: exp(-24) is 4e-11
 LIMIT = 24.0  # of what sigmoid or tanh reads: sigmoid(-24) is 4e-11
 COMPARISONS = ops_named("eq ne le lt ge gt sign isnan isinf")
 _MOST_NODES = 32
+_FLAT_POWERS = (0, 1, 2, 3, 4)  # others are steep
 _aten = torch.ops.aten
 
 
@@ -92,6 +101,122 @@ def is_enough(
         if not all(takes(reader, node) for reader in readers):
             return False
     return True
+
+
+def is_bent_steeply(
+    value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> bool:
+    """Returns whether backward computes a steep function of a value that gates nothing."""
+    computed = _computed_from([value], after, gradients)
+    steep = any(r in after and is_steep(r, n) for n in computed for r in n.users)
+    return steep and not is_gated(value)
+
+
+def slope_of(
+    value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> tuple[fx.Node, list[fx.Node]] | None:
+    """What backward multiplies with a gradient, of all that it computes from a value.
+
+    And the comparisons that it needs besides. None where that is not one node of the value's size.
+    """
+    found: set[fx.Node] = set()
+    for node in _computed_from([value], after, gradients):
+        if packet_of(node) not in COMPARISONS and _is_read(node, after, gradients):
+            found.add(_source(node))
+    if len(found) != 1 or value in found:
+        return None
+    slope = found.pop()
+    if elements_of(slope) > elements_of(value):
+        return None
+    rest = _computed_from([value], after, gradients, {slope})
+    return slope, [n for n in rest if packet_of(n) in COMPARISONS]
+
+
+def is_masked(value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]) -> bool:
+    """Returns whether a mask hides a product of a gradient with what is computed from a value.
+
+    What is behind a mask may be of any size where no gradient passes, and so may have no code.
+    """
+    return any(
+        packet_of(user) is _aten.where
+        for node in _computed_from([value], after, gradients)
+        for reader in node.users
+        if reader in after and reader in gradients and packet_of(reader) is _aten.mul
+        for user in reader.users
+    )
+
+
+def _is_read(node: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]) -> bool:
+    return any(user in after and user in gradients for user in node.users)
+
+
+def is_left_over(
+    value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
+) -> bool:
+    """Returns whether backward subtracts two functions of one value, which may be nearly equal.
+
+    Differences of a value and its mean or maximum do not count.
+    """
+    return any(
+        reader in after and reader not in gradients and _subtracts_functions(reader)
+        for node in _computed_from([value], after, gradients)
+        for reader in node.users
+        if packet_of(reader) is _aten.sub
+    )
+
+
+def _subtracts_functions(difference: fx.Node) -> bool:
+    operands = [one for one in difference.args[:2] if isinstance(one, fx.Node)]
+    parts = [_made_elementwise(one) for one in operands]
+    if len(parts) < 2:
+        return False
+    bends = any(packet_of(one) in _steep() | _relus() for part in parts for one in part)
+    return bends and not parts[0].isdisjoint(parts[1])
+
+
+def _made_elementwise(node: fx.Node) -> set[fx.Node]:
+    """Returns a node, and what it is computed from element by element, with where that begins."""
+    found, pending = {node}, [node]
+    while pending and len(found) <= _MOST_NODES:
+        one = pending.pop()
+        if packet_of(one) in _linear() | _sums() | _steep() | _relus():
+            new = {n for n in one.all_input_nodes if _varies(n) and n not in found}
+            found |= new
+            pending += new
+    return found
+
+
+def is_steep(reader: fx.Node, node: fx.Node) -> bool:
+    """Returns whether a reader is a function whose slope is not about the same everywhere."""
+    packet = packet_of(reader)
+    if packet is _aten.pow and node is reader.args[0]:
+        return reader.args[1] not in _FLAT_POWERS
+    return is_exponential(reader, node) or packet in _steep()
+
+
+def is_gated(value: fx.Node) -> bool:
+    """Returns whether a value, or a part of it, is multiplied with a sigmoid or the like of it."""
+    plain = _grown({value}, lambda one: _is_elementwise(one) or one.target is operator.getitem)
+    bent = {user for node in plain for user in node.users if packet_of(user) in _gates()}
+    gates = _grown(bent, _is_elementwise)
+    products = (user for node in gates for user in node.users if packet_of(user) is _aten.mul)
+    return any(not plain.isdisjoint(product.all_input_nodes) for product in products)
+
+
+def _grown(nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Returns nodes, and what certain ops compute from these alone."""
+    found, pending = set(nodes), list(nodes)
+    while pending and len(found) <= _MOST_NODES:
+        for user in pending.pop().users:
+            if user not in found and takes(user) and found.issuperset(user.all_input_nodes):
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Returns whether an op views, adds or multiplies elements, also with themselves."""
+    return is_view(node) or packet_of(node) in _linear() | _sums() | {_aten.pow}
 
 
 def is_difference(exponent: fx.Node) -> bool:
@@ -204,6 +329,21 @@ def _products() -> frozenset[Any]:
 @cache
 def _added_products() -> frozenset[Any]:
     return ops_named("addmm baddbmm")
+
+
+@cache
+def _gates() -> frozenset[Any]:
+    return ops_named("sigmoid tanh erf")
+
+
+@cache
+def _steep() -> frozenset[Any]:
+    return _gates() | ops_named("exp2 expm1 erfc softplus")
+
+
+@cache
+def _relus() -> frozenset[Any]:
+    return ops_named("relu")
 
 
 @cache

@@ -434,7 +434,7 @@ def _coded_floats(
             continue
         if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
             continue
-        if reading.log_probabilities or reading.saturated:
+        if reading.log_probabilities or reading.saturated or reading.slope:
             instead = _coded_instead(joint, node, reading, codec, outputs)
             yield from ((one, bits) for one in instead)
             continue
@@ -451,8 +451,9 @@ def _coded_instead(
     None where one of them may have none.
     """
     chosen = fine(codec)
-    nodes = reading.log_probabilities or reading.saturated
-    floor, ceiling = (FLOOR, None) if reading.log_probabilities else (-LIMIT, LIMIT)
+    nodes = reading.log_probabilities or reading.saturated or reading.slope
+    floor = FLOOR if reading.log_probabilities else -LIMIT if reading.saturated else None
+    ceiling = LIMIT if reading.saturated else None
     if chosen is None or not all(_may_be_coded(joint, n, _FLOATS, outputs) for n in nodes):
         return []
     if not all(_takes(chosen, tensors_of(n)[0]) for n in nodes):

@@ -9,8 +9,8 @@ up to the ops that combine it with a gradient. These readers decide about the va
                 not independent, so their square does not average out;
                 a softmax's results, which its gradient has twice;
                 attention's output, from which its backward computes the term that it subtracts
-                log-probabilities, in place of logits that only they are computed from, and the
-                arguments of sigmoid and tanh likewise (`exponents.py`)
+                log-probabilities, in place of logits that only they are computed from, the
+                arguments of sigmoid and tanh, and slopes of steep functions (`exponents.py`)
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
                 value
     else        what enters an exponential by way of a difference (`exponents.py`);
@@ -35,12 +35,16 @@ from elbowroom.compiled.exponents import (
     COMPARISONS,
     compared_of,
     exponents_of,
+    is_bent_steeply,
     is_difference,
     is_enough,
     is_exponential,
+    is_left_over,
     is_log_probability,
+    is_masked,
     saturated_of,
     saturates,
+    slope_of,
 )
 
 _MOST_INSTEAD = 2  # codes of a byte an element that may take the place of a float
@@ -62,6 +66,7 @@ class Reading:
                        the value for exponentials of these alone
     saturated          likewise, from -`exponents.LIMIT` to `LIMIT`: it needs the value for
                        sigmoids and tanhs of this one, and for `compared`
+    slope              likewise, of any size: what it multiplies with a gradient
     """
 
     use: Use
@@ -69,6 +74,7 @@ class Reading:
     why: str = ""
     log_probabilities: tuple[fx.Node, ...] = ()
     saturated: tuple[fx.Node, ...] = ()
+    slope: tuple[fx.Node, ...] = ()
 
 
 def reading_of(
@@ -92,6 +98,13 @@ def reading_of(
     held = tuple(compared_of(value, after, gradients))
     if len(bent) == 1 and is_enough(value, bent, after, gradients, saturates, held):
         return Reading(Use.CURVED, held, saturated=bent)
+    if is_left_over(value, after, gradients):
+        return Reading(Use.EXACT, why="a difference of two functions of it")
+    if is_bent_steeply(value, after, gradients) and not is_masked(value, after, gradients):
+        slope = slope_of(value, after, gradients)
+        if slope is None:
+            return Reading(Use.EXACT, why="a steep function of it")
+        return Reading(Use.CURVED, tuple(slope[1]), slope=(slope[0],))
     use, compared = Use.LINEAR, []
     pending, seen = [(value, _has_zeros(value))], {value}
     own: dict[fx.Node, None] = {}
