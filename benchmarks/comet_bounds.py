@@ -1,6 +1,6 @@
 """COMET: one fixed error bound for all against bounds that follow the momentum.
 
-    ./scripts/bench comet_bounds [--net resnet18] [--seeds 2] [--steps 100] [--quick]
+    ./scripts/bench comet_bounds [--net resnet18] [--seeds 1] [--steps 100] [--quick]
 
 The demo's networks of width 8 on Fashion-MNIST, batch 32, SGD with momentum, a learning rate that
 falls to 0. Every way is `comet` with dither; fixed bounds are shares of a tensor's range, as is
@@ -89,7 +89,7 @@ def ways() -> Iterator[tuple[str, str, Make]]:
 def _options() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--net", choices=NETS, default=NETS[0], help=f"({NETS[0]})")
-    parser.add_argument("--seeds", type=int, default=2, help="trainings of each way (2)")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each way (1)")
     parser.add_argument("--steps", type=int, default=100, help="steps of a training (100)")
     options = parser.parse_args()
     if options.quick:

@@ -256,6 +256,9 @@ def profile() -> Profile:
     return er.measure(step, noise=True)
 
 
+FILE = "out file", "in file", "copy out file", "copy in file"  # rates
+
+
 def least(profile: Profile, **settings: Any) -> er.Plan:
     with pytest.raises(BudgetTooSmall) as refused:
         make_plan(profile, 1, recompute=False, **settings)
@@ -264,7 +267,7 @@ def least(profile: Profile, **settings: Any) -> er.Plan:
 
 def test_codes_that_move_need_less_than_codes_or_moves_alone(profile: Profile) -> None:
     """Where links are so slow that what moves must be small, and codes alone are too large."""
-    rates = {**profile.rates, "out file": 2e8, "in file": 2e8}
+    rates = {**profile.rates, **dict.fromkeys(FILE, 2e8)}
     slow = replace(profile, rates=rates)
     both = least(slow, exact=False, offload="file", noise=0.1)
     stays = least(slow, exact=False, noise=0.1)
@@ -278,7 +281,7 @@ def test_codes_that_move_need_less_than_codes_or_moves_alone(profile: Profile) -
 
 
 def test_a_plan_with_moved_codes_is_followed(profile: Profile) -> None:
-    rates = {**profile.rates, "out file": 2e8, "in file": 2e8}
+    rates = {**profile.rates, **dict.fromkeys(FILE, 2e8)}
     plan = least(replace(profile, rates=rates), exact=False, offload="file", noise=0.1)
     model, x = linears(256, 6), torch.randn(1024, 256)
     alone, off, totals = noise_of(plan, model, x)
@@ -290,7 +293,7 @@ def test_a_plan_with_moved_codes_is_followed(profile: Profile) -> None:
 def test_a_plan_that_moves_codes_is_read_back_and_refused_without_a_tier(
     profile: Profile, tmp_path: Path
 ) -> None:
-    rates = {**profile.rates, "out file": 2e8, "in file": 2e8}
+    rates = {**profile.rates, **dict.fromkeys(FILE, 2e8)}
     plan = least(replace(profile, rates=rates), exact=False, offload="file", noise=0.1)
     plan.save(tmp_path / "plan.json")
     again = er.Plan.load(tmp_path / "plan.json")
@@ -301,11 +304,28 @@ def test_a_plan_that_moves_codes_is_read_back_and_refused_without_a_tier(
         er.fit(model, budget="1 GiB", plan=again)
 
 
+def test_a_move_takes_the_seconds_of_the_processor_that_copies(profile: Profile) -> None:
+    """A disk that is waited for holds up the link, and takes nothing from what is computed."""
+    rates = {**profile.rates, **dict.fromkeys(FILE[:2], 1e6), **dict.fromkeys(FILE[2:], 4e9)}
+    problem = build_problem(replace(profile, rates=rates), exact=True, offload="file").problem
+    moved = [(i, one) for i in problem.items for one in i.options if one.link]
+    assert moved
+    assert problem.links["file"].out_rate == 1e6
+    for item, one in moved:
+        assert one.forward_s == pytest.approx(item.nbytes / 4e9)
+    older = replace(profile, rates={**rates, **dict.fromkeys(FILE[:2], 1e9)})
+    for name in FILE[2:]:
+        del older.rates[name]
+    problem = build_problem(older, exact=True, offload="file").problem
+    moved = [(i, one) for i in problem.items for one in i.options if one.link]
+    assert all(one.forward_s == pytest.approx(i.nbytes / 1e9) for i, one in moved)
+
+
 def test_dear_codes_are_no_options(profile: Profile) -> None:
     """A code that takes longer than the move of the whole tensor, and adds noise, is left out."""
     items = build_problem(profile, exact=False, offload="file").problem.items
     assert any("to file" in one.name and one.travels for item in items for one in item.options)
-    free = {**profile.rates, "out file": 1e15, "in file": 1e15}
+    free = {**profile.rates, **dict.fromkeys(FILE, 1e15)}
     items = build_problem(replace(profile, rates=free), exact=False, offload="file").problem.items
     for item in items:
         moved = [one for one in item.options if one.travels is not None]

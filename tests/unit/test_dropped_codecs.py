@@ -20,7 +20,7 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
-MODES = ("short", "large", "zeros", "scaled", "raises")
+MODES = ("short", "large", "zeros", "scaled", "raises", "none", "empties", "overwrites")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Liar(Codec):
                 scale = scale / 2
             case "raises":
                 raise ValueError("not today")
+            case "none":
+                return None
         return codes, scale.reshape(1)
 
     def _decode_into(self, encoded, out):
@@ -58,6 +60,10 @@ class Liar(Codec):
             raise ValueError("not today")
         codes, scale = encoded.buffers
         out.copy_(codes * scale)
+        if self.mode == "empties":
+            codes.untyped_storage().resize_(0)
+        if self.mode == "overwrites":
+            codes.zero_()
 
 
 @pytest.fixture

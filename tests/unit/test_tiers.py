@@ -1,6 +1,7 @@
 """Where offloaded bytes go: extents, windows, files, slabs, and copies that are done later."""
 
 import itertools
+import os
 import random
 import threading
 import weakref
@@ -86,6 +87,32 @@ def test_bytes_go_and_come(tmp_path, numel):
     assert unlinked.read(descriptor.descriptor, back, 4096) == checksum
     assert torch.equal(back, x)
     x.untyped_storage().resize_(0)  # its buffer did not forbid it
+
+
+def test_calls_that_move_a_part_have_the_same_checksum(tmp_path, monkeypatch):
+    x = torch.randint(0, 256, (10_007,), dtype=torch.uint8)
+    tier, put, get = FileTier(str(tmp_path)), os.pwrite, os.preadv
+    whole = unlinked.write(tier.descriptor, x, 0)
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, at: put(fd, part[:1500], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: get(fd, [parts[0][:777]], at))
+    assert unlinked.write(tier.descriptor, x, 0) == whole
+    assert unlinked.read(tier.descriptor, torch.zeros_like(x), 0) == whole
+
+
+@pytest.mark.parametrize("swap", [(0, 4096, 4096), (4096, 12_288, 4096), (12_288, 12_289, 1)])
+def test_bytes_in_another_place_have_another_checksum(tmp_path, swap):
+    one, other, n = swap
+    x = torch.randint(0, 256, (12_300,), dtype=torch.uint8)
+    x[[12_288, 12_289]] = torch.tensor([3, 4], dtype=torch.uint8)
+    tier = FileTier(str(tmp_path))
+    before = unlinked.write(tier.descriptor, x, 0)
+    n = min(n, len(x) - other)
+    x[one : one + n], x[other : other + n] = (
+        x[other : other + n].clone(),
+        x[one : one + n].clone(),
+    )
+    assert unlinked.write(tier.descriptor, x, 0) != before
+    assert unlinked.write(tier.descriptor, torch.zeros_like(x), 0) != before
 
 
 DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int8]

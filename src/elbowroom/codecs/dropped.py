@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import Codec, Encoded, memory_order
-from elbowroom.codecs.quality import quality_of
+from elbowroom.codecs.quality import DESTROYED, quality_of, states_of
 from elbowroom.errors import CodecError
 
 _log = logging.getLogger("elbowroom.codecs")
@@ -112,7 +112,10 @@ def broken_code(
 
 
 def _broken_values(codec: Codec, x: Tensor, affine: Affine | None, encoded: Encoded) -> str:
+    before = states_of(encoded)
     flat, y = memory_order(x.detach())[0], encoded.decode()
+    if states_of(encoded) != before:
+        return DESTROYED
     if y.shape != x.shape or y.dtype is not x.dtype:
         return f"it gives back {y.dtype} of shape {tuple(y.shape)} for {x.dtype} of {x.shape}"
     exact, found = flat if affine is None else affine.of(flat), memory_order(y)[0]

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from elbowroom.codecs.base import FLOATS, Codec
+from elbowroom.codecs.base import FLOATS, Codec, Encoded
 from elbowroom.codecs.names import setting_name
 
+DESTROYED = "its decode changes the code, which backward may read again"
 MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
 _ODD = (3, 1667)  # no multiple of any group
 _AT_ONE = 1.85  # the error of a dither of two levels; of n levels it is this / (n - 1)^2
@@ -108,7 +109,9 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
             if held > said or (held != said and not at_most and not code.raw):
                 what = f"{dtype} of shape {shape}".removeprefix("torch.")
                 yield f"it says {said} bytes of {what}, and holds {held}"
-            y = code.decode()
+            before, y = states_of(code), code.decode()
+            if states_of(code) != before:  # a second look at freed memory would end the process
+                yield DESTROYED
             if y.shape != x.shape or y.dtype is not x.dtype:
                 yield f"it gives back {y.dtype} of shape {tuple(y.shape)} for {dtype} of {shape}"
             error = float((y.double() - x.double()).square().sum() / x.double().square().sum())
@@ -118,6 +121,11 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
                 yield f"it promises a squared error of {codec.stated_error:g}, and has {error:.2g}"
             if not torch.equal(code.decode(), y):
                 yield "it gives back another tensor each time"
+
+
+def states_of(encoded: Encoded) -> list[tuple[int, int]]:
+    """Returns the version of each buffer of a code, and the bytes of its memory."""
+    return [(one._version, one.untyped_storage().nbytes()) for one in encoded.buffers]
 
 
 def _normal(shape: tuple[int, ...]) -> Tensor:

@@ -490,10 +490,14 @@ def _as_made(preset: Preset, site: Site) -> Site:
 
 
 def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:
-    """Count the time of a transfer: on a CPU, threads that copy take theirs from the step."""
+    """Count the time of a transfer: on a CPU, threads that copy take theirs from the step.
+
+    A profile of an older version has only the rates of the link, by the wall clock.
+    """
     if profile.device[0] == "cpu":
-        held.forward_s += nbytes / profile.rates[f"out {held.link}"]
-        held.restore_s += nbytes / profile.rates[f"in {held.link}"]
+        out, back = f"out {held.link}", f"in {held.link}"
+        held.forward_s += nbytes / profile.rates.get(f"copy {out}", profile.rates[out])
+        held.restore_s += nbytes / profile.rates.get(f"copy {back}", profile.rates[back])
 
 
 def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
