@@ -1,37 +1,39 @@
 """Predicts the gradient variance that codes add where no memory is left to measure it.
 
-    share(site, levels) = 3 * reach / sampling / (levels - 1) ** 2
-    reach      |dW|^2 / |g|^2, of the weights whose gradients the error of the tensor comes to
+    share(site, levels) = 2.2 * reach / sampling / (levels - 1) ** 2
+    reach      variance that an error as large as the tensor would add, over |g|^2
     sampling   the variance of mini-batches / |g|^2 (`gradient_variance.py`)
 
-An error of x adds sum_t |dY_t|^2 |e_t|^2 to dW = sum_t dY_t x_t^T (`sensitivity.py`). Where the
-gradients of tokens or places do not cancel, |dW|^2 is the same sum with x in the place of e. So the
-variance is |dW|^2 times the squared error relative to x, which is 1.9 / (levels - 1)^2 for a code
-of a normal. Any other op passes the error on to the weights below it. Of these, the nearest stand
-for all; a norm passes on a tenth, and adds what its own weights get.
+Of an op that is linear in x, it is sum_t |dY_t|^2 |x_t|^2, the formula of `sensitivity.py` with x
+in the place of its error. |dW|^2 would not do: the gradients of tokens add up in it, and errors do
+not (0.03 to 8 times as much). Any other op passes an error on that is as large, relative to its
+gradient, as that of what it reads; `paths.py` says what arrives at the weights. A norm passes on a
+twentieth, and adds what its own weights get. The 2.2 is the squared error of a code of two levels,
+relative to x, and a margin.
 
-Measured over that, where there was room (docs/log.md, "noise that is predicted"): 0.8 to 1.6 where
-a linear layer reads what is held, 2.5 to 3 where a convolution reads a ReLU of it, 0.6 to 1.4 for
-attention and GELU. The largest of these is the factor 3.
-
-No tensor is held for it: a few elements of each weight's gradient are, from step to step.
+No tensor is held for it: one number a token or place is until backward, and a few elements of each
+weight's gradient are from step to step.
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
 from elbowroom.measure.gradient_variance import GradientVariance, Key
-from elbowroom.measure.sensitivity import form_of, is_weight
+from elbowroom.measure.paths import Paths, is_dense
+from elbowroom.measure.probe import RESULT, arguments, keys_of
+from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.measure.watching import call_values, one_by_one
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.menu import levels_of
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.shares import PREDICTED, NoiseShares, SiteShares
 from elbowroom.plan.site import NORMS
 from elbowroom.runtime.consumers import Call
@@ -39,17 +41,35 @@ from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Slot
 
 _LEAST = 1e-6  # of |g|^2
-_BELOW_NORM = 0.1  # of what reaches the weights below a norm
+_BELOW_NORM = 0.05  # of the error of what a norm reads goes on below, relative to its gradient
+_ERROR = 2.2  # squared error of a code of two levels, relative to x: 1.85 of a normal, and a margin
+_PRODUCTS = frozenset(
+    ("mul", "__mul__", "__rmul__", "multiply", "matmul", "__matmul__", "mm", "bmm", ATTENTION)
+)
 
 
 @dataclass
 class _Op:
-    """An op that reads tensors which may carry errors. sources: by the sites that hold them."""
+    """An op that reads tensors which may carry errors, or weights.
 
-    below: float  # how much of the error goes on to the weights below
-    sources: set[SiteName] = field(default_factory=set)
-    own: tuple[Key, ...] = ()
-    before: tuple[Key, ...] = ()
+    sources  the sites of these, and the node whose gradient has none of their error, or -1
+    folded   of the tensor that it reads beside its weight, if it is linear in that
+    mean     of its squares, if it is not
+    node     the number of its last node in the graph
+    nodes    the numbers of all of them
+    closed   variance that an error as large as the tensor adds to the gradient of the weight
+    weights  the keys of weights, and whether each is a vector
+    """
+
+    form: Form | None = None
+    is_norm: bool = False
+    sources: set[tuple[SiteName, int]] = field(default_factory=set)
+    folded: Tensor | None = None
+    mean: Tensor | None = None
+    node: int = -1
+    nodes: frozenset[int] = frozenset()
+    closed: Tensor | None = None
+    weights: tuple[tuple[Key, bool], ...] = ()
 
 
 class ReachWatch:
@@ -57,19 +77,24 @@ class ReachWatch:
 
     def __init__(self, gradient: GradientVariance) -> None:
         self._gradient = gradient
-        self._before: tuple[Key, ...] = ()  # of the last weights that an op has read
+        self._paths = Paths()
         self._ops: list[_Op] = []
         self._current: tuple[Call, _Op] | None = None  # until the call has ended
-        self._waiting: weakref.WeakKeyDictionary[Slot, list[_Op]] = weakref.WeakKeyDictionary()
+        self._waiting: weakref.WeakKeyDictionary[Slot, list[tuple[_Op, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._codes: dict[SiteName, float] = {}
 
+    @torch.no_grad()
     def saved(self, use: Use, x: Tensor) -> None:
         if self._current is None or self._current[0] is not use.call:
-            is_norm = use.call.name in NORMS
-            below = 0.0 if form_of(use.call) is not None else _BELOW_NORM if is_norm else 1.0
-            self._current = use.call, _Op(below, before=self._before)
-            self._ops.append(self._current[1])
-        self._waiting.setdefault(use.view.slot, []).append(self._current[1])
+            self._current = use.call, _Op(form_of(use.call), use.call.name in NORMS)
+        op = self._current[1]
+        if op.form is not None and op.folded is None:
+            op.folded = op.form.fold(x.detach())
+        elif op.form is None and op.mean is None and x.numel() > 0:
+            op.mean = energy(x.detach()) / x.numel()
+        self._waiting.setdefault(use.view.slot, []).append((op, _without_error(x, use.call)))
 
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
         if codec is not None and not codec.lossless:
@@ -82,20 +107,34 @@ class ReachWatch:
         given = list(one_by_one(call_values(call)))
         for arg in given:
             self._gradient.reads(arg)
-        weights = filter(is_weight, given)
-        own = tuple(map(self._gradient.listen, weights))
+        op = _Op()
         if self._current is not None and self._current[0] is call:
-            self._current[1].own, self._current = own, None
-        self._before = own or self._before
+            op, self._current = self._current[1], None
+        op.weights = tuple((self._gradient.listen(w), w.dim() < 2) for w in given if is_weight(w))
+        for made in one_by_one((out,)):
+            if isinstance(made, Tensor) and made.grad_fn is not None:
+                self._follow(op, made)
         self._find_sources()
+
+    def _follow(self, op: _Op, made: Tensor) -> None:
+        """Hears of the gradient of what an op has made."""
+        node = made.grad_fn
+        assert node is not None
+        op.nodes |= self._paths.follow(node)
+        if op.node >= 0:
+            return  # by another result
+        op.node = node._sequence_nr()
+        self._ops.append(op)
+        if op.folded is not None:
+            node.register_prehook(_reader(op, made.output_nr))
 
     def _find_sources(self) -> None:
         """Names the tensors of which it is decided by now what holds them."""
         for slot, ops in list(self._waiting.items()):
             root = slot.root()
             if root.sites and not root.waits:
-                for op in self._waiting.pop(slot, ops):
-                    op.sources.update(site.name for site in root.sites)
+                for op, spared in self._waiting.pop(slot, ops):
+                    op.sources.update((site.name, spared) for site in root.sites)
 
     def reached(self) -> tuple[dict[SiteName, float], float]:
         """Returns the reach of each site in this step, and what codes are predicted to add to it.
@@ -103,17 +142,65 @@ class ReachWatch:
         That is a share of |g|^2, too. Call this when backward is over.
         """
         self._find_sources()
+        self._paths.end()
         sizes = self._gradient.sizes_now
         total = sum(sizes.values())
-        found: Counter[SiteName] = Counter()
-        for op in self._ops if total > 0 and isfinite(total) else ():
-            reach = _sum(sizes, op.own) + op.below * _sum(sizes, op.before)
-            found.update(dict.fromkeys(op.sources, reach / total))
-        return dict(found), sum(PREDICTED * found[name] * one for name, one in self._codes.items())
+        found: dict[SiteName, float] = defaultdict(float)
+        if total > 0 and isfinite(total):
+            of_weights = [self._of_weights(op, sizes) for op in self._ops]
+            gains = self._paths.gains(
+                {
+                    op.node: (matrices + vectors) / received
+                    for op, (matrices, vectors) in zip(self._ops, of_weights, strict=True)
+                    if (received := self._paths.received(op.node)) > 0
+                }
+            )
+            for op, (matrices, vectors) in zip(self._ops, of_weights, strict=True):
+                for name, spared in op.sources:
+                    reach = matrices
+                    if op.form is None:  # else its bias and what is below have no error
+                        reach += self._past(op, vectors, spared, gains)
+                    found[name] += reach / total
+        return dict(found), sum(_ERROR * found[name] * one for name, one in self._codes.items())
+
+    def _past(self, op: _Op, vectors: float, spared: int, gains: dict[int, float]) -> float:
+        """Returns what an error as large as what an op reads adds to vectors and to all below."""
+        below = self._paths.sent_on(op.nodes, gains, spared)
+        return vectors + (_BELOW_NORM * below if op.is_norm else below)
+
+    def _of_weights(self, op: _Op, sizes: dict[Key, float]) -> tuple[float, float]:
+        """Returns what errors as large as what an op reads, or receives, add to its weights.
+
+        That is to matrices, and to vectors.
+        """
+        if op.closed is not None:
+            matrices = float(op.closed)
+        else:  # as if the gradients of all tokens were orthogonal
+            matrices = sum(sizes.get(key, 0.0) for key, is_vector in op.weights if not is_vector)
+        each = 1.0 if op.is_norm or op.form is not None or op.mean is None else float(op.mean)
+        vectors = sum(is_vector for _, is_vector in op.weights)
+        return matrices, vectors * each * self._paths.received(op.node)
 
 
-def _sum(sizes: dict[Key, float], keys: Iterable[Key]) -> float:
-    return sum(sizes.get(key, 0.0) for key in keys)
+def _without_error(x: Tensor, call: Call) -> int:
+    """Returns the node of the operand of a product that x is: its gradient does not read x.
+
+    -1: there is none, or x is both operands.
+    """
+    own = keys_of(x, call) if call.name in _PRODUCTS else []
+    given = arguments(call)[own[0]] if len(own) == 1 and own[0] != RESULT else None
+    node = given.grad_fn if isinstance(given, Tensor) else None
+    return -1 if node is None else node._sequence_nr()
+
+
+def _reader(op: _Op, output: int) -> Callable[[Sequence[Tensor | None]], None]:
+    @torch.no_grad()
+    def read(grads: Sequence[Tensor | None]) -> None:
+        grad, form, folded = grads[output], op.form, op.folded
+        if grad is not None and form is not None and folded is not None and is_dense(grad):
+            op.closed = form.variance(folded, grad)
+
+    return read
 
 
 class ReachMeter:
@@ -157,7 +244,7 @@ class ReachMeter:
         is_known = self._gradient.draws and not self._gradient.is_one_batch
         varies = min(self._gradient.share, 1.0) if is_known else 1.0
         sampling = max(varies - self._added / heard, varies / 2, _LEAST) if is_known else 1.0
-        each = PREDICTED / sampling / heard
+        each = _ERROR / sampling / heard
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()
         )

@@ -79,10 +79,10 @@ class Linear:
     shape: tuple[int, ...]
 
     def fold(self, error: Tensor) -> Tensor:
-        return error.reshape(self.shape).float().square().sum(-1)
+        return energy(error.reshape(self.shape), -1)
 
     def variance(self, folded: Tensor, grad: Tensor) -> Tensor:
-        return (folded * grad.float().square().sum(-1)).sum()
+        return (folded * energy(grad, -1)).sum()
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Convolution:
         """[N, C, ...] -> sum of squares over each group's channels, [N * groups, 1, ...]."""
         space = x.shape[-len(self.kernel) :]
         channels = x.shape[-len(space) - 1] // self.groups
-        return x.reshape(-1, channels, *space).float().square().sum(1, keepdim=True)
+        return energy(x.reshape(-1, channels, *space), 1).unsqueeze(1)
 
     def _over_taps(self, energy: Tensor) -> Tensor:
         ones = torch.ones(1, 1, *self.kernel, device=energy.device)
@@ -123,6 +123,8 @@ class Convolution:
         return summed
 
 
-def energy(x: Tensor) -> Tensor:
-    """The sum of squares of all elements, in float32."""
-    return x.float().square().sum()
+def energy(x: Tensor, dim: int | None = None) -> Tensor:
+    """The sum of squares along a dimension, or of all elements, without a copy of x."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float32 if half else None)
+    return norm.square()
