@@ -12,6 +12,9 @@ so is the decoded input; for a few samples at a time they are small, and stay in
 kernel that oneDNN chooses for a size. So this is done only in contexts whose codes add errors,
 which are much larger; there it is done for every convolution, however its own input is held. In
 exact mode the op is torch's own.
+
+A turn takes two 3-D samples at the least where one alone would not go through oneDNN. torch's own
+kernel (slow3d) writes each window out, which takes as many times the sample as a window has taps.
 """
 
 from typing import Any
@@ -43,10 +46,15 @@ def convolution(
     groups: int = 1,
 ) -> Tensor:
     """Computes torch.nn.functional.conv1d, conv2d or conv3d of a batch."""
-    maps = input.dim() - 2
-    geometry = [[x] * maps if isinstance(x, int) else list(x) for x in (stride, padding, dilation)]
-    made: Tensor = _Convolution.apply(input, weight, bias, (*geometry, False, [0] * maps, groups))
+    how = _how(input.dim() - 2, stride, padding, dilation, groups)
+    made: Tensor = _Convolution.apply(input, weight, bias, how)
     return made
+
+
+def _how(maps: int, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> tuple[Any, ...]:
+    """Returns the arguments of aten's convolution behind the bias; maps: dimensions of a map."""
+    geometry = [[x] * maps if isinstance(x, int) else list(x) for x in (stride, padding, dilation)]
+    return *geometry, False, [0] * maps, groups
 
 
 def fits_convolution(call: Call, x: Tensor) -> bool:
@@ -65,8 +73,26 @@ def fits_convolution(call: Call, x: Tensor) -> bool:
     made = _made(call, x, weight)
     if made is None or weight.nbytes > max(x.nbytes, made * x.shape[0] * x.itemsize) // 2:
         return False
-    call.samples = samples_at_once(tuple(x.shape), x.itemsize, made)
+    sizes = call.arg(3, "stride", 1), call.arg(4, "padding", 0), call.arg(5, "dilation", 1)
+    how = _how(x.dim() - 2, *sizes, call.arg(6, "groups", 1))
+    call.samples = _samples_of_a_turn(x, made, _least(x, weight, call.arg(2, "bias"), how))
     return call.samples < x.shape[0]
+
+
+def _samples_of_a_turn(x: Tensor, made: int, least: int) -> int:
+    """Returns how many samples a turn takes; made: elements of each sample of the result."""
+    found = samples_at_once(tuple(x.shape), x.itemsize, made)
+    if found >= least:
+        return found
+    return least if 2 * least <= x.shape[0] else x.shape[0]
+
+
+def _least(x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> int:
+    """Returns how many samples a turn takes at the least: two, where torch's slow3d takes one."""
+    if x.dim() < 5 or weight.shape[2:].numel() == 1:
+        return 1
+    whole, alone = (torch._C._select_conv_backend(y, weight, bias, *how) for y in (x, x[:1]))
+    return 1 if alone == whole else 2
 
 
 def _made(call: Call, x: Tensor, weight: Tensor) -> int | None:
@@ -108,7 +134,8 @@ class _Convolution(Node):
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         ctx.how, ctx.bias_sizes = how, None if bias is None else [bias.shape[0]]
-        ctx.at_once = samples_at_once(tuple(x.shape), x.itemsize, out[0].numel())
+        ctx.least = _least(x, weight, bias, how)
+        ctx.at_once = _samples_of_a_turn(x, out[0].numel(), ctx.least)
         return out
 
     @staticmethod
@@ -165,8 +192,10 @@ def _in_turns(
             grad_x = part.new_empty_strided(samples.shape, part.stride())
         grad_x[first:last] = part
 
-    for first in range(0, samples.shape[0], ctx.at_once):
-        last = min(first + ctx.at_once, samples.shape[0])
+    firsts = range(0, samples.shape[0], ctx.at_once)
+    if len(firsts) > 1 and samples.shape[0] - firsts[-1] < ctx.least:
+        firsts = firsts[:-1]
+    for first, last in zip(firsts, (*firsts[1:], samples.shape[0]), strict=True):
         if of_weight or of_bias:
             turn(first, last)
         if of_x:
