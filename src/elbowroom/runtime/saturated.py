@@ -98,13 +98,13 @@ _ALONE = (
     *("Diagonal", "Cat", "Stack"),
     *RESHAPES,
 )
-_ELEMENTWISE = (*_ALONE, "Mul", "_Product", "Pow", "Div")
+_ELEMENTWISE = (*_ALONE, "Mul", "_Product", "Addcmul", "Pow", "Div")
 _SUMMED = ("Sum", "Mean")  # ... of exponentials: the smallest sum is as small as they are
 _MOST_NODES = 32
 # Products of matrices; in one op with what is added to them.
 _ADDED = ("Addmm", "Baddbmm", "Addbmm", "Addmv")
 _CONTRACTIONS = (*_ADDED, "Mm", "Bmm", "Mv", "Dot", "Linear")
-_POWER, _PRODUCT = "PowBackward0", "MulBackward0"
+_POWER, _PRODUCT, _SUM_OF_PRODUCT = "PowBackward0", "MulBackward0", "AddcmulBackward0"
 _SCALED = ("Mul", "_Product", "Div", "Neg", *RESHAPES)
 # Functions -> their nodes, which contain an exponential of what is below.
 _EXPONENTS = frozenset(
@@ -125,7 +125,7 @@ def part_of(node: str, x: Tensor, out: Any) -> Part:
     if node in SATURATING:
         if node not in EXPONENTIAL:
             return Part.SATURATED
-        of_square = _reaches(x.grad_fn, _is_square, (*_TO_SQUARES, "Exp"))
+        of_square = _reaches(x.grad_fn, _is_steep, (*_TO_SQUARES, "Exp"))
         return Part.GAUSSIAN if of_square else Part.EXPONENTIAL
     if node == _PRODUCT and not (isinstance(out, Tensor) and _is_square(out.grad_fn)):
         through = (*_ALONE, *_SUMMED, *_SCALED, *_ADDED)
@@ -133,7 +133,7 @@ def part_of(node: str, x: Tensor, out: Any) -> Part:
         return Part.DIFFERENCE if is_scaled else Part.NONE
     if node.startswith(_CONTRACTIONS):
         return Part.FACTOR
-    if node not in (_POWER, _PRODUCT):
+    if node not in (_POWER, _PRODUCT, _SUM_OF_PRODUCT):
         return Part.NONE
     return Part.DIFFERENCE if _reaches(x.grad_fn, _is_difference, _SCALED) else Part.SQUARED
 
@@ -163,16 +163,27 @@ def _is_difference(node: Node) -> bool:
 
 
 def _is_square(node: Node | None) -> bool:
-    """Returns whether a node is a power, or multiplies a tensor with itself or its negative."""
-    if node is None or not node.name().startswith(("Pow", "Mul", "_Product")):
+    """Returns whether a node is a power, or multiplies two multiples of one tensor."""
+    if node is None or not node.name().startswith(("Pow", "Mul", "_Product", "Addcmul")):
         return False
-    below = [_unsigned(one) for one, _ in node.next_functions]
+    below = [_unscaled(one) for one, _ in node.next_functions][-2:]
     return node.name().startswith("Pow") or (len(below) > 1 and below[0] is below[1] is not None)
 
 
-def _unsigned(node: Node | None) -> Node | None:
-    while node is not None and node.name().startswith("Neg"):
-        node = node.next_functions[0][0]
+def _is_steep(node: Node) -> bool:
+    """Returns whether a node is a square, or something else whose slope may be of any size."""
+    return _is_square(node) or node.name().startswith(("Cosh", "Sinh", "HuberLoss", "SmoothL1Loss"))
+
+
+def _unscaled(node: Node | None) -> Node | None:
+    """Returns what makes a tensor, but for signs and factors that are the same everywhere."""
+    for _ in range(_MOST_NODES):
+        if node is None or not node.name().startswith(("Neg", "Mul", "Div")):
+            break
+        below = [one for one, _ in node.next_functions]
+        if any(one is not None for one in below[1:]):
+            break
+        node = below[0]
     return node
 
 

@@ -45,7 +45,7 @@ from elbowroom.plan.precision_floor import (
 from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
-from elbowroom.runtime.context import Context
+from elbowroom.runtime.context import Context, SiteKey
 from elbowroom.runtime.deferred import MOST_SAVES, Waiting
 from elbowroom.runtime.handles import (
     CastHandle,
@@ -152,6 +152,7 @@ class Serving:
         self.waiting = WaitingLine()
         self.pieces = Pieces()
         self.undecided: dict[int, list[Undecided]] = {}
+        self._untold = set[SiteKey]()  # what this forward has learned without a wrong gradient
 
     def end(self) -> None:
         """Ends the forward: nothing waits any more."""
@@ -205,9 +206,11 @@ class Serving:
             if slot is None or part not in parts:
                 continue
             if not slot.exact:
-                is_new = self._context.learn_exact(model, _key(site), WHY[part])
+                if self._context.learn_exact(model, _key(site), WHY[part]):
+                    self._untold.add(_key(site))
                 self._listener.refuse(WHY[part], once=True)
-                if not _taken_back(slot, WHY[part]) and is_new:
+                if not _taken_back(slot, WHY[part]) and _key(site) in self._untold:
+                    self._untold.remove(_key(site))
                     tell_late(site.consumer, site.module, WHY[part])
             if slot.exact:
                 slot.promise(Need.EXACT, call.name)
@@ -470,7 +473,7 @@ class Serving:
             hold(slot, whole, action)
 
 
-def _key(site: Site) -> tuple[str, str, tuple[int, ...], Any]:
+def _key(site: Site) -> SiteKey:
     return site.module, site.consumer, site.shape, site.dtype
 
 
