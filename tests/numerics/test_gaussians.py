@@ -100,10 +100,14 @@ class Scaled(nn.Module):
         return self.last(self.form(self.first(x)))
 
 
+RATE, RATES = nn.Parameter(torch.tensor(100.0)), torch.full((64,), 100.0)
 SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled first": lambda d: torch.exp(-100 * d * d),
     "scaled last": lambda d: torch.exp(-d * (d * 100)),
     "quotients": lambda d: torch.exp(-d / 0.1 * d / 0.1),
+    "learned": lambda d: torch.exp(-RATE * d * d),
+    "learned, between": lambda d: torch.exp(-d * RATE * d),
+    "tensor": lambda d: 1 / (1 + RATES * d * d),
     "addcmul": lambda d: torch.exp(torch.addcmul(torch.zeros(1), d, d, value=-100)),
     "Cauchy": lambda d: 1 / (1 + 300 * d * d),
     "hyperbolic": lambda d: torch.exp(1 - torch.cosh(4 * d)),

@@ -115,9 +115,10 @@ def is_bent_steeply(
 def slope_of(
     value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
 ) -> tuple[fx.Node, list[fx.Node]] | None:
-    """What backward multiplies with a gradient, of all that it computes from a value.
+    """Returns what backward multiplies with a gradient, of all that it computes from a value.
 
-    And the comparisons that it needs besides. None where that is not one node of the value's size.
+    The comparisons that it needs besides are returned with it. None: that is not one node, or it
+    is larger than the value.
     """
     found: set[fx.Node] = set()
     for node in _computed_from([value], after, gradients):

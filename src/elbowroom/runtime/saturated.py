@@ -163,11 +163,14 @@ def _is_difference(node: Node) -> bool:
 
 
 def _is_square(node: Node | None) -> bool:
-    """Returns whether a node is a power, or multiplies two multiples of one tensor."""
+    """Returns whether a node is a power, or multiplies two products with a factor in common."""
     if node is None or not node.name().startswith(("Pow", "Mul", "_Product", "Addcmul")):
         return False
-    below = [_unscaled(one) for one, _ in node.next_functions][-2:]
-    return node.name().startswith("Pow") or (len(below) > 1 and below[0] is below[1] is not None)
+    operands = [one for one, _ in node.next_functions][-2:]
+    if node.name().startswith("Pow"):
+        return True
+    factors = [_factors(one) for one in operands]
+    return len(factors) > 1 and not factors[0].isdisjoint(factors[1])
 
 
 def _is_steep(node: Node) -> bool:
@@ -175,16 +178,21 @@ def _is_steep(node: Node) -> bool:
     return _is_square(node) or node.name().startswith(("Cosh", "Sinh", "HuberLoss", "SmoothL1Loss"))
 
 
-def _unscaled(node: Node | None) -> Node | None:
-    """Returns what makes a tensor, but for signs and factors that are the same everywhere."""
+def _factors(node: Node | None) -> set[Node]:
+    """Returns what a tensor is a product of, but for what needs no gradient, and divisors."""
+    found, waiting = set[Node](), [] if node is None else [node]
     for _ in range(_MOST_NODES):
-        if node is None or not node.name().startswith(("Neg", "Mul", "Div")):
+        if not waiting:
             break
-        below = [one for one, _ in node.next_functions]
-        if any(one is not None for one in below[1:]):
-            break
-        node = below[0]
-    return node
+        one = waiting.pop()
+        below = [operand for operand, _ in one.next_functions]
+        if one.name().startswith(("Neg", "Mul", "_Product")):
+            waiting += [operand for operand in below if operand is not None]
+        elif one.name().startswith("Div"):
+            waiting += [operand for operand in below[:1] if operand is not None]
+        else:
+            found.add(one)
+    return found
 
 
 class Saturated:
