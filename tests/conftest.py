@@ -283,9 +283,11 @@ def _commit() -> str:
 @pytest.fixture(autouse=True)
 def nothing_learned() -> None:
     """No test follows what another one has learned."""
-    from elbowroom.runtime.replay.saving_context import forget_all  # once Triton's way is chosen
+    from elbowroom.runtime.context import PROCESS  # once Triton's way is chosen
+    from elbowroom.runtime.replay.saving_context import forget_all
 
     forget_all()
+    PROCESS.exact.clear()
 
 
 @pytest.fixture
