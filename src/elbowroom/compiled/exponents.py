@@ -220,6 +220,132 @@ def _is_elementwise(node: fx.Node) -> bool:
     return is_view(node) or packet_of(node) in _linear() | _sums() | {_aten.pow}
 
 
+def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
+    """Returns whether a value is part of a narrow peak: an exponential, or an inverse, of a square.
+
+    Its gradient passes where what is squared is small, or the result is not 0, and the step of a
+    code follows the range of all. So does an exponential of an exponential. The value may be the
+    result, or what is squared on the way to it.
+    """
+    source = _source(value)
+    takes = _is_alone if _is_inverse(source) else _is_added_up
+    large = {n for n in _made_of(source, takes) if elements_of(n) >= elements_of(source)}
+    if _is_peak(source) and any(map(_is_bent, large)):
+        return True
+    if packet_of(source) in _gates() and any(packet_of(n) in _exponentials() for n in large):
+        return True
+    own = _after({value}, _is_signed, gradients)
+    bent = {user for node in own for user in _forward(node, gradients) if _is_bent(user)}
+    squared = {node for node in bent if packet_of(node) not in _exponentials()}
+    if packet_of(source) in _exponentials():
+        bent.add(source)
+    if not is_gated(value) and any(
+        packet_of(user) in _gates()
+        for node in _after(bent, _is_alone, gradients)
+        for user in _forward(node, gradients)
+    ):
+        return True
+    alone = _after(squared, _is_alone, gradients)  # 1 / (1 + exp(x)) is a sigmoid
+    return any(
+        user not in squared and (_raises(user, node) or (node in alone and _divides(user, node)))
+        for node in _after(bent, _is_added_up, gradients)
+        for user in _forward(node, gradients)
+    )
+
+
+def _forward(node: fx.Node, gradients: Collection[fx.Node]) -> list[fx.Node]:
+    """Returns a node's readers, but for those of backward: a GELU's slope is not narrow."""
+    return [
+        user
+        for user in node.users
+        if user not in gradients and user.meta.get("partitioner_tag") != "is_backward"
+    ]
+
+
+def _is_peak(node: fx.Node) -> bool:
+    return _is_inverse(node) or any(_raises(node, one) for one in node.all_input_nodes)
+
+
+def _is_inverse(node: fx.Node) -> bool:
+    packet = packet_of(node)
+    if packet is _aten.pow:
+        return isinstance(node.args[1], int | float) and node.args[1] < 0
+    return packet in _inverses()
+
+
+def _raises(reader: fx.Node, node: fx.Node) -> bool:
+    return packet_of(reader) in _exponentials() or is_exponential(reader, node)
+
+
+def _divides(reader: fx.Node, node: fx.Node) -> bool:
+    return _is_inverse(reader) or (packet_of(reader) is _aten.div and node in reader.args[1:])
+
+
+def _is_bent(node: fx.Node) -> bool:
+    """Returns whether a node is a square, an exponential or the like."""
+    packet = packet_of(node)
+    if packet in (_aten.mul, _aten.addcmul):
+        parts = [_factors(one) for one in node.args[-2:] if isinstance(one, fx.Node)]
+        return len(parts) > 1 and not parts[0].isdisjoint(parts[1])
+    if packet is _aten.pow:
+        return isinstance(node.args[1], int | float) and node.args[1] not in (0, 1)
+    return packet in _exponentials() | _bends()
+
+
+def _factors(node: fx.Node) -> set[fx.Node]:
+    """Returns what a value is a product of, but for what was given, and divisors."""
+    found, pending = set[fx.Node](), [node]
+    for _ in range(_MOST_NODES):
+        if not pending:
+            break
+        one = pending.pop()
+        if is_view(one) or packet_of(one) in (_aten.mul, _aten.neg):
+            pending += one.all_input_nodes
+        elif packet_of(one) is _aten.div:
+            pending += one.all_input_nodes[:1]
+        elif _varies(one):
+            found.add(one)
+    return found
+
+
+def _made_of(node: fx.Node, takes: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Returns what a node's argument is computed from by certain ops, and where that begins."""
+    found, pending = set(node.all_input_nodes), list(node.all_input_nodes)
+    while pending and len(found) <= _MOST_NODES:
+        one = pending.pop()
+        new = {below for below in one.all_input_nodes if below not in found} if takes(one) else ()
+        found |= set(new)
+        pending += new
+    return found
+
+
+def _after(
+    nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool], gradients: Collection[fx.Node]
+) -> set[fx.Node]:
+    """Returns nodes, and what forward computes from them by certain ops."""
+    found, pending = set(nodes), list(nodes)
+    while pending and len(found) <= _MOST_NODES:
+        for user in _forward(pending.pop(), gradients):
+            if user not in found and takes(user):
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Returns whether an op views, adds or multiplies element by element."""
+    return _is_added_up(node) and packet_of(node) not in _reductions()
+
+
+def _is_signed(node: fx.Node) -> bool:
+    return _is_alone(node) or packet_of(node) is _aten.abs
+
+
+def _is_added_up(node: fx.Node) -> bool:
+    """Returns whether an op does so, or adds elements up."""
+    return is_view(node) or packet_of(node) in _linear() | _sums()
+
+
 def is_difference(exponent: fx.Node) -> bool:
     """Returns whether the argument of an exponential is a sum of two values that may cancel.
 
@@ -340,6 +466,26 @@ def _gates() -> frozenset[Any]:
 @cache
 def _steep() -> frozenset[Any]:
     return _gates() | ops_named("exp2 expm1 erfc softplus")
+
+
+@cache
+def _exponentials() -> frozenset[Any]:
+    return ops_named("exp exp2 expm1")
+
+
+@cache
+def _inverses() -> frozenset[Any]:
+    return ops_named("reciprocal rsqrt")
+
+
+@cache
+def _bends() -> frozenset[Any]:
+    return ops_named("square cosh sinh cos sin")
+
+
+@cache
+def _reductions() -> frozenset[Any]:
+    return ops_named("sum mean")
 
 
 @cache

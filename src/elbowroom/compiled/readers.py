@@ -42,6 +42,7 @@ from elbowroom.compiled.exponents import (
     is_left_over,
     is_log_probability,
     is_masked,
+    is_narrow,
     saturated_of,
     saturates,
     slope_of,
@@ -98,6 +99,8 @@ def reading_of(
     held = tuple(compared_of(value, after, gradients))
     if len(bent) == 1 and is_enough(value, bent, after, gradients, saturates, held):
         return Reading(Use.CURVED, held, saturated=bent)
+    if is_narrow(value, gradients):
+        return Reading(Use.EXACT, why="an exponential or an inverse of a square")
     if is_left_over(value, after, gradients):
         return Reading(Use.EXACT, why="a difference of two functions of it")
     if is_bent_steeply(value, after, gradients) and not is_masked(value, after, gradients):
