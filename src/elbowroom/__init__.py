@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from elbowroom._api import explain_oom as explain_oom
     from elbowroom._api import fit as fit
     from elbowroom._api import following as following
+    from elbowroom._api import gradient_error as gradient_error
     from elbowroom._api import grow_batch as grow_batch
     from elbowroom._api import largest_batch as largest_batch
     from elbowroom._api import load_snapshot as load_snapshot
@@ -97,6 +98,7 @@ __all__ = _show_lazily(
             "explain_oom",
             "fit",
             "following",
+            "gradient_error",
             "grow_batch",
             "largest_batch",
             "load_snapshot",

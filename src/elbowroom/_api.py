@@ -5,6 +5,7 @@ Each function only checks its arguments and calls the packages below. No other f
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +56,15 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.tracer import Tracer
-from elbowroom.tools import ExplainOutOfMemory, GrowingBatch, LargestBatch, Log, find_largest
+from elbowroom.tools import (
+    ExplainOutOfMemory,
+    GradientError,
+    GrowingBatch,
+    LargestBatch,
+    Log,
+    find_largest,
+    measure_gradient_error,
+)
 from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)
@@ -646,6 +655,42 @@ def log_to(*targets: Any) -> Log:
     warning names it, and it gets no more figures. Raises PlanError for a target that cannot log.
     """
     return Log(*targets)
+
+
+def gradient_error(
+    run: Callable[[], object],
+    model: nn.Module,
+    context: AbstractContextManager[Any] | None = None,
+    *,
+    draws: int = 4,
+) -> GradientError:
+    """Measures how far the gradient with lossy codes is from the plain one.
+
+        def run():                                 # one batch, always the same; no optimizer
+            loss_fn(model(x), y).backward()
+
+        print(er.gradient_error(run, model))       # of a fitted model that has settled
+        print(er.gradient_error(run, model, er.saving("dither", levels=16)))
+
+    run      a function that runs forward and backward, and leaves gradients in the model
+    model    the model whose gradients are compared
+    context  what to open around `run`. None: the model is fitted, and its plan is measured
+    draws    how many times `run` is called with codes, 2 or more; it is called once without
+
+    Each call begins with the same RNG, buffers and (no) gradients; afterwards these are as before.
+    The result has `.error` (gErr2, the relative squared error of the gradient), `.bias` (the part
+    of it that does not average out over steps), `.is_exact` (each call gave the bits of the plain
+    step) and `.parameters`. The call without codes takes as much memory as a plain step: if that is
+    not there, use a smaller batch with a context.
+
+    Raises PlanError if the model is not fitted, is compiled or has not settled (without a context),
+    if `run` changes parameters or leaves no gradient, and UnknownField for invalid `draws`.
+    """
+    check_function("run", run)
+    check_model(model, "gradient_error")
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
+        raise UnknownField(f"draws={draws!r} is not possible; it is an int, 2 or more")
+    return measure_gradient_error(run, model, context, draws)
 
 
 def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemory:

@@ -25,7 +25,6 @@ from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.fitting.session import Fitting
 from elbowroom.plan.batch import TwoBatches
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, too_small
 from elbowroom.plan.plan import Plan
@@ -34,8 +33,8 @@ from elbowroom.runtime.attach import Around, attach, detach
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.undo import Undo
 from elbowroom.tools.profiling import Profiling
+from elbowroom.tools.untouched import check_keeps_gradients, untouched
 from elbowroom.units import show_nbytes, show_seconds
 from elbowroom.waiting import Tell, waiting
 
@@ -92,14 +91,10 @@ def find_largest(
 
     Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train.
     """
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
-        raise PlanError(
-            "largest_batch runs backward, and this model's parameters have hooks that run in it "
-            "(release_gradients() of an optimizer), which would change them. remove() those, and "
-            "release gradients again afterwards"
-        )
+    check_keeps_gradients(model, "largest_batch")
     trial, budget = _Trial(model, make_batch, loss, options, optimizer), options.budget_nbytes
-    with _untouched(model, trial.model_state), waiting("the largest batch") as tell:
+    optimizers = trial.model_state.optimizers()
+    with untouched(model, optimizers, "largest_batch"), waiting("the largest batch") as tell:
         tell(f"a step with batch {_SMALL} is written down")
         pair = trial.pair(_SMALL)
         batch = _largest(pair, budget, options.exact)
@@ -302,23 +297,3 @@ def _attached(model: nn.Module, around: Around) -> Iterator[None]:
         yield
     finally:
         detach(model)
-
-
-@contextmanager
-def _untouched(model: nn.Module, model_state: ModelState) -> Iterator[None]:
-    """Removes gradients and what is attached inside this context; puts all back on exit."""
-    fitting = detach(model)
-    if isinstance(fitting, Fitting):
-        fitting.interrupt()
-    undo = Undo(model, model_state.optimizers())
-    gradients = [(p, p.grad) for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
-        undo.close()
-        undo.back()
-        for p, gradient in gradients:
-            p.grad = gradient
-        if fitting is not None:
-            attach(model, fitting)
