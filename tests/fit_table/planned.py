@@ -465,13 +465,13 @@ ROWS = {
     "a preset that fits adds more noise than is allowed": Row(
         replace(LAST, options=LIMITED, preset=5),
         step(1000),
-        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600)},
+        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
         (RefuseNoise(LIMITED.preset_noise(5)),),
     ),
     "a preset that fits adds as little noise as is allowed": Row(
         replace(LAST, options=LIMITED, preset=3),
         step(1000),
-        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600)},
+        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
     ),
     "noise was not told": Row(
         SETTLED,
@@ -484,8 +484,10 @@ ROWS = {
     ),
     "noise is used by an exact plan": Row(VERIFYING, NoiseUsed(told=True), {}),
     # The last resort.
-    "the last resort fits": Row(
-        LAST, step(1000), {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600)}
+    "the last resort fits, and its forwards may hold what they have held": Row(
+        LAST,
+        step(1000),
+        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
     ),
     "the last resort is not measured": Row(LAST, step(None), {}),
     "the last resort does not fit, nor has a preset been seen to": Row(

@@ -11,6 +11,7 @@ import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
+from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.undo import Undo
 
 
@@ -224,4 +225,20 @@ def test_small_tensors_are_planned_where_no_plan_fits_without_them():
     for _ in range(4):
         step()
     assert static + er.peak(step) <= budget
+    er.release(net)
+
+
+def test_a_forward_that_holds_nothing_lets_go_of_what_it_held_once(monkeypatch):
+    net, x, dropped = Upcast(), torch.randn(512, 64), []
+    drop = Saving.drop_everything
+    monkeypatch.setattr(
+        Saving, "drop_everything", lambda saving: (dropped.append(id(saving)), drop(saving))
+    )
+    static = sum(p.nbytes for p in net.parameters())
+    room = er.peak(lambda: net(x).backward())
+    net.zero_grad(set_to_none=True)
+    er.fit(net, budget=int(2 * static + 0.6 * (room - static)), exact=True)
+    net(x).backward()
+    # The one that was tried; the rehearsed one, as it begins and as it ends. It was one a save.
+    assert 2 <= len(dropped) <= 3
     er.release(net)

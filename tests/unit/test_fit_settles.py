@@ -128,7 +128,9 @@ class Training:
                 return PlanTaken(one, STOCK)
             case MakeSmallest():
                 return SmallestMade(
-                    *state.attempts.next_smallest(lambda profile, again: self.plan())
+                    *state.attempts.next_smallest(
+                        lambda profile, again: self.plan(), lambda profile, again: 0
+                    )
                 )
             case PlanByForward():
                 if draw.random() < 0.2:

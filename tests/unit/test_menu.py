@@ -276,6 +276,15 @@ def test_few_settings_are_left_of_many() -> None:
     assert errors == sorted(errors)
 
 
+def test_the_same_settings_are_weighed_once() -> None:
+    """Each plan asks for them again, for each kind of tensors."""
+    kind = {"maps": False, "named": False}
+    taken = weighed(all_settings(), torch.float32, Facts(), **kind)
+    assert weighed(all_settings(), torch.float32, Facts(), **kind) is taken
+    with_zeros = weighed(all_settings(), torch.float32, Facts(has_zeros=True), **kind)
+    assert with_zeros != taken
+
+
 def test_what_is_biased_is_weighed_where_it_is_named() -> None:
     fdsr = settings_of("fdsr")
     assert not any(

@@ -11,6 +11,7 @@
 import json
 import re
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from elbowroom.codecs.base import Codec
@@ -20,6 +21,7 @@ from elbowroom.codecs.registry import codec as codec_of
 _DITHER = re.compile(r"dither, (\d+) levels")
 
 
+@lru_cache(maxsize=1024)  # a plan asks for the name of each setting for each tensor
 def setting_name(codec: Codec) -> str:
     """The name of a setting, from which `setting_named` makes an equal codec."""
     if isinstance(codec, Dither) and codec == Dither(levels=codec.levels):

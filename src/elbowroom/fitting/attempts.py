@@ -8,6 +8,7 @@ budget. So a budget as large as the lowest of their peaks is certain to suffice.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -25,6 +26,23 @@ class KnownStep(NamedTuple):
 
     profile: "Profile"
     rehearsed: bool
+
+    @property
+    def unmade(self) -> tuple["Unmade", ...]:
+        """Its smallest plans, in the order in which they are tried.
+
+        A step without recomputed modules can be profiled, so its plan comes first of an estimate.
+        """
+        again = Unmade(self, again=True)
+        once = Unmade(self, again=False)
+        return (once, again) if self.rehearsed else (again, once)
+
+
+class Unmade(NamedTuple):
+    """A smallest plan that was not made yet. again: modules may be recomputed in it."""
+
+    step: KnownStep
+    again: bool
 
 
 class Taken(NamedTuple):
@@ -59,12 +77,14 @@ class Smallest(NamedTuple):
 class Attempts:
     """The plans of one kind of forward since its learning last began.
 
-    known     profiles from which no smallest plan has been made yet
+    known     profiles that are new since a smallest plan was asked for
+    unmade    smallest plans of the others that were not made yet, in order
     taken     the plans that were measured, in order
     smallest  the plans of the least predicted peak that were made
     """
 
     known: tuple[KnownStep, ...] = ()
+    unmade: tuple[Unmade, ...] = ()
     taken: tuple[Taken, ...] = ()
     smallest: tuple[Smallest, ...] = ()
 
@@ -89,34 +109,43 @@ class Attempts:
         return min(known, default=None, key=_peak_nbytes)
 
     def next_smallest(
-        self, make: "Callable[[Profile, bool], Chosen | None]"
+        self,
+        make: "Callable[[Profile, bool], Chosen | None]",
+        bound: "Callable[[Profile, bool], float]",
     ) -> tuple[Self, Smallest | None]:
-        """Makes the smallest plans from the known profiles; returns one that was not measured yet.
+        """Returns a smallest plan that was not measured yet; none is made that is not needed.
 
         make: returns the smallest plan of a profile, if one is found; its flag says whether modules
-        may be recomputed. A step without recomputed modules can be profiled, so its plan comes
-        first among estimated ones; once a profile exists, estimates are no longer used. A plan that
-        is predicted to need much more memory than another is tried later, because its forward would
-        be refused before the other one was measured.
+        may be recomputed. bound: returns a peak in bytes below which that plan hardly comes.
+
+        Once a step was profiled, estimates without recomputed modules are no longer used. A plan
+        that is predicted to need much more memory than another is tried later, because its forward
+        would be refused before the other one was measured.
         """
-        estimates = [one.rehearsed for one in self.known]
-        is_written = not all(estimates + [one.rehearsed for one in self.smallest])
+        unmade = [*self.unmade, *(one for step in self.known for one in step.unmade)]
+        rehearsed = [one.step.rehearsed for one in unmade]
+        is_written = not all(rehearsed + [one.rehearsed for one in self.smallest])
+        if is_written:
+            unmade = [one for one in unmade if one.again or not one.step.rehearsed]
+        bounds = [bound(one.step.profile, one.again) for one in unmade]
         made = list(self.smallest)
-        for profile, rehearsed in self.known:
-            for again in (True, False) if not rehearsed else (False, True):
-                chosen = make(profile, again)
-                if chosen is None or (not again and rehearsed and is_written):
-                    continue
-                made.append(Smallest(chosen, rehearsed))
-        left = [
-            one
-            for one in made
-            if not (is_written and one.would_be_written)
-            and not any(taken.is_of(one.chosen) for taken in self.taken)
-        ]
-        least = min((one.chosen.plan.peak for one in left), default=0)
-        near = (one for one in left if one.chosen.plan.peak <= _NEAR_LEAST * least)
-        return replace(self, known=(), smallest=tuple(made)), next(near, None)
+        while True:
+            left = [
+                one
+                for one in made
+                if not (is_written and one.would_be_written)
+                and not any(taken.is_of(one.chosen) for taken in self.taken)
+            ]
+            enough = _NEAR_LEAST * min([*(one.chosen.plan.peak for one in left), *bounds, inf])
+            near = next((one for one in left if one.chosen.plan.peak <= enough), None)
+            if near is not None or not unmade:
+                return replace(self, known=(), unmade=tuple(unmade), smallest=tuple(made)), near
+            at = next(n for n, nbytes in enumerate(bounds) if nbytes <= enough)
+            step, again = unmade.pop(at)
+            del bounds[at]
+            chosen = make(step.profile, again)
+            if chosen is not None:
+                made.append(Smallest(chosen, step.rehearsed))
 
 
 def _peak_nbytes(one: Taken) -> int:

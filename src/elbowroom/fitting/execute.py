@@ -167,7 +167,8 @@ def _planned(
             states, settings = planning.model_state.states, settings_of(planning)
             return SmallestMade(
                 *planning.state.attempts.next_smallest(
-                    lambda step, again: states.smallest(step, planning, settings, recompute=again)
+                    lambda step, again: states.smallest(step, planning, settings, recompute=again),
+                    lambda step, again: states.bound(step, planning, settings, recompute=again),
                 )
             )
         case PlanByForward(forward_profile):

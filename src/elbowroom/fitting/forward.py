@@ -108,7 +108,7 @@ class FittedSaving(Saving):
         self.largest_nbytes = self.beside_nbytes = 0
         self.leaves_room = False
         self._limit: tuple[int, int] | None = None
-        self._has_diverged = self._begins_again = False
+        self._has_diverged = self._begins_again = self._is_dropped = False
         self._recurrent_layers = 0
         self._saved: list[tuple[weakref.ref[Slot], SavedStorage]] = []
         self._saved += [] if after is None else after._saved
@@ -257,6 +257,11 @@ class FittedSaving(Saving):
             self._begins_again = True
             raise Unrepeatable
 
+    def drop_everything(self) -> None:
+        """Drops all decided tensors; `_packed` drops those that follow."""
+        self._is_dropped = True
+        super().drop_everything()
+
     def _may_wait(self, name: SiteName) -> bool:
         plan = self._plan
         return plan is not None and plan.is_shared(name)
@@ -311,7 +316,7 @@ class FittedSaving(Saving):
                 self.impossible = True
         if self.impossible:
             self.too_much = self.too_much or not self._may_climb
-        if self.impossible or self.too_much:
+        if (self.impossible or self.too_much) and not self._is_dropped:
             self.drop_everything()
         plan = self._plan
         return self.setting.policy(site) if plan is None else plan(site)

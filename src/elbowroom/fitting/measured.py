@@ -205,7 +205,8 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
     peak_nbytes = _at_largest(state, seen, seen.peak)
     least = state.attempts.least
     if peak_nbytes <= budget_nbytes:
-        return replace(_with_transients(state, seen, seen.peak), has_fit=True), ()
+        state = _with_transients(replace(state, has_fit=True), seen, seen.peak)
+        return _allowing(state, seen, seen.peak), ()
     if state.was_rehearsed and least is not None and not state.varies:
         return state, (Refuse(least),)
     commands: tuple[Command, ...] = ()

@@ -8,10 +8,12 @@ from typing import Self
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.messages import without_frames
 from elbowroom.fitting.options import FitOptions
+from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.shares import NoiseShares
+from elbowroom.plan.solve import BASELINES, Limits, least_bound
 
 # Of non-static bytes, what an unmeasured plan leaves free, if possible. Predictions from a measured
 # step are wrong by less than the second, so that no other plan has to be made and measured.
@@ -97,6 +99,24 @@ class PlannerSettings:
             )
         except BudgetTooSmall:
             return None
+
+    def least_bound(self, profile: Profile, *, recompute: bool) -> float:
+        """Returns a peak in bytes below which hardly any plan comes; 0: none is known.
+
+        It is the first part of a search for the least peak, which goes on from it.
+        """
+        options = self.options
+        if options.offload is not None or options.solver in BASELINES or self.ratio != 1:
+            return 0.0
+        exact = bool(options.exact)
+        built = (
+            build_problem(profile, exact=True, recompute=recompute)
+            if exact
+            else build_problem(
+                profile, exact=False, recompute=recompute, whole=False, codecs=options.codecs
+            )
+        )
+        return least_bound(built.problem, Limits(0, exact=exact))
 
     @property
     def _without_least_budget(self) -> Self:

@@ -118,8 +118,7 @@ class States:
 
         recompute: modules may be recomputed
         """
-        candidates, exact = self.candidates(profile, owner), settings.options.exact
-        one = candidates[0 if exact else -1]
+        one, exact = self._least(profile, owner, settings), settings.options.exact
         options = settings.options.within(1)
         if one.profile.noise is None:  # no limit is kept until it is known
             options = replace(options, noise=None)
@@ -135,6 +134,17 @@ class States:
         if plan is None:
             return None
         return Chosen(one, replace(plan, budget=settings.options.budget_nbytes))
+
+    def bound(
+        self, profile: Profile, owner: object, settings: PlannerSettings, *, recompute: bool
+    ) -> float:
+        """Returns a peak in bytes below which `smallest` hardly comes; 0: none is known."""
+        one = self._least(profile, owner, settings)
+        return settings.least_bound(one.profile, recompute=recompute)
+
+    def _least(self, profile: Profile, owner: object, settings: PlannerSettings) -> Candidate:
+        """Returns the candidate that needs the fewest bytes, of those that the options allow."""
+        return self.candidates(profile, owner)[0 if settings.options.exact else -1]
 
     def take(self, chosen: Chosen, owner: object, options: FitOptions) -> Chosen:
         """Holds auto states in the format that the plan was made for, and returns the plan.

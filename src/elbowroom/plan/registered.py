@@ -13,7 +13,7 @@ and left out.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil, prod
 
 import torch
@@ -138,8 +138,14 @@ def weighed(
 
     named: the user has asked for these
     """
-    shape = _SHAPES[maps]
-    facts = Facts(has_zeros=facts.has_zeros)
+    return _weighed(tuple(settings), dtype, has_zeros=facts.has_zeros, maps=maps, named=named)
+
+
+@lru_cache(maxsize=64)  # for all plans of a process: of each kind they weigh the same settings
+def _weighed(
+    settings: tuple[Codec, ...], dtype: torch.dtype, *, has_zeros: bool, maps: bool, named: bool
+) -> tuple[Codec, ...]:
+    shape, facts = _SHAPES[maps], Facts(has_zeros=has_zeros)
     sizes: dict[Codec, int] = {}
     for codec in by_error(settings, maps=maps):
         quality = quality_of(codec, maps=maps)

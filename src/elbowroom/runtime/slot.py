@@ -314,11 +314,13 @@ class Slot:
             pin_sources()
 
     def hold(self, value: Handle) -> None:
-        """Sets the value, in place of the present one.
+        """Sets the value, in place of the present one; a slot that was dropped stays so.
 
         Bits of the new value replace those of the slot, also in other holders of these: the code of
         a norm's input has them as its mask.
         """
+        if isinstance(self.value, DropHandle):
+            return
         self.value = value
         if isinstance(value, EncodeHandle):
             bitmap = value.bitmap
