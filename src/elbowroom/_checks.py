@@ -70,9 +70,11 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str = "
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):
+        remedy = "Pass the optimizer itself, or leave it out."
+        if isinstance(optimizer, list | tuple):
+            remedy = "Pass one, and each further one to er.add_optimizer(model, optimizer)."
         raise PlanError(
-            f"{verb} takes a torch.optim.Optimizer; got {type(optimizer).__name__}. "
-            "Pass the optimizer itself, or leave it out."
+            f"{verb} takes a torch.optim.Optimizer; got {type(optimizer).__name__}. {remedy}"
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     of_model = {id(p) for p in model.parameters() if p.requires_grad}

@@ -1,8 +1,11 @@
 """A frozen prefix whose outputs are read from a folder: the same values, or a refusal."""
 
+import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,6 +146,87 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "prefix.json").write_text(text)
         with pytest.raises(DataError, match=r"prefix\.json is damaged"):
             CachedPrefix(frozen(), tmp_path)(x)
+
+
+class Configured(nn.Module):
+    """A module that reads attributes of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(1)  # no buffer
+        self.act = lambda x: x.relu()
+        self.config = SimpleNamespace(eps=0.1, layers=[{"shift": torch.zeros(1)}])
+        self.power = functools.partial(torch.pow, exponent=2)
+        self.table = np.ones(1)
+        self.rest = [nn.Linear(1, 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(x) * self.scale + self.config.eps + self.config.layers[0]["shift"]
+        return self.power(x) * float(self.table[0]) + self.rest[0].weight.sum()
+
+
+def configured() -> Configured:
+    torch.manual_seed(0)
+    return Configured().eval()
+
+
+def steep(by: float):
+    return lambda module, args, out: out * by
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.scale.add_(1),
+        lambda module: setattr(module, "scale", torch.full((1,), 2.0)),
+        lambda module: setattr(module, "act", torch.tanh),
+        lambda module: setattr(module, "act", lambda x: x.tanh()),
+        lambda module: setattr(module.config, "eps", 0.2),
+        lambda module: module.config.layers[0]["shift"].add_(1),
+        lambda module: module.power.keywords.update(exponent=3),
+        lambda module: module.table.fill(2),
+        lambda module: module.rest[0].weight.data.copy_(torch.ones(1, 1)),
+        lambda module: module.register_forward_hook(steep(2.0)),
+        lambda module: module.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    ],
+)
+def test_settings_of_every_kind_are_refused_by_checksum(tmp_path: Path, change) -> None:
+    x = images()
+    CachedPrefix(configured(), tmp_path)(x)
+    same = CachedPrefix(configured(), tmp_path)
+    assert torch.equal(same(x), configured()(x))
+    assert same.misses == 0
+    change(other := configured())
+    assert not torch.equal(other(x), configured()(x))
+    with pytest.raises(ModuleError, match="of other settings, by their checksum"):
+        CachedPrefix(other, tmp_path)(x)
+
+
+def test_hooks_that_close_over_other_values_are_refused(tmp_path: Path) -> None:
+    x, one, two = images(), frozen(), frozen()
+    one.register_forward_hook(steep(2.0))
+    two.register_forward_hook(steep(3.0))
+    CachedPrefix(one, tmp_path)(x)
+    with pytest.raises(ModuleError, match="of other settings"):
+        CachedPrefix(two, tmp_path)(x)
+    found: list[Tensor] = []
+    three = frozen()
+    three[0].register_forward_hook(lambda module, args, out: found.append(out))
+    with pytest.raises(ModuleError, match="changes an attribute of '0' in it, or what a hook"):
+        CachedPrefix(three, tmp_path / "three")(x)
+
+
+def test_folders_that_cannot_be_used_are_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file cannot hold outputs .*give a folder that can be"):
+        CachedPrefix(frozen(), tmp_path / "file")(images())
+    (tmp_path / "folder" / "prefix.json").mkdir(parents=True)
+    with pytest.raises(DataError, match="folder cannot hold outputs"):
+        CachedPrefix(frozen(), tmp_path / "folder")(images())
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere" / "else")
+    (tmp_path / "nowhere").write_text("")
+    with pytest.raises(DataError, match="gone cannot hold outputs"):
+        CachedPrefix(frozen(), tmp_path / "gone")(images())
 
 
 class Odd(nn.Module):

@@ -269,3 +269,11 @@ def test_only_the_first_calls_are_tried():
     for _ in range(5):
         assert ask(module, x)
     assert Counts.runs == 4
+
+
+def test_a_trial_takes_little_beside_inputs_and_result():
+    """Its result was cast to int64 as a whole: on a CPU, twice its bytes above a budget."""
+    layer, x = nn.ReLU(), torch.randn(2**21)
+    why_not_again(layer, layer, Arguments((x,), {}))
+    taken = peak(lambda: why_not_again(layer, layer, Arguments((x,), {})))
+    assert taken <= 2.25 * x.nbytes  # a copy of the input, the result, and parts of it

@@ -76,6 +76,9 @@ def test_what_cannot_be_added_is_said() -> None:
         er.add_optimizer(model, None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"add_optimizer takes a torch.optim.Optimizer; got dict"):
         er.add_optimizer(model, {})  # type: ignore[arg-type]
+    several = [torch.optim.SGD([p], 0.1) for p in model.parameters()]
+    with pytest.raises(PlanError, match=r"got list. Pass one, and each further one to er.add_opt"):
+        er.fit(model, budget="1 GiB", optimizer=several)  # type: ignore[arg-type]
     er.release(model)
     with pytest.raises(PlanError, match=r"takes a fitted model, and this one is not; call er.fit"):
         er.add_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))

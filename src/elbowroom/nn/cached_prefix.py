@@ -11,15 +11,17 @@ bytes, dtype, shape and kind of device, and of autocast. So batches may be shuff
 that has changed is computed anew. Where `prefix.json` names other weights, code, settings or
 another PyTorch, the folder is refused, and so is an output whose own checksum is wrong.
 
-Not seen are changes of functions that the classes of the modules call, and of weights through
-`.data` once they have been looked at. An output has the rounding of the batch in which its sample
+Settings are attributes, with tensors, functions and the fields of objects, and forward hooks
+(`_described.py`). Not seen are changes of functions that the classes of the modules call, of
+attributes whose names begin with an underscore, and of weights through `.data` once they have been
+looked at. An output has the rounding of the batch in which its sample
 was first seen. The keys and outputs of a GPU's samples pass through host memory.
 """
 
-import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from math import sqrt
 from pathlib import Path
@@ -32,11 +34,11 @@ from torch import Tensor, nn
 from elbowroom.errors import DataError, ModuleError
 from elbowroom.files import bytes_of, replacing, write_text
 from elbowroom.kernels.fakes import has_values
+from elbowroom.nn._described import described, source_of
 from elbowroom.units import parse_nbytes, show_nbytes
 
 _MANIFEST = "prefix.json"
 _OWNER = "prefix"  # in the metadata of a file
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _log = logging.getLogger("elbowroom")
 
 
@@ -98,7 +100,8 @@ class CachedPrefix(nn.Module):
         with torch.no_grad():
             if not len(inputs[0]) or not all(map(has_values, inputs)):  # the latter in a rehearsal
                 return self._run(inputs)
-            self._check_folder()
+            with self._files_in_use():
+                self._check_folder()
             keys = _keys(inputs)
             new = {key: n for n, key in enumerate(keys) if key not in self._files}
             found = self._read([key for key in keys if key in self._files])
@@ -106,7 +109,8 @@ class CachedPrefix(nn.Module):
                 rows = torch.tensor([*new.values()], device=inputs[0].device)
                 computed = self._computed([x[rows] for x in inputs])
                 fresh = dict(zip(new, computed.cpu().contiguous(), strict=True))
-                self._store(fresh)
+                with self._files_in_use():
+                    self._store(fresh)
                 found |= fresh
             missed = sum(key in new for key in keys)
             self.hits, self.misses = self.hits + len(keys) - missed, self.misses + missed
@@ -122,11 +126,19 @@ class CachedPrefix(nn.Module):
     def _computed(self, inputs: Sequence[Tensor]) -> Tensor:
         """Returns new outputs. Raises ModuleError where they could be others another time."""
         buffers, random = _versions(self.module.named_buffers()), _random(inputs[0].device)
+        settings = _settings(self.module)
         y = self._run(inputs)
         if not torch.equal(random, _random(inputs[0].device)):
             self._refuse("its forward draws random numbers")
         if buffers != _versions(self.module.named_buffers()):
             self._refuse("its forward changes a buffer")
+        for name, now in _settings(self.module).items():
+            if now != settings.get(name):
+                which = f"'{name}' in it" if name else "it"
+                self._refuse(
+                    f"its forward changes an attribute of {which}, or what a hook there holds; if "
+                    "its first call alone does so, call it once before"
+                )
         if not self._is_apart and len(y) > 1 and y.is_floating_point():
             alone = self._run([x[:1] for x in inputs])[0].float()
             whole = y.abs()[y.isfinite()].max().item() if y.isfinite().any() else 0.0
@@ -135,6 +147,15 @@ class CachedPrefix(nn.Module):
                 self._refuse("its output of a sample depends on the other samples of the batch")
             self._is_apart = True
         return y
+
+    @contextmanager
+    def _files_in_use(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.folder} cannot hold outputs ({error}); give a folder that can be written to"
+            ) from error
 
     def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
         if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
@@ -158,7 +179,7 @@ class CachedPrefix(nn.Module):
 
     def _check_folder(self) -> None:
         """Raises ModuleError unless the folder belongs to this state of the module."""
-        state = *_versions(_state(self.module)), *map(str, _settings(self.module))
+        state = _versions(_state(self.module)), _settings(self.module)
         if state == self._seen:
             return
         depends = self._depends()
@@ -190,18 +211,19 @@ class CachedPrefix(nn.Module):
 
     def _depends(self) -> dict[str, str]:
         """Returns checksums of all that outputs depend on, besides the input."""
-        for name, x in _state(self.module):
-            if type(x) not in (Tensor, nn.Parameter):
-                self._refuse(f"'{name}' is a {type(x).__name__}, whose bytes are not known")
+        settings = [(name, part) for name, parts in described(self.module) for part in parts]
+        for name, x in [*_state(self.module), *settings]:
+            if isinstance(x, Tensor) and not _has_bytes(x):
+                self._refuse(f"'{name}' has a {type(x).__name__} whose bytes are not known")
         weights = _digest(
             part for name, x in _state(self.module) for part in (f"{name} {_kind(x)}", x)
         )
         classes = {c for m in self.module.modules() for c in type(m).__mro__ if c is not nn.Module}
-        code = _digest(sorted(map(_source, classes)))
+        code = _digest(sorted(map(source_of, classes)))
         return {
             "weights": weights,
             "code": code,
-            "settings": _digest(map(str, _settings(self.module))),
+            "settings": _digest(part for one in settings for part in one),
             "PyTorch": torch.__version__,
             "dtype": str(self.dtype),
         }
@@ -267,30 +289,20 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
+def _settings(module: nn.Module) -> dict[str, object]:
+    """Returns what describes each module, with tensors by their versions."""
+    return {
+        name: [part if isinstance(part, str) else _versions([("", part)]) for part in parts]
+        for name, parts in described(module)
+    }
+
+
+def _has_bytes(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
+
+
 def _versions(named: Iterable[tuple[str, Tensor]]) -> tuple[object, ...]:
     return tuple((name, x.data_ptr(), x._version, _kind(x)) for name, x in named)
-
-
-def _settings(module: nn.Module) -> Iterator[object]:
-    """Yields what the modules are, and their attributes that are plain values."""
-    for name, m in module.named_modules():
-        attributes = {k: v for k, v in vars(m).items() if not k.startswith("_") and _is_plain(v)}
-        yield name, type(m).__qualname__, m.extra_repr(), attributes
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, [*value.keys(), *value.values()]))
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in _PLAIN
-
-
-def _source(cls: type) -> str:
-    """Returns the source of a class, or its name for one of PyTorch or without source."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    try:
-        return name if name.startswith(("torch.", "builtins.")) else inspect.getsource(cls)
-    except (OSError, TypeError):
-        return name
 
 
 def _random(device: torch.device) -> Tensor:

@@ -32,6 +32,8 @@ from elbowroom.runtime.recompute import State
 from elbowroom.runtime.storage import version_of
 
 TESTED_CALLS = 2  # calls
+_PART = 2**16  # elements of a tensor that are cast at once to be summed
+_MOST_PARTS = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ANOTHER = (
     "it gave another result when it was run again from the same inputs (it may count in Python, or "
@@ -181,10 +183,32 @@ def _digest(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype
     x = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     bits = x.view(_INTEGERS[x.element_size()])
+    sums = [_sums(*part) for part in _parts(bits)]
+    return leaf.shape, leaf.dtype, torch.stack(sums).sum(0).tolist()
+
+
+def _parts(bits: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yields parts of a tensor as 64-bit integers, each with the index that it begins at.
+
+    One is there at a time. On a CPU a sum of int32 as int64 casts the tensor as a whole, to twice
+    its bytes, while all that forward has saved is held.
+    """
+    if bits.dim() == 0:
+        bits = bits[None]
+    dim = max(range(bits.dim()), key=bits.size)
+    length, numel = bits.size(dim), max(bits.numel(), 1)
+    rows = max(length * _PART // numel, length // _MOST_PARTS, 1)
+    for at in range(0, max(length, 1), rows):
+        part = bits.narrow(dim, at, min(rows, length - at)).to(torch.int64)
+        yield part, [at if d == dim else 0 for d in range(bits.dim())]
+
+
+def _sums(part: Tensor, begin: list[int]) -> Tensor:
+    """Returns for each dimension the sum of its elements times their position in it."""
     sums = []
-    for dim in range(bits.dim()):
-        others = [d for d in range(bits.dim()) if d != dim]
-        line = bits.sum(others, dtype=torch.int64) if others else bits.to(torch.int64)
-        places = torch.arange(1, line.numel() + 1, device=line.device)
+    for dim, first in enumerate(begin):
+        others = [d for d in range(part.dim()) if d != dim]
+        line = part.sum(others) if others else part
+        places = torch.arange(first + 1, first + 1 + line.numel(), device=line.device)
         sums.append((line * places).sum())
-    return leaf.shape, leaf.dtype, torch.stack(sums or [bits.to(torch.int64)]).tolist()
+    return torch.stack(sums)
