@@ -102,8 +102,9 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
             planning.calls.forget(calls)
         case BlameNoClasses():
             planning.context.blames_classes = False
-        case RunLayersAgain():
-            planning.context.runs_again, planning.heard = True, None
+        case RunLayersAgain(rounds):
+            planning.context.runs_again, planning.context.keeps_bits = True, not rounds
+            planning.heard = None
         case TakeSmall():
             planning.context.takes_small, planning.heard = True, None
         case StartMeter(predicts):
@@ -222,9 +223,13 @@ def fallbacks_of(planning: "Planning") -> Fallbacks:
     context = planning.context
     blamed = bool(context.unrepeatable) and context.blames_classes
     # A layer that runs again as a whole holds as much then as it would have saved.
-    gains = not context.keeps_bits or context.recurrent_layers > 1
-    layers = gains and not context.runs_again
-    return Fallbacks(blamed, layers, small=not context.takes_small)
+    gains = context.keeps_bits and context.recurrent_layers > 1
+    return Fallbacks(
+        blamed,
+        layers=gains and not context.runs_again,
+        stretches=not (planning.options.exact or context.rounds),
+        small=not context.takes_small,
+    )
 
 
 def settings_of(planning: "Planning") -> PlannerSettings:
@@ -293,7 +298,7 @@ def chosen_by_forward(
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
     more = fallbacks_of(planning)
-    may_gain = planning.state.may_gain(layers=more.layers, small=more.small)
+    may_gain = planning.state.may_gain(more)
     chosen = plan_by_forward(
         steps,
         partial(step, turns=True),

@@ -87,13 +87,13 @@ def warn_near(options: FitOptions, plan: Plan) -> None:
     )
 
 
-def warn_runs_again(options: FitOptions) -> None:
+def warn_runs_again(options: FitOptions, *, rounds: bool) -> None:
     """Says that recurrent layers are recomputed, since no plan fits their tensors.
 
-    It warns where that changes bits.
+    It warns where that changes bits: where it rounds.
     """
     budget = show_nbytes(options.budget_nbytes)
-    if options.exact:
+    if not rounds:
         _log.info(
             "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
             "backward, one layer after the other; no bit changes",
@@ -103,8 +103,7 @@ def warn_runs_again(options: FitOptions) -> None:
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a few time steps after the other; gradients differ from those of plain training "
-        "by rounding alone. With exact=True, layers run again one by one, as long as that fits the "
-        "budget",
+        "by rounding alone; exact=True forbids this",
         budget,
     )
 
@@ -258,11 +257,14 @@ def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None
     )
 
 
-def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool) -> None:
+def say_setting(
+    options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool, estimated: bool
+) -> None:
     """Logs the setting of forwards, at WARNING when it becomes lossy for the first time.
 
     rounds     no code is lossy, but results differ by rounding
     was_lossy  an earlier setting was lossy, too
+    estimated  no step was measured yet
     """
     budget = show_nbytes(options.budget_nbytes)
     if chosen.exact or rounds or was_lossy or options.exact is False:
@@ -270,9 +272,10 @@ def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy:
         _log.info("budget %s: saved tensors use the setting '%s' (%s)", budget, chosen.name, kind)
         return
     _log.warning(
-        "budget %s: exact actions alone do not fit, so some saved tensors are stored in lossy "
+        "budget %s: %sexact actions alone do not fit, so some saved tensors are stored in lossy "
         "codes, which change gradients a little (setting '%s'); exact=True forbids this",
         budget,
+        "by an estimate, " if estimated else "",
         chosen.name,
     )
 

@@ -190,10 +190,17 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     if fallbacks.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if state.is_recurrent and fallbacks.layers:
-        return state.fresh(), (ForgetScripts(), say(Line.RUNS_AGAIN), RunLayersAgain())
+        return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=False))
     if state.has_many_small and fallbacks.small:
         return state.fresh(), (ForgetScripts(), TakeSmall())
+    if state.is_recurrent and fallbacks.stretches:
+        return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=True))
     return None
+
+
+def run_layers_again(*, rounds: bool) -> tuple[Command, ...]:
+    """Returns the commands to recompute recurrent layers from now on: see `RunLayersAgain`."""
+    return say(Line.RUNS_AGAIN, rounds=rounds), RunLayersAgain(rounds)
 
 
 def _taken_again(state: FitState) -> Step | None:

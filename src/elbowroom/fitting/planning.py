@@ -316,7 +316,7 @@ class Planning(Followed):
 
     def lets_layers_run_again(self) -> bool:
         """Returns whether recurrent layers may be recomputed; called inside a forward."""
-        self._tell(LayersHeldTooMuch())
+        self._tell(LayersHeldTooMuch(fallbacks_of(self)))
         return self.context.runs_again
 
     def join(self, memory: MemoryState) -> None:
@@ -411,7 +411,7 @@ class Planning(Followed):
         """
         state, more = self.state, fallbacks_of(self)
         known = state.knowing(forward_profile.profile)
-        may_try_more = more.blamed_classes or known.may_gain(layers=more.layers, small=more.small)
+        may_try_more = more.blamed_classes or known.may_gain(more)
         alike = state.now == signature and self.calls.at == 1
         is_first = state.tries == 0 and state.given is None
         if alike and is_first and state.may_refuse and not may_try_more:

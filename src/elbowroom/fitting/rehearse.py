@@ -2,7 +2,9 @@
 
 A rehearsed plan is an estimate (`plan/rehearsal.py`), and is replaced once its step was measured.
 Lossy codes affect only that step, but encoded states keep their error: so encoded states are tried
-after all codes, and only optimistic estimates of backward are tried after them.
+after all codes, and only optimistic estimates of backward are tried after them. An exact plan comes
+first even if it fits by an optimistic estimate only: a lossy one in its place would be followed for
+good, although nothing has shown that exact actions do not suffice.
 """
 
 import weakref
@@ -174,10 +176,13 @@ class _Try:
 
 def _tries(exact: bool | None) -> Iterator[_Try]:
     """Yields the settings to try under options of this exactness."""
+    if exact is None:
+        yield from _tries(True)
     for optimistic in (False, True):
         for state in range(1 if exact else len(CHOICES)):
             for allowed, care, recompute in _TRIES[exact]:
-                if (care < CAREFUL) == optimistic:
+                is_known = exact is None and allowed and state == 0
+                if (care < CAREFUL) == optimistic and not is_known:
                     yield _Try(state, allowed, care, recompute)
 
 
