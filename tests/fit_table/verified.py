@@ -289,7 +289,31 @@ ROWS = {
         {"phase": P.SETTLED, "tries": 5},
         (said(PLAN, 1100), say(Line.ABOVE, peak_nbytes=1100, **CLIMBED)),
     ),
-    "a step once all is settled": Row(SETTLED, step(2000), {}),
+    "a step once all is settled": Row(SETTLED, step(2000), {}, (said(PLAN, 2000),)),
+    # It was followed for good, without a word, where no step could be measured until then.
+    "the first step that can be measured, long after all is settled, is above the budget": Row(
+        replace(SETTLED, has_fit=False),
+        step(1100),
+        {
+            "phase": P.VERIFYING,
+            "tries": 1,
+            "rounds": 1,
+            "once_nbytes": 200,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(PLAN, 1100),
+        },
+        (said(PLAN, 1100), MAKE),
+    ),
+    "a step under a plan cannot be measured": Row(VERIFYING, step(None), {"tries": 1}),
+    "five steps under a plan could not be measured": Row(
+        replace(VERIFYING, tries=4),
+        step(None),
+        {"phase": P.SETTLED, "tries": 5},
+        (say(Line.BLIND),),
+    ),
+    "a model inside has ended the measurement": Row(
+        replace(VERIFYING, tries=4), step(None, others_learn=True), {"others_learn": True}
+    ),
     # The plan that was given.
     "the given plan fits": Row(
         GIVENS, step(900), {"phase": P.SETTLED, "tries": 1, "has_fit": True}, (said_given(900),)

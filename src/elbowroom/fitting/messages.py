@@ -23,12 +23,17 @@ _GENEROUS = 12
 _ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
 
-def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
-    """Logs the predicted and the measured peak, as a warning if it is above the budget."""
+def say_measured(options: FitOptions, plan: Plan | None, peak_nbytes: int) -> None:
+    """Logs the predicted and the measured peak, as a warning if it is above the budget.
+
+    plan: None for a step without one, which has no prediction
+    """
     _log.log(
         logging.WARNING if peak_nbytes > options.budget_nbytes else logging.INFO,
-        "budget %s: peak predicted %s, measured %s",
-        *map(show_nbytes, (options.budget_nbytes, plan.peak, peak_nbytes)),
+        "budget %s: peak %smeasured %s",
+        show_nbytes(options.budget_nbytes),
+        "" if plan is None else f"predicted {show_nbytes(plan.peak)}, ",
+        show_nbytes(peak_nbytes),
     )
 
 

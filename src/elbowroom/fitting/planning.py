@@ -460,7 +460,8 @@ class Planning(Followed):
 
         memory: the memory as the next one begins. others_learn: see `Neighbors`.
         """
-        if self.settled or not self.calls.is_whole(had_backward=last.was_asked):
+        knows = self.settled and not self.state.is_blind
+        if knows or not self.calls.is_whole(had_backward=last.was_asked):
             return
         seen = observed(self, last, step, memory.beside(step.memory.beside_nbytes))
         self._tell(replace(seen, others_learn=others_learn))

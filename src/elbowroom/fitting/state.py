@@ -201,6 +201,11 @@ class FitState:
         return self.phase is Phase.SETTLED
 
     @property
+    def is_blind(self) -> bool:
+        """True if a plan was settled on that no step could be measured of."""
+        return self.settled and self.plan is not None and not self.has_fit
+
+    @property
     def follows_given(self) -> bool:
         """True if the plan that is followed is the one that was given."""
         return self.plan is not None and self.plan is self.given
