@@ -175,6 +175,38 @@ def test_an_exact_plan_that_is_likely_to_fit_is_measured_before_codes_are_allowe
     er.release(model)
 
 
+def test_a_refusal_advises_codes_only_where_they_could_help():
+    """Of a frozen body nothing is saved, and a model's own checkpoints leave little."""
+    body = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+    models = {
+        "saves": lambda x: body(x),
+        "own checkpoints": lambda x: functools.reduce(
+            lambda y, block: checkpoint(block, y, use_reentrant=False), body, x
+        ),
+        "frozen": lambda x: body(x),
+    }
+    head, x = nn.Linear(128, 1), torch.randn(1024, 128)
+
+    class Whole(nn.Module):
+        def __init__(self, run):
+            super().__init__()
+            self.body, self.head, self.run = body, head, run
+
+        def forward(self, x):
+            return self.head(self.run(x)).mean()
+
+    advised = {}
+    for name, run in models.items():
+        body.requires_grad_(name != "frozen")
+        model = Whole(run)
+        er.fit(model, budget="600 KiB", exact=True)
+        with pytest.raises(BudgetTooSmall, match="(?i)halve the batch") as refused:
+            model(x).backward()
+        advised[name] = "exact=None" in str(refused.value)
+        er.release(model)
+    assert advised == {"saves": True, "own checkpoints": False, "frozen": False}
+
+
 def test_the_first_step_stays_inside_too():
     exact = needs(("exact",))
     budget = int(exact * 0.9)

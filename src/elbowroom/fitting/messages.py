@@ -18,8 +18,10 @@ _log = logging.getLogger("elbowroom")
 _UNNOTICED = 0.1  # of mini-batch variance
 MEASURED = "that the best plan of this step takes (measured)"
 OFFLOAD_HELPS = "move tensors to a file with offload='file'"
+LAYERS_HELP = "let recurrent layers run again in parts, which rounds otherwise, with exact=None"
 # Transients of a step that is refused before it is measured, in multiples of its largest tensor.
 _GENEROUS = 12
+_LITTLE = 0.01  # of a peak: what is saved for backward is not worth moving
 _ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
 
@@ -390,10 +392,12 @@ def measured_refusal(
     memory: MemoryState,
     plan: Plan,
     least_nbytes: int,
+    lossy_helps: str,
 ) -> BudgetTooSmall:
     """Returns the error for a budget that no plan has kept to.
 
-    least_nbytes: the measured peak under `plan`, which took the least memory.
+    least_nbytes: the measured peak under `plan`, which took the least memory
+    lossy_helps: what to allow in place of exact=True; "" if that does not help
     """
     weight_nbytes, saved = model_state.weight_nbytes, plan.held_nbytes
     resident = memory.static_nbytes - weight_nbytes
@@ -403,8 +407,8 @@ def measured_refusal(
         "saved for backward": saved,
         "transients and gradients of the step": least_nbytes - weight_nbytes - resident - saved,
     }
-    ways = [model_state.states.lossy_helps() or options.lossy_helps] if options.exact else []
-    if options.offload is None:
+    ways = [lossy_helps] if lossy_helps else []
+    if options.offload is None and saved > _LITTLE * least_nbytes:
         ways.append(OFFLOAD_HELPS)
     return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
 

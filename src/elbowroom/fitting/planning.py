@@ -89,7 +89,7 @@ from elbowroom.measure.reach import ReachMeter
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.repeats import TESTED_CALLS
 from elbowroom.runtime.replay.generalize import generalized
@@ -368,7 +368,7 @@ class Planning(Followed):
             return rest
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
 
-        def beside(care: float) -> Profile:
+        def beside(care: Care) -> Profile:
             return step_of(self, forward_profile.beside(last.ledger.held_nbytes), care)
 
         plan = plan_rest(beside(CAREFUL), settings)
