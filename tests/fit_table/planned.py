@@ -285,6 +285,13 @@ ROWS = {
         {"phase": P.SMALLEST, "attempts": Attempts()},
         (say(Line.NEAR, plan=OTHER.plan), TakePlan(OTHER)),
     ),
+    # It was said again after a smallest plan was profiled.
+    "the smallest plans of a new profile": Row(
+        replace(VERIFYING, attempts=LEFT),
+        SmallestMade(LEFT, Smallest(PLAN, rehearsed=False)),
+        {"phase": P.SMALLEST},
+        (TakePlan(PLAN),),
+    ),
     "no smallest is found, where none was measured": Row(
         replace(KNOWN, phase=P.VERIFYING),
         SmallestMade(Attempts(), None),

@@ -200,7 +200,7 @@ def test_a_refusal_advises_codes_only_where_they_could_help():
         body.requires_grad_(name != "frozen")
         model = Whole(run)
         er.fit(model, budget="600 KiB", exact=True)
-        with pytest.raises(BudgetTooSmall, match="(?i)halve the batch") as refused:
+        with pytest.raises(BudgetTooSmall, match=r"(?i)halve the batch") as refused:
             model(x).backward()
         advised[name] = "exact=None" in str(refused.value)
         er.release(model)

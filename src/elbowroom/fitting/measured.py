@@ -257,6 +257,8 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     elif diverged or (seen.makes_states and peak_nbytes <= budget_nbytes):
         # A step that creates the optimizer's states has another peak, so the next step is measured.
         state, commands = _try_again(state, seen)
+        if not state.settled and peak_nbytes <= budget_nbytes:
+            return state, commands  # of many micro-batches before the update, none is said
     elif state.profile is None:
         state, commands = _settle_given(state, strangers=seen.strangers)
     else:
