@@ -386,8 +386,8 @@ def plan(
     check_exact(exact)
     check_offload(offload)
     check_flag("recompute", recompute)
-    check_noise(noise)
-    check_solver(solver, exact=exact, codecs=codecs)
+    check_noise(noise, exact)
+    check_solver(solver, exact=exact, noise=noise, codecs=codecs)
     return make_plan(
         profile,
         budget_nbytes(budget, profile.device[0]),
@@ -396,7 +396,7 @@ def plan(
         offload=offload,
         noise=noise,
         solver=solver,
-        codecs=chosen_settings(codecs, exact=exact),
+        codecs=chosen_settings(codecs, exact=exact, noise=noise),
     )
 
 
@@ -520,8 +520,8 @@ def fit(
             "offload='host' moves tensors from a GPU to host memory; this model is in host memory "
             "already. Use offload='file', or move the model to its GPU before fit."
         )
-    check_noise(noise)
-    check_solver(solver, exact=exact, codecs=codecs)
+    check_noise(noise, exact)
+    check_solver(solver, exact=exact, noise=noise, codecs=codecs)
     options = FitOptions(
         budget_nbytes(budget, _home(model)),
         # Other limits are kept once the noise of the first lossy plan is measured or predicted.
@@ -529,7 +529,7 @@ def fit(
         offload,
         min_nbytes,
         noise,
-        chosen_settings(codecs, exact=exact),
+        chosen_settings(codecs, exact=exact, noise=noise),
         solver,
     )
     args, kwargs = _arguments(worst)

@@ -91,12 +91,17 @@ def check_offload(offload: str | None) -> None:
         raise UnknownField(f"offload={offload!r} is not possible; it is 'file', 'host' or None")
 
 
-def check_noise(noise: float | None) -> None:
+def check_noise(noise: float | None, exact: bool | None = None) -> None:
     is_number = isinstance(noise, int | float) and not isinstance(noise, bool)
     if noise is not None and not (is_number and noise >= 0):
         raise UnknownField(
             f"noise={noise!r} is not possible; it is a number, as 0.1 for a tenth of what "
             "mini-batches vary by, or None"
+        )
+    if noise == 0 and exact is False:
+        raise PlanError(
+            "noise=0 allows no codes, and exact=False asks for them wherever they are cheaper; "
+            "leave one of the two out"
         )
 
 

@@ -322,11 +322,20 @@ ROWS = {
         (Raise(ERROR),),
     ),
     "layers that hold too much": Row(
-        FRESH, LayersHeldTooMuch(), {}, (say(Line.RUNS_AGAIN), RunLayersAgain())
+        FRESH,
+        LayersHeldTooMuch(Fallbacks(layers=True, stretches=True)),
+        {},
+        (say(Line.RUNS_AGAIN, rounds=False), RunLayersAgain(rounds=False)),
     ),
-    "layers that hold too much under a plan": Row(VERIFYING, LayersHeldTooMuch(), {}),
+    "one layer that holds too much": Row(
+        FRESH,
+        LayersHeldTooMuch(Fallbacks(stretches=True)),
+        {},
+        (say(Line.RUNS_AGAIN, rounds=True), RunLayersAgain(rounds=True)),
+    ),
+    "layers that hold too much under a plan": Row(VERIFYING, LayersHeldTooMuch(MORE), {}),
     "layers that hold too much under exact=True": Row(
-        replace(FRESH, options=FitOptions(1000, exact=True)), LayersHeldTooMuch(), {}
+        replace(FRESH, options=FitOptions(1000, exact=True)), LayersHeldTooMuch(MORE), {}
     ),
     "a module gives another result, and nothing is known": Row(
         replace(WRITING, tries=2), NotRepeatable(None), FRESH, (FORGET,)
@@ -428,12 +437,18 @@ ROWS = {
         replace(WRITING, is_recurrent=True),
         NoPlanLeft(Fallbacks(layers=True)),
         replace(FRESH, is_recurrent=True),
-        (FORGET, say(Line.RUNS_AGAIN), RunLayersAgain()),
+        (FORGET, say(Line.RUNS_AGAIN, rounds=False), RunLayersAgain(rounds=False)),
+    ),
+    "more plans once layers run again in stretches": Row(
+        replace(WRITING, is_recurrent=True),
+        NoPlanLeft(Fallbacks(stretches=True)),
+        replace(FRESH, is_recurrent=True),
+        (FORGET, say(Line.RUNS_AGAIN, rounds=True), RunLayersAgain(rounds=True)),
     ),
     "more plans once small tensors are planned": Row(
-        replace(WRITING, small_nbytes=51),
-        NoPlanLeft(Fallbacks(small=True)),
-        replace(FRESH, small_nbytes=51),
+        replace(WRITING, is_recurrent=True, small_nbytes=51),
+        NoPlanLeft(Fallbacks(stretches=True, small=True)),
+        replace(FRESH, is_recurrent=True, small_nbytes=51),
         (FORGET, TakeSmall()),
     ),
     "small tensors are too few": Row(

@@ -33,7 +33,10 @@ from fit_table.values import (
     P,
     Profile,
     Row,
+    above,
     following,
+    said,
+    said_given,
     step,
     written,
 )
@@ -54,6 +57,7 @@ ROWS = {
         FRESH,
         step(1100, preset_within=lambda _: 4),
         {"phase": P.WRITING, "headroom": Headroom(700)},
+        (above(1100),),
     ),
     "a preset takes the whole budget": Row(
         FRESH,
@@ -74,9 +78,13 @@ ROWS = {
             "headroom": Headroom(700),
             "infeasible": True,
         },
+        (above(1100),),
     ),
     "no preset fits": Row(
-        FRESH, step(1100), {"phase": P.WRITING, "infeasible": True, "headroom": Headroom(700)}
+        FRESH,
+        step(1100),
+        {"phase": P.WRITING, "infeasible": True, "headroom": Headroom(700)},
+        (above(1100),),
     ),
     "no preset fits, and nothing can be measured": Row(
         FRESH,
@@ -160,7 +168,7 @@ ROWS = {
             "headroom": Headroom(800),
             "attempts": Attempts().knowing(Profile()),
         },
-        (MAKE,),
+        (above(1200), MAKE),
     ),
     "the first step is written down": Row(
         FRESH,
@@ -174,7 +182,7 @@ ROWS = {
             "headroom": Headroom(800),
             "attempts": Attempts().knowing(Profile()),
         },
-        (MAKE,),
+        (above(1200), MAKE),
     ),
     "a larger call is written down": Row(
         replace(IDLE, now=TWO, largest=TWO),
@@ -187,7 +195,7 @@ ROWS = {
             "headroom": Headroom(800),
             "attempts": Attempts().knowing(Profile()).knowing(Profile()),
         },
-        (MAKE,),
+        (above(1200), MAKE),
     ),
     "plain training is written down, under a plan that changes nothing": Row(
         following(KEEPS, rehearsed=True),
@@ -213,7 +221,7 @@ ROWS = {
             "headroom": Headroom(800),
             "attempts": Attempts(taken=(Taken(1200, PLAN),)).knowing(Profile()),
         },
-        (MAKE,),
+        (said(PLAN, 1200), MAKE),
     ),
     "a step under one of the smallest is written down": Row(
         replace(SMALLEST, rehearsed=True),
@@ -225,7 +233,7 @@ ROWS = {
             "headroom": Headroom(800),
             "attempts": TRIED.after(OTHER, 1200).knowing(Profile()),
         },
-        (MAKE,),
+        (said(OTHER, 1200), MAKE),
     ),
     "a step under the given plan is written down": Row(
         CORRECTING,
@@ -239,7 +247,7 @@ ROWS = {
             "headroom": Headroom(800),
             "attempts": Attempts().knowing(Profile()),
         },
-        (MAKE,),
+        (said_given(1200), MAKE),
     ),
     "a step that could not be written down": Row(WRITING, step(900, writes=True), {"tries": 1}),
     "five steps that could not be written down": Row(
@@ -261,9 +269,10 @@ ROWS = {
         GUESSED,
         written(climbed=True, preset=3),
         {"plan": None, "preset": 3, "tries": 1, "headroom": Headroom()},
+        (said(PLAN, 1200),),
     ),
     "a step that climbed from a plan that is no estimate": Row(
-        VERIFYING, written(climbed=True, preset=3), {"tries": 1}
+        VERIFYING, written(climbed=True, preset=3), {"tries": 1}, (said(PLAN, 1200),)
     ),
     "five steps above the budget that climbed": Row(
         replace(FRESH, tries=4),

@@ -67,6 +67,7 @@ from fit_table.values import (
     Plan,
     Profile,
     Row,
+    above,
     chosen,
     following,
     said,
@@ -284,6 +285,13 @@ ROWS = {
         {"phase": P.SMALLEST, "attempts": Attempts()},
         (say(Line.NEAR, plan=OTHER.plan), TakePlan(OTHER)),
     ),
+    # It was said again after a smallest plan was profiled.
+    "the smallest plans of a new profile": Row(
+        replace(VERIFYING, attempts=LEFT),
+        SmallestMade(LEFT, Smallest(PLAN, rehearsed=False)),
+        {"phase": P.SMALLEST},
+        (TakePlan(PLAN),),
+    ),
     "no smallest is found, where none was measured": Row(
         replace(KNOWN, phase=P.VERIFYING),
         SmallestMade(Attempts(), None),
@@ -413,7 +421,9 @@ ROWS = {
     "a step is watched": Row(WATCHING, step(900), {}),
     "a watched step takes the whole budget": Row(WATCHING, step(1000), {}),
     "enough steps are watched": Row(WATCHING, step(900, watched=True), {}, (ReadMeter(),)),
-    "a watched step is above the budget": Row(WATCHING, step(1001), {}, (ReadMeter(),)),
+    "a watched step is above the budget": Row(
+        WATCHING, step(1001), {}, (said(LOSSY, 1001), ReadMeter())
+    ),
     "noise is measured": Row(
         replace(WATCHING, rounds=2),
         NoiseMeasured("shares"),
@@ -509,7 +519,7 @@ ROWS = {
         replace(LAST, was_rehearsed=False, attempts=Attempts(taken=(Taken(1000, PLAN),))),
         step(1100),
         {"phase": P.SETTLED},
-        (TakePlan(PLAN),),
+        (above(1100), TakePlan(PLAN)),
     ),
     "the last resort takes as much as a plan has": Row(
         replace(LAST, was_rehearsed=False),

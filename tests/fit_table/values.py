@@ -135,6 +135,11 @@ def said(one, peak_nbytes):
     return say(Line.MEASURED, plan=one.plan, peak_nbytes=peak_nbytes)
 
 
+def above(peak_nbytes):
+    """Return the line about a step at a preset."""
+    return say(Line.MEASURED, plan=None, peak_nbytes=peak_nbytes)
+
+
 def said_given(peak_nbytes):
     return say(Line.MEASURED, plan=GIVEN, peak_nbytes=peak_nbytes)
 

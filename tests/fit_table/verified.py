@@ -266,10 +266,9 @@ ROWS = {
         VERIFYING,
         replace(step(900, makes_states=True), memory=MemoryState(180)),
         {"tries": 1, "memory": MemoryState(180)},
-        (said(PLAN, 900),),
     ),
     "nor one that makes them within the whole budget": Row(
-        VERIFYING, step(1000, makes_states=True), {"tries": 1}, (said(PLAN, 1000),)
+        VERIFYING, step(1000, makes_states=True), {"tries": 1}
     ),
     "steps that leave their plan again and again are planned with less": Row(
         replace(VERIFYING, tries=1),
@@ -289,7 +288,31 @@ ROWS = {
         {"phase": P.SETTLED, "tries": 5},
         (said(PLAN, 1100), say(Line.ABOVE, peak_nbytes=1100, **CLIMBED)),
     ),
-    "a step once all is settled": Row(SETTLED, step(2000), {}),
+    "a step once all is settled": Row(SETTLED, step(2000), {}, (said(PLAN, 2000),)),
+    # It was followed for good, without a word, where no step could be measured until then.
+    "the first step that can be measured, long after all is settled, is above the budget": Row(
+        replace(SETTLED, has_fit=False),
+        step(1100),
+        {
+            "phase": P.VERIFYING,
+            "tries": 1,
+            "rounds": 1,
+            "once_nbytes": 200,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(PLAN, 1100),
+        },
+        (said(PLAN, 1100), MAKE),
+    ),
+    "a step under a plan cannot be measured": Row(VERIFYING, step(None), {"tries": 1}),
+    "five steps under a plan could not be measured": Row(
+        replace(VERIFYING, tries=4),
+        step(None),
+        {"phase": P.SETTLED, "tries": 5},
+        (say(Line.BLIND),),
+    ),
+    "a model inside has ended the measurement": Row(
+        replace(VERIFYING, tries=4), step(None, others_learn=True), {"others_learn": True}
+    ),
     # The plan that was given.
     "the given plan fits": Row(
         GIVENS, step(900), {"phase": P.SETTLED, "tries": 1, "has_fit": True}, (said_given(900),)

@@ -105,7 +105,7 @@ def test_delta_fits_a_gpt_at_half_of_its_peak() -> None:
 def test_rules_that_take_no_codes_say_so() -> None:
     model = nn.Linear(2, 2)
     for solver in ("dtr", "capuchin"):
-        for asked in ({"exact": False}, {"codecs": ["dither"]}):
+        for asked in ({"exact": False}, {"codecs": ["dither"]}, {"noise": 0.1}):
             with pytest.raises(PlanError, match="takes no codes, so "):
                 er.fit(model, budget="1 GiB", solver=solver, **asked)  # type: ignore[arg-type]
     make, loss_of = NETWORKS["unet"]

@@ -469,6 +469,18 @@ def test_a_menu_for_an_exact_plan_is_refused(profile: Profile) -> None:
         er.plan(profile, budget="1 GiB", exact=True, codecs=["division"])
 
 
+def test_arguments_that_contradict_a_noise_of_zero_are_refused(profile: Profile) -> None:
+    contradictions: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"codecs": ["division"]}, "noise=0 allows no lossy code"),
+        ({"exact": False}, "noise=0 allows no codes, and exact=False"),
+    )
+    for asked, words in contradictions:
+        with pytest.raises(PlanError, match=words):
+            er.plan(profile, budget="1 GiB", noise=0, **asked)
+        with pytest.raises(PlanError, match=words):
+            er.fit(net(), budget="1 GiB", noise=0, **asked)
+
+
 def test_an_unknown_solver_is_refused_by_fit() -> None:
     with pytest.raises(PlanError, match=r"no solver 'dleta'.*'delta'"):
         er.fit(net(), budget="1 GiB", solver="dleta")

@@ -124,14 +124,17 @@ def _pages() -> list[tuple[str, str, str]]:
     used = torch.zeros(_LARGE, dtype=torch.uint8)
     used_s = min(_clocked(used.zero_) for _ in range(3))
     ratio = fresh_s / used_s
-    found = f"a fresh tensor of {show_nbytes(_LARGE)} is filled in {ratio:.1f} times the time"
+    found = (
+        f"to fill a new tensor of {show_nbytes(_LARGE)} takes {ratio:.1f} times as long as to fill "
+        "one whose memory was used before"
+    )
     if ratio < _DEAR:
         return [("fresh memory", found, "large tensors cost no additional time")]
     settings = " ".join(f"{name}={value}" for name, value in WARM.items())
     meaning = (
-        "steps with tensors of 32 MiB and more may take half as long again; use elbowroom run "
-        f"--warm, or start python with {settings}, under which freed memory stays in the process "
-        "(RSS grows)"
+        "steps with tensors of 32 MiB and more may take 1.5 times as long, since the system gives "
+        "their memory anew each time; use elbowroom run --warm, or start python with "
+        f"{settings}, under which freed memory stays in the process (RSS grows)"
     )
     return [("fresh memory", found, meaning)]
 
@@ -154,5 +157,5 @@ def _peaks() -> tuple[str, str, str]:
     return (
         "CPU peaks",
         "measured to the byte",
-        "by what PyTorch's allocator reports, on the main thread",
+        "er.peak and fit count what PyTorch's allocator reports on the main thread",
     )

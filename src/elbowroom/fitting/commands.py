@@ -129,7 +129,12 @@ class BlameNoClasses:
 
 @dataclass(frozen=True)
 class RunLayersAgain:
-    """Command: allow recomputation of recurrent layers from now on."""
+    """Command: allow recomputation of recurrent layers from now on.
+
+    rounds: in stretches of time, with gradients that differ by rounding; else each as a whole
+    """
+
+    rounds: bool
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,12 @@ from elbowroom.fitting.rehearse import plan_by_forward
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.reach import ReachMeter
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
+from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, MIDDLE, Care, ForwardProfile, with_backward
+from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
 
 if TYPE_CHECKING:
@@ -102,8 +104,9 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
             planning.calls.forget(calls)
         case BlameNoClasses():
             planning.context.blames_classes = False
-        case RunLayersAgain():
-            planning.context.runs_again, planning.heard = True, None
+        case RunLayersAgain(rounds):
+            planning.context.runs_again, planning.context.keeps_bits = True, not rounds
+            planning.heard = None
         case TakeSmall():
             planning.context.takes_small, planning.heard = True, None
         case StartMeter(predicts):
@@ -223,21 +226,26 @@ def fallbacks_of(planning: "Planning") -> Fallbacks:
     context = planning.context
     blamed = bool(context.unrepeatable) and context.blames_classes
     # A layer that runs again as a whole holds as much then as it would have saved.
-    gains = not context.keeps_bits or context.recurrent_layers > 1
-    layers = gains and not context.runs_again
-    return Fallbacks(blamed, layers, small=not context.takes_small)
+    gains = context.keeps_bits and context.recurrent_layers > 1
+    return Fallbacks(
+        blamed,
+        layers=gains and not context.runs_again,
+        stretches=not (planning.options.exact or context.rounds),
+        small=not context.takes_small,
+    )
 
 
 def settings_of(planning: "Planning") -> PlannerSettings:
     """Returns the planner settings for this kind of forward."""
     state = planning.state
-    helps = planning.model_state.states.lossy_helps() or state.options.lossy_helps
+    helps_anyway = _helps_anyway(planning)
     return PlannerSettings(
         state.options,
         state.ratio,
         state.once_nbytes,
         state.again_nbytes,
-        helps,
+        helps_anyway or state.options.lossy_helps,
+        bool(helps_anyway),
         finest=inf if state.corrects else state.options.budget_nbytes >> 8,
     )
 
@@ -249,7 +257,7 @@ def repeatable(planning: "Planning", profile: Profile) -> Profile:
 
 
 def step_of(
-    planning: "Planning", forward_profile: ForwardProfile, care: float, *, turns: bool = False
+    planning: "Planning", forward_profile: ForwardProfile, care: Care, *, turns: bool = False
 ) -> Profile:
     """Returns the whole step of a rehearsed forward: its backward is an estimate."""
     born = planning.model_state.unallocated_gradients(), planning.memory.unallocated_state_nbytes
@@ -280,7 +288,7 @@ def _memory_of(planning: "Planning") -> MemoryState:
 
 def chosen_by_forward(
     planning: "Planning", forward_profile: ForwardProfile
-) -> tuple[Chosen, dict[float, Profile]]:
+) -> tuple[Chosen, dict[Care, Profile]]:
     """Returns a plan for a step whose first forward was rehearsed, and the steps by their care.
 
     Raises BudgetTooSmall where no plan is worth a measurement.
@@ -288,13 +296,15 @@ def chosen_by_forward(
     forward_profile = forward_profile.beside(planning.state.beside_nbytes)
     parts, resident = planning.calls.parts(forward_profile), planning.model_state.resident_bytes()
 
-    def step(care: float, *, turns: bool = False) -> Profile:
+    def step(care: Care, *, turns: bool = False) -> Profile:
         found = step_of_parts(parts, lambda part: step_of(planning, part, care, turns=turns))
         return replace(found, standing=resident)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
+    if planning.options.exact is None:
+        steps[MIDDLE] = step(MIDDLE)
     more = fallbacks_of(planning)
-    may_gain = planning.state.may_gain(layers=more.layers, small=more.small)
+    may_gain = planning.state.may_gain(more)
     chosen = plan_by_forward(
         steps,
         partial(step, turns=True),
@@ -313,7 +323,7 @@ def _planned_by_forward(planning: "Planning", forward_profile: ForwardProfile) -
         chosen, steps = chosen_by_forward(planning, forward_profile)
     except BudgetTooSmall as error:
         return RehearsedInVain(messages.without_frames(error))
-    known = tuple(KnownStep(step, rehearsed=True) for step in steps.values())
+    known = tuple(KnownStep(steps[care], rehearsed=True) for care in (CAREFUL, LIKELY))
     return Rehearsed(*_taken(planning, chosen), known)
 
 
@@ -336,6 +346,26 @@ def _measured_refusal(planning: "Planning", least: Taken) -> BudgetTooSmall:
     plan, nbytes = least.chosen.plan, least.peak_nbytes
     if not plan.exact:  # the bytes of codes vary a little with the data
         nbytes += plan.held_nbytes // 256
+    options = planning.options
     return messages.measured_refusal(
-        planning.options, planning.model_state, planning.memory, plan, nbytes
+        options, planning.model_state, planning.memory, plan, nbytes, _lossy_helps(planning)
     )
+
+
+def _helps_anyway(planning: "Planning") -> str:
+    """Returns what exact=None would allow besides codes that may help, in words, or ""."""
+    return planning.model_state.states.lossy_helps() or (
+        messages.LAYERS_HELP if planning.state.is_recurrent else ""
+    )
+
+
+def _lossy_helps(planning: "Planning") -> str:
+    """Returns the remedy that the refusal of a measured step names under exact=True, or ""."""
+    options, profile = planning.options, planning.profile
+    if not options.exact:
+        return ""
+    helps = _helps_anyway(planning)
+    if helps or profile is None:
+        return helps or options.lossy_helps
+    exactly = build_problem(profile, exact=True, recompute=False)
+    return options.lossy_helps if codes_help(profile, exactly, codecs=options.codecs) else ""

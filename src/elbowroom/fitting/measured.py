@@ -12,6 +12,7 @@ from elbowroom.fitting.commands import (
     ReadMeter,
     Refuse,
     RefusePresets,
+    Say,
     StartMeter,
     TakePlan,
     Then,
@@ -30,7 +31,24 @@ _MOST_TRIES = 5  # forwards without a backward of their own after which a plan i
 
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
-    """Returns the state after a measured step, and its commands."""
+    """Returns the state after a measured step, and its commands.
+
+    A step above the budget is said, whatever it was measured for.
+    """
+    after, commands = _learned(state, seen)
+    if seen.peak is None or seen.peak <= state.options.budget_nbytes or any(map(_tells, commands)):
+        return after, commands
+    return after, (say(Line.MEASURED, plan=state.plan, peak_nbytes=seen.peak), *commands)
+
+
+def _tells(command: Command) -> bool:
+    """Returns whether a command says what a step has taken."""
+    if isinstance(command, Say):
+        return command.line in (Line.MEASURED, Line.ABOVE, Line.OUTSIDE)
+    return isinstance(command, Refuse | RefusePresets)
+
+
+def _learned(state: FitState, seen: StepMeasured) -> Step:
     if state.added_gradient_nbytes >= 0:
         nbytes = max(state.gradient_nbytes, state.memory.gradient_nbytes)
         state = replace(state, gradient_nbytes=nbytes, without_gradients=0)
@@ -40,6 +58,8 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
     if not state.saves_less(seen.before_nbytes):
         state = replace(state, smaller_steps=0)
     match state.phase:
+        case Phase.SETTLED if state.is_blind and seen.peak is not None:
+            state = replace(state, phase=Phase.VERIFYING, tries=0)
         case Phase.SETTLED:
             return state, ()
         case Phase.WATCHING:
@@ -50,6 +70,8 @@ def step_measured(state: FitState, seen: StepMeasured) -> Step:
             return _drop_given(state)
     if seen.writes and not seen.makes_states:
         return _written(state, seen)
+    if seen.peak is None and state.plan is not None and not seen.others_learn:
+        return _try_again(replace(state, tries=state.tries + 1), seen)
     if seen.peak is None or (seen.writes and seen.seen is None):
         return state, ()
     if state.plan is None:
@@ -236,6 +258,8 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     elif diverged or (seen.makes_states and peak_nbytes <= budget_nbytes):
         # A step that creates the optimizer's states has another peak, so the next step is measured.
         state, commands = _try_again(state, seen)
+        if not state.settled and peak_nbytes <= budget_nbytes:
+            return state, commands  # of many micro-batches before the update, none is said
     elif state.profile is None:
         state, commands = _settle_given(state, strangers=seen.strangers)
     else:

@@ -18,17 +18,24 @@ _log = logging.getLogger("elbowroom")
 _UNNOTICED = 0.1  # of mini-batch variance
 MEASURED = "that the best plan of this step takes (measured)"
 OFFLOAD_HELPS = "move tensors to a file with offload='file'"
+LAYERS_HELP = "let recurrent layers run again in parts, which rounds otherwise, with exact=None"
 # Transients of a step that is refused before it is measured, in multiples of its largest tensor.
 _GENEROUS = 12
+_LITTLE = 0.01  # of a peak: what is saved for backward is not worth moving
 _ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
 
-def say_measured(options: FitOptions, plan: Plan, peak_nbytes: int) -> None:
-    """Logs the predicted and the measured peak, as a warning if it is above the budget."""
+def say_measured(options: FitOptions, plan: Plan | None, peak_nbytes: int) -> None:
+    """Logs the predicted and the measured peak, as a warning if it is above the budget.
+
+    plan: None for a step without one, which has no prediction
+    """
     _log.log(
         logging.WARNING if peak_nbytes > options.budget_nbytes else logging.INFO,
-        "budget %s: peak predicted %s, measured %s",
-        *map(show_nbytes, (options.budget_nbytes, plan.peak, peak_nbytes)),
+        "budget %s: peak %smeasured %s",
+        show_nbytes(options.budget_nbytes),
+        "" if plan is None else f"predicted {show_nbytes(plan.peak)}, ",
+        show_nbytes(peak_nbytes),
     )
 
 
@@ -87,13 +94,13 @@ def warn_near(options: FitOptions, plan: Plan) -> None:
     )
 
 
-def warn_runs_again(options: FitOptions) -> None:
+def warn_runs_again(options: FitOptions, *, rounds: bool) -> None:
     """Says that recurrent layers are recomputed, since no plan fits their tensors.
 
-    It warns where that changes bits.
+    It warns where that changes bits: where it rounds.
     """
     budget = show_nbytes(options.budget_nbytes)
-    if options.exact:
+    if not rounds:
         _log.info(
             "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
             "backward, one layer after the other; no bit changes",
@@ -103,8 +110,7 @@ def warn_runs_again(options: FitOptions) -> None:
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a few time steps after the other; gradients differ from those of plain training "
-        "by rounding alone. With exact=True, layers run again one by one, as long as that fits the "
-        "budget",
+        "by rounding alone; exact=True forbids this",
         budget,
     )
 
@@ -258,11 +264,14 @@ def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None
     )
 
 
-def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool) -> None:
+def say_setting(
+    options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool, estimated: bool
+) -> None:
     """Logs the setting of forwards, at WARNING when it becomes lossy for the first time.
 
     rounds     no code is lossy, but results differ by rounding
     was_lossy  an earlier setting was lossy, too
+    estimated  no step was measured yet
     """
     budget = show_nbytes(options.budget_nbytes)
     if chosen.exact or rounds or was_lossy or options.exact is False:
@@ -270,9 +279,10 @@ def say_setting(options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy:
         _log.info("budget %s: saved tensors use the setting '%s' (%s)", budget, chosen.name, kind)
         return
     _log.warning(
-        "budget %s: exact actions alone do not fit, so some saved tensors are stored in lossy "
+        "budget %s: %sexact actions alone do not fit, so some saved tensors are stored in lossy "
         "codes, which change gradients a little (setting '%s'); exact=True forbids this",
         budget,
+        "by an estimate, " if estimated else "",
         chosen.name,
     )
 
@@ -382,10 +392,12 @@ def measured_refusal(
     memory: MemoryState,
     plan: Plan,
     least_nbytes: int,
+    lossy_helps: str,
 ) -> BudgetTooSmall:
     """Returns the error for a budget that no plan has kept to.
 
-    least_nbytes: the measured peak under `plan`, which took the least memory.
+    least_nbytes: the measured peak under `plan`, which took the least memory
+    lossy_helps: what to allow in place of exact=True; "" if that does not help
     """
     weight_nbytes, saved = model_state.weight_nbytes, plan.held_nbytes
     resident = memory.static_nbytes - weight_nbytes
@@ -395,8 +407,8 @@ def measured_refusal(
         "saved for backward": saved,
         "transients and gradients of the step": least_nbytes - weight_nbytes - resident - saved,
     }
-    ways = [model_state.states.lossy_helps() or options.lossy_helps] if options.exact else []
-    if options.offload is None:
+    ways = [lossy_helps] if lossy_helps else []
+    if options.offload is None and saved > _LITTLE * least_nbytes:
         ways.append(OFFLOAD_HELPS)
     return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
 

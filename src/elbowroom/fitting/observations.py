@@ -23,12 +23,15 @@ class Fallbacks:
     """Relaxations that are still possible where no plan fits.
 
     blamed_classes  modules that cannot be recomputed exclude all others of their class
-    layers          recurrent layers may be recomputed in backward
+    layers          recurrent layers may be recomputed in backward, each as a whole: exactly
+    stretches       they may be recomputed a few time steps after the other: sums are rounded
+                    otherwise
     small           tensors below min_nbytes may be planned, too
     """
 
     blamed_classes: bool = False
     layers: bool = False
+    stretches: bool = False
     small: bool = False
 
 
@@ -109,6 +112,8 @@ class UnexpectedStep:
 @dataclass(frozen=True)
 class LayersHeldTooMuch:
     """Observation: recurrent layers would hold too much in a forward that was never profiled."""
+
+    fallbacks: Fallbacks
 
 
 @dataclass(frozen=True)

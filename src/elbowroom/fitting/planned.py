@@ -190,10 +190,17 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     if fallbacks.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if state.is_recurrent and fallbacks.layers:
-        return state.fresh(), (ForgetScripts(), say(Line.RUNS_AGAIN), RunLayersAgain())
+        return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=False))
     if state.has_many_small and fallbacks.small:
         return state.fresh(), (ForgetScripts(), TakeSmall())
+    if state.is_recurrent and fallbacks.stretches:
+        return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=True))
     return None
+
+
+def run_layers_again(*, rounds: bool) -> tuple[Command, ...]:
+    """Returns the commands to recompute recurrent layers from now on: see `RunLayersAgain`."""
+    return say(Line.RUNS_AGAIN, rounds=rounds), RunLayersAgain(rounds)
 
 
 def _taken_again(state: FitState) -> Step | None:
@@ -226,13 +233,14 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
 
 def smallest_made(state: FitState, seen: SmallestMade) -> Step:
     """Measures a plan of the least predicted peak, or falls back to the last resort."""
+    is_said = state.phase is Phase.SMALLEST or bool(state.attempts.smallest)
     state, least = replace(state, attempts=seen.attempts), seen.attempts.least
     if seen.found is None:
         return (state, (CheckPlan(),)) if least is None else _give_up(state, least)
     commands: tuple[Command, ...] = (TakePlan(seen.found.chosen),)
     if least is None:
         commands = (say(Line.NEAR, plan=seen.found.chosen.plan), *commands)
-    elif state.phase is not Phase.SMALLEST:
+    elif not is_said:
         commands = (say(Line.SMALLEST, least_nbytes=least.peak_nbytes), *commands)
     return replace(state, phase=Phase.SMALLEST, rehearsed=seen.found.rehearsed), commands
 

@@ -27,7 +27,8 @@ class PlannerSettings:
     ratio          how much larger than the profiled call the largest is
     margin_nbytes  by which plans without recomputed modules have been too optimistic
     again_nbytes   by which plans with recomputed modules have been
-    lossy_helps    remedy that a refusal under exact=True names
+    lossy_helps    remedy that a refusal under exact=True names, if codes could help
+    helps_anyway   it does so whatever codes do
     least_is       remark of a refusal about the budget that it names
     finest         precision in bytes of the search for that budget
     """
@@ -37,6 +38,7 @@ class PlannerSettings:
     margin_nbytes: int = 0
     again_nbytes: int = 0
     lossy_helps: str = LOSSY_HELPS
+    helps_anyway: bool = False
     least_is: str = AT_LEAST
     finest: float = 1
 
@@ -159,6 +161,7 @@ class PlannerSettings:
             solver=self.options.solver,
             codecs=self.options.codecs,
             lossy_helps=self.lossy_helps,
+            helps_anyway=self.helps_anyway,
             least_is=self.least_is,
             finest=self.finest,
         )

@@ -89,7 +89,7 @@ from elbowroom.measure.reach import ReachMeter
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.repeats import TESTED_CALLS
 from elbowroom.runtime.replay.generalize import generalized
@@ -316,7 +316,7 @@ class Planning(Followed):
 
     def lets_layers_run_again(self) -> bool:
         """Returns whether recurrent layers may be recomputed; called inside a forward."""
-        self._tell(LayersHeldTooMuch())
+        self._tell(LayersHeldTooMuch(fallbacks_of(self)))
         return self.context.runs_again
 
     def join(self, memory: MemoryState) -> None:
@@ -368,7 +368,7 @@ class Planning(Followed):
             return rest
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
 
-        def beside(care: float) -> Profile:
+        def beside(care: Care) -> Profile:
             return step_of(self, forward_profile.beside(last.ledger.held_nbytes), care)
 
         plan = plan_rest(beside(CAREFUL), settings)
@@ -411,7 +411,7 @@ class Planning(Followed):
         """
         state, more = self.state, fallbacks_of(self)
         known = state.knowing(forward_profile.profile)
-        may_try_more = more.blamed_classes or known.may_gain(layers=more.layers, small=more.small)
+        may_try_more = more.blamed_classes or known.may_gain(more)
         alike = state.now == signature and self.calls.at == 1
         is_first = state.tries == 0 and state.given is None
         if alike and is_first and state.may_refuse and not may_try_more:
@@ -460,7 +460,8 @@ class Planning(Followed):
 
         memory: the memory as the next one begins. others_learn: see `Neighbors`.
         """
-        if self.settled or not self.calls.is_whole(had_backward=last.was_asked):
+        knows = self.settled and not self.state.is_blind
+        if knows or not self.calls.is_whole(had_backward=last.was_asked):
             return
         seen = observed(self, last, step, memory.beside(step.memory.beside_nbytes))
         self._tell(replace(seen, others_learn=others_learn))

@@ -2,7 +2,9 @@
 
 A rehearsed plan is an estimate (`plan/rehearsal.py`), and is replaced once its step was measured.
 Lossy codes affect only that step, but encoded states keep their error: so encoded states are tried
-after all codes, and only optimistic estimates of backward are tried after them.
+after all codes, and only optimistic estimates of backward are tried after them. An exact plan that
+takes the graph at its word comes before lossy ones: one of these in its place may be followed for
+good, although nothing has shown that exact actions do not suffice.
 """
 
 import weakref
@@ -26,7 +28,7 @@ from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST, plain_peak
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, MIDDLE, Care, ForwardProfile
 from elbowroom.runtime.identity import is_touchable
 from elbowroom.units import show_nbytes
 
@@ -35,11 +37,11 @@ _MARGIN = 0.03  # of the non-static bytes, in budgets that are named
 # Exact or lossy, with how much care, and whether modules may be recomputed. A step without
 # recomputation can be profiled, which replaces all estimates. Less care is optimistic, and comes
 # last.
-_TRIES: dict[bool | None, tuple[tuple[bool | None, float, bool], ...]] = {
+_TRIES: dict[bool | None, tuple[tuple[bool | None, Care, bool], ...]] = {
     True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
     None: (
-        *((True, CAREFUL, False), (True, CAREFUL, True), (None, CAREFUL, False)),
-        *((None, CAREFUL, True), (None, LIKELY, True)),
+        *((True, CAREFUL, False), (True, CAREFUL, True), (True, MIDDLE, True)),
+        *((None, CAREFUL, False), (None, CAREFUL, True), (None, LIKELY, True)),
     ),
     False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
@@ -106,11 +108,11 @@ def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
     return max(sizes), min(sizes)
 
 
-Step = Callable[[float], Profile]  # the rehearsed step, with so much care
+Step = Callable[[Care], Profile]  # the rehearsed step, with so much care
 
 
 def plan_by_forward(
-    steps: Mapping[float, Profile],
+    steps: Mapping[Care, Profile],
     in_turns: Step,
     states: States,
     owner: object,
@@ -141,7 +143,7 @@ def plan_by_forward(
         for candidate in states.candidates(profile, owner)[one.state : one.state + 1]:
             plan = settings.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
-                if one.care < CAREFUL:
+                if one.care != CAREFUL:
                     _warn_optimistic(settings, owner)
                 return Chosen(candidate, plan)
     smallest = states.smallest(steps[LIKELY], owner, settings) if measures else None
@@ -168,7 +170,7 @@ class _Try:
 
     state: int
     exact: bool | None
-    care: float
+    care: Care
     recompute: bool
 
 
@@ -177,12 +179,12 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
     for optimistic in (False, True):
         for state in range(1 if exact else len(CHOICES)):
             for allowed, care, recompute in _TRIES[exact]:
-                if (care < CAREFUL) == optimistic:
+                if (care == LIKELY) == optimistic:
                     yield _Try(state, allowed, care, recompute)
 
 
 def _refusal(
-    steps: Mapping[float, Profile],
+    steps: Mapping[Care, Profile],
     in_turns: Step,
     states: States,
     owner: object,

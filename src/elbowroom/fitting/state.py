@@ -9,6 +9,7 @@ from elbowroom.fitting.phase import Phase
 
 if TYPE_CHECKING:
     from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.observations import Fallbacks
     from elbowroom.fitting.options import FitOptions, MemoryState
     from elbowroom.fitting.signature import Signature
     from elbowroom.plan.plan import Plan
@@ -189,17 +190,20 @@ class FitState:
         """True if tensors below min_nbytes hold so much that to plan them may help."""
         return self.small_nbytes > _MANY_SMALL * self.options.budget_nbytes
 
-    def may_gain(self, *, layers: bool, small: bool) -> bool:
-        """Returns whether one of these relaxations may help, where it is still possible.
-
-        layers: recurrent layers are recomputed; small: tensors below min_nbytes are planned
-        """
-        return (layers and self.is_recurrent) or (small and self.has_many_small)
+    def may_gain(self, fallbacks: "Fallbacks") -> bool:
+        """Returns whether layers that run again, or small tensors that are planned, may help."""
+        layers = fallbacks.layers or fallbacks.stretches
+        return (layers and self.is_recurrent) or (fallbacks.small and self.has_many_small)
 
     @property
     def settled(self) -> bool:
         """True if nothing more is to be learned."""
         return self.phase is Phase.SETTLED
+
+    @property
+    def is_blind(self) -> bool:
+        """True if a plan was settled on that no step could be measured of."""
+        return self.settled and self.plan is not None and not self.has_fit
 
     @property
     def follows_given(self) -> bool:
@@ -250,6 +254,11 @@ class FitState:
     def corrects(self) -> bool:
         """True if smaller plans are measured where no plan is left; no budget is named then."""
         return self.plan is not None and (self.rounds > 0 or self.rehearsed)
+
+    @property
+    def is_estimated(self) -> bool:
+        """True if the plan was made from a forward alone, and no plan was measured before."""
+        return self.rehearsed and not self.attempts.taken
 
     @property
     def waits_for_others(self) -> bool:

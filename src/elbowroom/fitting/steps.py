@@ -49,7 +49,7 @@ class MeasuredSteps:
 
     def __init__(self, model_state: ModelState, options: FitOptions) -> None:
         self.model_state, self.options = model_state, options
-        self.context = Context(keeps_bits=bool(options.exact))
+        self.context = Context(keeps_bits=options.exact is not False)
         self.context.drops_codecs = True
         self.planning = Planning(options, model_state, self.context)
         self.peak_nbytes: int | None = None
@@ -282,5 +282,11 @@ class MeasuredSteps:
         if self.planning.said == (chosen.name, chosen.exact):
             return
         self.planning.said = chosen.name, chosen.exact
-        say_setting(self.options, chosen, rounds=rounds, was_lossy=self._said_lossy)
+        say_setting(
+            self.options,
+            chosen,
+            rounds=rounds,
+            was_lossy=self._said_lossy,
+            estimated=self.planning.state.is_estimated,
+        )
         self._said_lossy = self._said_lossy or not (chosen.exact or rounds)

@@ -21,12 +21,12 @@ from elbowroom.fitting.commands import (
     Refuse,
     RefuseNoise,
     RefusePresets,
-    RunLayersAgain,
     TakePlan,
     say,
 )
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
+    Fallbacks,
     ForwardEnded,
     ForwardProfiled,
     GivenHeld,
@@ -60,6 +60,7 @@ from elbowroom.fitting.planned import (
     plan_taken,
     rehearsed,
     rehearsed_in_vain,
+    run_layers_again,
     smallest_made,
     tries_more,
 )
@@ -113,7 +114,7 @@ def _advanced(state: FitState, seen: Observation) -> Step:
         case UnexpectedStep(held_nbytes):
             return _diverged(state, held_nbytes)
         case LayersHeldTooMuch():
-            return _layers_held_too_much(state)
+            return _layers_held_too_much(state, seen.fallbacks)
         case NoPlanLeft(fallbacks):
             return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():
@@ -259,11 +260,11 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     return replace(state, unexpected_nbytes=0, smaller_steps=0), said
 
 
-def _layers_held_too_much(state: FitState) -> Step:
+def _layers_held_too_much(state: FitState, fallbacks: Fallbacks) -> Step:
     """Allows recomputation of recurrent layers in a forward that was never profiled."""
     if state.options.exact or state.is_learned:
         return state, ()
-    return state, (say(Line.RUNS_AGAIN), RunLayersAgain())
+    return state, run_layers_again(rounds=not fallbacks.layers)
 
 
 def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:

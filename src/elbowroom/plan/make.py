@@ -26,6 +26,7 @@ from elbowroom.plan.problem import (
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.reasons import Reasons
 from elbowroom.plan.registered import still_used
+from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shared import share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, WITHOUT_CODES, Limits, lowered, peak, solve
@@ -48,6 +49,7 @@ def make_plan(
     solver: str = "auto",
     codecs: tuple[Codec, ...] | None = None,
     lossy_helps: str = LOSSY_HELPS,
+    helps_anyway: bool = False,
     least_is: str = AT_LEAST,
     finest: float = 1,
 ) -> Plan:
@@ -65,7 +67,8 @@ def make_plan(
                at all, for who does not ask for it
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
-    of `lossy_helps`, what to allow; what that budget is, it says in the words of `least_is`.
+    of `lossy_helps`, what to allow, if codes could help (`helps_anyway`: it does so in any case);
+    what that budget is, it says in the words of `least_is`.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     most, place = in_flight, offload
@@ -115,7 +118,9 @@ def make_plan(
                 lambda budget: checked(profile, built, search(budget)),
                 max(int(finest), 1),
             )
-        ways = (lossy_helps,) if exact else ()
+        ways: tuple[str, ...] = ()
+        if exact and (helps_anyway or codes_help(profile, built, found.choice, codecs=codecs)):
+            ways = (lossy_helps,)
         if solver in BASELINES:
             others = () if solver in WITHOUT_CODES else ways
             ways = (f"leave out solver='{solver}', with which more is needed", *others)

@@ -74,7 +74,9 @@ def _honest(cls: type[Codec]) -> tuple[Codec, ...]:
     return settings
 
 
-def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple[Codec, ...] | None:
+def chosen_settings(
+    given: Codecs | None, *, exact: bool | None = None, noise: float | None = None
+) -> tuple[Codec, ...] | None:
     """The settings of these codecs, by name or themselves; None: no restriction.
 
     Raises PlanError where nothing is left, and UnknownCodec, each with what is possible.
@@ -101,9 +103,10 @@ def chosen_settings(given: Codecs | None, *, exact: bool | None = None) -> tuple
         else:
             found |= dict.fromkeys(_SYSTEMS.get(one) or settings_of(one))
     shown = [one if isinstance(one, str) else one.id for one in given]
-    if exact:
+    if exact or noise == 0:
+        asked = "exact=True" if exact else "noise=0"
         raise PlanError(
-            f"exact=True allows no lossy code, so codecs={shown} has no effect; leave one of the "
+            f"{asked} allows no lossy code, so codecs={shown} has no effect; leave one of the "
             "two out. exact=None takes codes where exact actions do not suffice"
         )
     lies = {cls.id: lie for cls in map(_class_of, given) if (lie := why_dropped(cls))}

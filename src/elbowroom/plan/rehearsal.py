@@ -2,15 +2,16 @@
 
     order      autograd's own, over the graph that forward has built (`backward.py`)
     base(t)    what stood before the step + what forward has left behind + what cannot be planned
-               and is still to be asked for + gradients of parameters so far + `care` x what the op
-               takes: its gradients and all that wait + a workspace for one that it has saved; at
-               the first, the loss's input three times, if that is more and the loss is not part of
-               forward
+               and is still to be asked for + gradients of parameters so far + `care.ops` x what the
+               op takes: its gradients and all that wait + a workspace for one that it has saved;
+               at the first, the loss's input three times, if that is more and the loss is not part
+               of forward
 
-Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; LIKELY takes the
-graph at its word. An op that saves a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of
-its backward. The plan that comes of it is corrected by the first measurement. Where a forward gives
-nothing that a graph is found from, what it saves is taken for one chain of ops.
+Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; MIDDLE takes the
+graph at its word, and LIKELY also supposes that the loss reads one tensor. An op that saves a
+workspace (an LSTM) takes 0.4 to 2.4 times as much for that of its backward. The plan that comes of
+it is corrected by the first measurement. Where a forward gives nothing that a graph is found from,
+what it saves is taken for one chain of ops.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +29,26 @@ from elbowroom.plan.profile import Profile, Storage, is_planned
 from elbowroom.plan.sequence import in_sequence
 from elbowroom.plan.site import Reads
 
-CAREFUL, LIKELY = 1.25, 1.0  # of what the graph says
-_WORKSPACES = {CAREFUL: 0.75, LIKELY: 0.5}
 # Largest tensors that are set aside for backward while nothing is known of it.
 SAFE, USUAL = 6, 3
 _LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
+
+
+class Care(NamedTuple):
+    """How much an estimate of backward leaves for what the graph does not tell.
+
+    ops         times what the graph says that an op takes
+    workspaces  times the workspace that an op has saved, for that of its backward
+    any_loss    the loss may read all that forward gives; else it reads one tensor, and is all that
+                holds it
+    """
+
+    ops: float
+    workspaces: float
+    any_loss: bool
+
+
+CAREFUL, MIDDLE, LIKELY = Care(1.25, 0.75, True), Care(1.0, 0.5, True), Care(1.0, 0.5, False)
 
 HELD = "an input that others hold, too"
 
@@ -132,14 +149,14 @@ def with_backward(
     forward_profile: ForwardProfile,
     gradients: Iterable[Unallocated],
     state_nbytes: int,
-    care: float = CAREFUL,
+    care: Care = CAREFUL,
     *,
     turns: bool = False,
 ) -> Profile:
     """A whole step, from a forward whose storages were all dropped.
 
     state_nbytes  of the optimizer's, which the step will create
-    care          times what the graph says that backward takes
+    care          what is left for what the graph does not tell
     turns         plans know what convolutions spare by taking turns, which they do not in the first
                   step, for it is profiled
     """
@@ -147,7 +164,7 @@ def with_backward(
     storages, first = profile.storages, len(profile.level)
     graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
     loss_nbytes = _LOSS * forward_profile.loss_nbytes[0]
-    if care == LIKELY:  # the loss may read one tensor, and be all that holds it
+    if not care.any_loss:
         graph = replace(graph, roots=graph.last_roots or graph.roots)
         loss_nbytes = (_LOSS - 1) * forward_profile.loss_nbytes[1]
     moments = _moments(graph, care)
@@ -161,7 +178,7 @@ def with_backward(
         beside, waits = moment.nbytes, moment.waits
         if k == 0 and loss_nbytes > beside:
             beside = waits = loss_nbytes
-        beside += int(_WORKSPACES[care] * _workspace_nbytes(storages, moment))
+        beside += int(care.workspaces * _workspace_nbytes(storages, moment))
         stays = stands + small[k] + min(moment.stay, born)
         base.append(stays + beside)
         samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
@@ -204,13 +221,13 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
     return Graph(nodes, ((len(nodes) - 1, 0),) if nodes else (), asks)
 
 
-def _moments(graph: Graph, care: float) -> list[_Moment]:
+def _moments(graph: Graph, care: Care) -> list[_Moment]:
     """Returns the moments of backward: its ops; several in a row that ask for nothing are one."""
     ran = run(graph)
     asks = _requests(graph, sorted(one.nth for one in ran if not one.is_leaf))
     found: list[_Moment] = []
     for one in ran:
-        nbytes, waits = (int(care * part) + one.hidden for part in (one.nbytes, one.waits))
+        nbytes, waits = (int(care.ops * part) + one.hidden for part in (one.nbytes, one.waits))
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
             found.append(_Moment(asking, nbytes, waits, one.stay))

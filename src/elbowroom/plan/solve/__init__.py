@@ -97,7 +97,11 @@ def solve(
 
 
 def check_solver(
-    solver: str, *, exact: bool | None = None, codecs: Sequence[object] | None = None
+    solver: str,
+    *,
+    exact: bool | None = None,
+    noise: float | None = None,
+    codecs: Sequence[object] | None = None,
 ) -> None:
     """Raise PlanError unless there is one of this name, which takes codes if these are asked for.
 
@@ -107,8 +111,9 @@ def check_solver(
         close = get_close_matches(str(solver), SOLVERS, n=1)
         meant = f" Did you mean '{close[0]}'?" if close else ""
         raise PlanError(f"no solver {solver!r}; there are {', '.join(SOLVERS)}.{meant}")
-    if solver in WITHOUT_CODES and (exact is False or codecs is not None):
-        asked = "exact=False" if codecs is None else f"codecs={codecs!r}"
+    asked = "exact=False" if exact is False else f"noise={noise:g}" if noise else ""
+    asked = asked if codecs is None else f"codecs={codecs!r}"
+    if solver in WITHOUT_CODES and asked:
         raise PlanError(
             f"solver={solver!r} moves and recomputes, and takes no codes, so {asked} has no "
             "effect; leave one of the two out, or give solver='delta', which takes codes, too"
