@@ -21,7 +21,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
@@ -1493,3 +1493,29 @@ def test_a_budget_that_fits_without_offloading_fits_with_it(exact):
     with pytest.raises(BudgetTooSmall) as refused:
         er.plan(profile, budget=1, exact=True, offload="file")
     assert refused.value.least_nbytes <= least
+
+
+def test_forwards_with_weights_that_a_step_has_made_are_one_step():
+    """As in MAML: the second forward was taken for another step, and half of it was measured."""
+    model, optimizer, x = perceptron()
+
+    def step():
+        made = dict(model.named_parameters())
+        for _ in range(2):
+            loss = torch.func.functional_call(model, made, (x,)).square().mean()
+            grads = torch.autograd.grad(loss, list(made.values()), create_graph=True)
+            made = {n: p - 0.1 * g for (n, p), g in zip(made.items(), grads, strict=True)}
+        torch.func.functional_call(model, made, (x,)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    held = sum(p.nbytes for p in model.parameters()) + sum(
+        s.nbytes for one in optimizer.state.values() for s in one.values() if isinstance(s, Tensor)
+    )
+    peak = held + er.peak(step)
+    er.fit(model, budget=2 * peak, optimizer=optimizer, exact=True)
+    for _ in range(6):
+        step()
+    assert er.summary(model).last_nbytes == pytest.approx(peak, rel=0.02)
+    er.release(model)

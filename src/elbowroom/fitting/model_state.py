@@ -91,10 +91,15 @@ class ModelState:
         first = None if model is None else next(iter(model.parameters()), None)
         return torch.device("cpu") if first is None else first.device
 
-    def versions(self) -> tuple[object, ...]:
-        """Returns what changes with the weights and their gradients."""
+    def versions(self) -> tuple[object, ...] | None:
+        """Returns what changes with the weights and their gradients.
+
+        None while other tensors stand in for the weights, as in `torch.func.functional_call`.
+        """
         model = self._model()
-        own = () if model is None else model.parameters()
+        own = [] if model is None else list(model.parameters())
+        if not all(isinstance(p, nn.Parameter) for p in own):
+            return None
         grads = ((p, gradient_of(p)) for p in own if p.requires_grad)
         return tuple((p._version, None if g is None else (id(g), g._version)) for p, g in grads)
 

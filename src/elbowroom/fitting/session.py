@@ -169,10 +169,15 @@ class Fitting(MeasuredSteps):
         if last is None or not last.waits or (self._shared.has_guests and last.was_asked):
             return False
         if last.waits_again:
-            before, self._versions = self._versions, self.model_state.versions()
+            before, self._versions = self._versions, self._versions_now()
             if before not in (None, self._versions):
                 return False
         return self.planning.calls.may_go_on
+
+    def _versions_now(self) -> tuple[object, ...] | None:
+        """Returns the versions of weights and gradients, or the last that were known."""
+        now = self.model_state.versions()
+        return self._versions if now is None else now
 
     def _may_resume(self, given: Given) -> bool:
         """Returns whether a forward of the model itself goes on with a step that others share."""
@@ -313,7 +318,7 @@ class Fitting(MeasuredSteps):
         given = args, kwargs
         goes_on = self.may_go_on or self._may_resume(given)
         if self._versions is not None and not goes_on:
-            self._versions = self.model_state.versions()
+            self._versions = self._versions_now()
         with self._failures():
             repeats = known is not None and not goes_on and dropped() == self._dropped
             if repeats and self._repeats(signature):
