@@ -29,6 +29,11 @@ _OF_ZEROS = 0.57  # the same for outputs of a ReLU: zeros are exact, and ranges 
 _CORRELATED = 0.05  # the least correlation of two draws' errors that counts as a bias
 
 
+def error_of_dither(levels: float) -> float:
+    """Returns the error of a dither of so many levels, from 2 on."""
+    return _AT_ONE / (levels - 1) ** 2
+
+
 class Quality(NamedTuple):
     """Quality of one codec setting. bits: stored bits per element of a float32 tensor."""
 

@@ -251,9 +251,13 @@ def settings_of(planning: "Planning") -> PlannerSettings:
 
 
 def repeatable(planning: "Planning", profile: Profile) -> Profile:
-    """Returns the profile without recomputation of modules that cannot be recomputed."""
+    """Returns the profile without what was found not to be possible.
+
+    That is recomputation of some modules, and codes that make gradients wrong.
+    """
     context = planning.context
-    return profile.never_again(context.unrepeatable, alike=context.blames_classes)
+    repeats = profile.never_again(context.unrepeatable, alike=context.blames_classes)
+    return repeats.exact_at(context.needs_exact)
 
 
 def step_of(

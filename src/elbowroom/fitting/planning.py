@@ -139,6 +139,7 @@ class Planning(Followed):
         self.said: tuple[str, bool] | None = None
         self.heard: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
+        self._learned = context.learned
         self._running = 0, nothing  # which forward of a step runs, and its signature
         self.forget_scripts()
 
@@ -180,6 +181,11 @@ class Planning(Followed):
         self._running = 0, signature
         self._tell(StepBegan(memory, signature, grew, calls))
         self._tell(StandsBeside(self.memory.beside_nbytes))
+        if self._learned != self.context.learned:  # in the backward of the last step, too
+            self._learned = self.context.learned
+            self.forget_scripts()
+            if self.profile is not None:  # the plan stays: its next step shows what it takes now
+                self.state = replace(self.state, profile=repeatable(self, self.profile))
 
     def use(self, options: FitOptions) -> None:
         """Replaces the options, and plans again."""
@@ -199,7 +205,7 @@ class Planning(Followed):
         return self._untested >= 0
 
     def leave_out_unrepeatable(self) -> None:
-        """Replans without modules whose second run was found to give another result."""
+        """Replans without what was found not to be possible (`repeatable`)."""
         profile = self.profile
         self._tell(NotRepeatable(None if profile is None else repeatable(self, profile)))
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elbowroom.measure.probe import second_pass
+from elbowroom.runtime.second_pass import second_pass
 
 _ENTRIES = 512  # of each parameter, or all that it has
 _INPUTS, _ELEMENTS = 16, 64  # by which batches are told apart

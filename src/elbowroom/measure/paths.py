@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from elbowroom.measure.probe import second_pass
 from elbowroom.measure.sensitivity import energy
+from elbowroom.runtime.second_pass import second_pass
 
 _Below = list[tuple[int, Tensor]]  # by autograd's number of a node below, the energy that it gets
 

@@ -27,26 +27,12 @@ from torch.utils._pytree import tree_map
 from elbowroom.measure.sensitivity import energy, is_weight
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.runtime.consumers import BUFFERS, TOLERANT, Call, tolerant_arguments
+from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import View
 
 _log = logging.getLogger("elbowroom.measure")
 RESULT = "<result>"  # in place of an argument's keyword: what the op has made, and saves
 _CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
-
-
-class _SecondPass:
-    """Thread-local flag: the pass of a probe runs, and what its backward carries is no gradient."""
-
-    runs = False
-
-    def __enter__(self) -> None:
-        self.runs = True
-
-    def __exit__(self, *_: object) -> None:
-        self.runs = False
-
-
-second_pass = _SecondPass()
 
 
 class Probe:

@@ -17,12 +17,13 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.measure.channels import CHANNEL_NORMS, channel_errors, channel_noise
 from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
-from elbowroom.measure.probe import RESULT, Probe, arguments, can_probe, keys_of, second_pass
+from elbowroom.measure.probe import RESULT, Probe, arguments, can_probe, keys_of
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.observer import Use
+from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import version_of
 

@@ -7,7 +7,7 @@ is saved, asked for or let go of, and wherever a module begins or ends.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
@@ -31,7 +31,9 @@ from elbowroom.plan.site import (
     Rebuildable,
     Rows,
     Site,
+    SiteKey,
     SiteName,
+    key_of,
 )
 from elbowroom.units import show_nbytes, show_seconds
 
@@ -267,6 +269,25 @@ class Profile:
             for one in self.modules
         )
         return replace(self, modules=tuple(kept))
+
+    def exact_at(self, known: Mapping[SiteKey, str]) -> "Profile":
+        """Returns the same step, with what these sites save kept as it is.
+
+        known: reasons, by module, op, shape and dtype
+        """
+        if not known:
+            return self
+        storages = []
+        for storage in self.storages:
+            why = next(
+                (known[key] for one in storage.saves if (key := key_of(one.site)) in known), ""
+            )
+            if why:
+                exact: Any = {"need": Need.EXACT, "formula": Formula.SINGULAR, "why": why}
+                saves = (replace(one, site=replace(one.site, **exact)) for one in storage.saves)
+                storage = replace(storage, saves=tuple(saves))
+            storages.append(storage)
+        return replace(self, storages=tuple(storages))
 
     @property
     def is_recurrent(self) -> bool:

@@ -4,9 +4,11 @@ What is known of it is known without looking at a value.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -170,6 +172,9 @@ class Rows(NamedTuple):
         return self.stride[-1] == 1 and self.shape[-1] % group_size == 0
 
 
+SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
+
+
 @dataclass(frozen=True)
 class Site:
     """Facts of one save.
@@ -211,3 +216,7 @@ class Site:
     def name(self) -> SiteName:
         """The name of the site, which is the same in every step that runs the same code."""
         return SiteName(self.module, self.consumer, self.nth)
+
+
+# What is learned of a site is learned of all that this op of this module saves alike.
+key_of: Callable[[Site], SiteKey] = attrgetter("module", "consumer", "shape", "dtype")

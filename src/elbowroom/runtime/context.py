@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
 
 from elbowroom.codecs.compact import Coders
+from elbowroom.plan.site import SiteKey
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.device_seeds import DeviceSeeds
 from elbowroom.runtime.prefetcher import Prefetcher
@@ -22,7 +23,6 @@ from elbowroom.runtime.slot import MadeAgain
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
-SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
 OUTLIVED = "other code held it until backward"  # so that encoding it frees nothing
 
 
@@ -37,6 +37,7 @@ class Context:
     device_seeds  seeds of settled steps whose codes are made on a GPU
     kept          reasons for sites that are always kept
     exact         the same, by the outermost module, of contexts that learn nothing else
+    learned       how often a site was added to either
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
     recurrent_layers  the largest number of recurrent layers that one forward has called
@@ -48,6 +49,11 @@ class Context:
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
     """
+
+    # Of the process: a context with a seed of its own may last for one step.
+    exact: ClassVar[weakref.WeakKeyDictionary[object, dict[SiteKey, str]]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self, seed: int = 0, *, learns: bool = True, keeps_bits: bool = False) -> None:
         self.seed, self.keeps_bits = seed, keeps_bits
@@ -65,8 +71,7 @@ class Context:
         self.runs_again = False
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
-        self.exact: weakref.WeakKeyDictionary[object, dict[SiteKey, str]]
-        self.exact = weakref.WeakKeyDictionary()
+        self.learned = 0
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -119,12 +124,18 @@ class Context:
         else:
             known, key = self.exact.setdefault(model or self, {}), _of_any_shape(key)
         is_new = key not in known
+        (self if self.learns else PROCESS).learned += is_new
         known.setdefault(key, why)
         return is_new
 
     def why_exact(self, model: nn.Module | None, key: SiteKey) -> str | None:
         """Returns why this site of a model is kept, from `learn_exact`; None: it is not."""
         return self.exact.get(model or self, {}).get(_of_any_shape(key))
+
+    @property
+    def needs_exact(self) -> dict[SiteKey, str]:
+        """Sites that are kept because a code of them makes gradients wrong, with the reasons."""
+        return {key: why for key, why in self.kept.items() if why != OUTLIVED}
 
     def learn_unrepeatable(self, module: str) -> None:
         """Notes that a second run of the module of this name gives another result."""

@@ -68,6 +68,7 @@ from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use
 from elbowroom.runtime.producers import note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of
 from elbowroom.runtime.recompute import recomputed
+from elbowroom.runtime.redrawn import Redrawn
 from elbowroom.runtime.repeats import why_not_again
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saturated import WHY, part_of
@@ -178,6 +179,7 @@ class Saving:
             *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
             lets_wait=self.recorder is None,
         )
+        self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
         if self.tracer is not None:
@@ -509,6 +511,7 @@ class Saving:
         readers = readers_of(call, out, wanted) if wanted else {}
         made = {x.untyped_storage()._cdata for x in tensors_in(out) if is_touchable(x)}
         results: list[Callable[[], None]] = []
+        measures = not self.is_exact()
         for one, x in saved:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader.formula, x, call, reader.node)
@@ -518,6 +521,9 @@ class Saving:
                     reading = Reading(Need.EXACT, Formula.DIFFERENCE, WHY[part])
                 elif part is not Part.NONE:
                     reading = reading._replace(part=part, number=reader.number)
+            if reading.need is Need.LOSSY and reader.of is not None and measures:
+                of_call = (other for other, _ in saved)
+                self._redrawn.reads(reader.of, reader.number, of_call, reading.formula)
             decide = partial(self._decide_on, one, x, call, reading)
             if x.untyped_storage()._cdata in made:
                 results.append(decide)

@@ -1,6 +1,7 @@
 """Tensors that are kept without a slot: until their op has ended, or because they are only counted.
 
 Deferred      is decided on when the call that saves it has ended
+Given         stands in for a saved tensor while its node runs once more (`redrawn.py`)
 Lone          has no storage of the common kind (subclass, sparse), or is one of thousands
 Beside, Many  the thousands: each storage of them is counted once
 """
@@ -42,6 +43,18 @@ def last_node() -> int:
     return torch._C._autograd._get_sequence_nr() - 1
 
 
+class Given:
+    """A value that stands in for a saved tensor."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def restore(self) -> Tensor:
+        return self._x
+
+
 class Deferred:
     """Tensor about which a decision is made when the call that saves it has ended.
 
@@ -53,7 +66,7 @@ class Deferred:
 
     def __init__(self, x: Tensor) -> None:
         self.node = last_node()
-        self.held: View | Lone | KeepHandle = KeepHandle(x, "its op has not ended")
+        self.held: View | Lone | KeepHandle | Given = KeepHandle(x, "its op has not ended")
 
     def restore(self) -> Tensor:
         """Returns the saved tensor again."""

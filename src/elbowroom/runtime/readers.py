@@ -25,11 +25,13 @@ class Reader(NamedTuple):
     """Derivative formula by which a node uses a tensor that it has saved.
 
     node, number: the node's name, or that of torch's own that it stands for, and autograd's number
+    of: the node itself
     """
 
     formula: Formula = Formula.UNKNOWN
     node: str = ""
     number: int = -1
+    of: Node | None = None
 
 
 def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Reader]:
@@ -48,7 +50,7 @@ def readers_of(call: Call, out: Any, wanted: Iterable[Deferred]) -> dict[int, Re
                     waiting.remove(id(packed))
                     known, _ = OURS.get(name, (name, field))
                     formula = formula_of(node, name, field)
-                    found[id(packed)] = Reader(formula, known, node._sequence_nr())
+                    found[id(packed)] = Reader(formula, known, node._sequence_nr(), node)
     return found
 
 

@@ -42,10 +42,10 @@ from elbowroom.plan.precision_floor import (
     LEAST_LOG_PROBABILITY,
     at_precision_floor,
 )
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula
+from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, SiteKey, key_of
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
-from elbowroom.runtime.context import Context, SiteKey
+from elbowroom.runtime.context import Context
 from elbowroom.runtime.deferred import MOST_SAVES, Waiting
 from elbowroom.runtime.handles import (
     CastHandle,
@@ -206,11 +206,11 @@ class Serving:
             if slot is None or part not in parts:
                 continue
             if not slot.exact:
-                if self._context.learn_exact(model, _key(site), WHY[part]):
-                    self._untold.add(_key(site))
+                if self._context.learn_exact(model, key_of(site), WHY[part]):
+                    self._untold.add(key_of(site))
                 self._listener.refuse(WHY[part], once=True)
-                if not _taken_back(slot, WHY[part]) and _key(site) in self._untold:
-                    self._untold.remove(_key(site))
+                if not _taken_back(slot, WHY[part]) and key_of(site) in self._untold:
+                    self._untold.remove(key_of(site))
                     tell_late(site.consumer, site.module, WHY[part])
             if slot.exact:
                 slot.promise(Need.EXACT, call.name)
@@ -361,9 +361,9 @@ class Serving:
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the policy's action, as far as this tensor allows it."""
-        known = self._context.kept.get(_key(site))
+        known = self._context.kept.get(key_of(site))
         if known is None and self._context.exact:
-            known = self._context.why_exact(outermost(), _key(site))
+            known = self._context.why_exact(outermost(), key_of(site))
         if known is not None:
             return Keep(known)
         request.slot.sites.append(site)
@@ -407,7 +407,7 @@ class Serving:
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
         need, norm = site.need, slot.statistics
-        outlived = partial(self._context.learn_keep, _key(site))
+        outlived = partial(self._context.learn_keep, key_of(site))
         try:
             handle = perform(
                 *(action, whole, need, ready, seed, outlived, norm, name, self._context),
@@ -471,10 +471,6 @@ class Serving:
             self.waiting.append(Waiting(slot, action, hold, out))
         elif not isinstance(action, Keep):
             hold(slot, whole, action)
-
-
-def _key(site: Site) -> SiteKey:
-    return site.module, site.consumer, site.shape, site.dtype
 
 
 def perform(

@@ -9,14 +9,17 @@ The largest buffer of a code may be in another tier (`MovedCodeHandle`). It is f
 that the code is read, and released after that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
+from elbowroom.codecs.base import PART
 from elbowroom.codecs.compact import Compact
 from elbowroom.codecs.dropped import refuse_undecodable
+from elbowroom.codecs.facts import Facts
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
@@ -24,6 +27,7 @@ from elbowroom.runtime.normal import Normalized, Statistics, flat_of
 from elbowroom.runtime.storage import WeakStorage, counted, counter_of, storage_nbytes, version_of
 
 Parts = Callable[[int, int], Tensor]  # first element, number -> flat
+_PARTS = 16  # of a tensor whose noise is drawn again
 
 
 class EncodeHandle:
@@ -184,6 +188,23 @@ class EncodeHandle:
             refuse_undecodable(encoded, error)
             raise
 
+    def drawn_again(self, x: Tensor, codec: Codec, places: Sequence[slice]) -> Tensor:
+        """Encodes by `codec` what was decoded, and decodes it again, with noise of its own.
+
+        x: dense, and overwritten; of the value, it is these places in memory order
+        """
+        encoded, normal = self._encoded, self._normal
+        flat, facts = flat_of(x), Facts(has_zeros=encoded.facts.has_zeros)
+        if normal is not None:
+            _at(normal.normalize(), places, encoded.numel).in_place(flat)
+        n = max(flat.numel() // _PARTS // PART, 1) * PART
+        for start in range(0, flat.numel(), n):  # so that no more than a part is held besides
+            part = flat[start : start + n]
+            codec.encode(part, int(encoded.seed) + 1 + start, facts).decode(part)
+        if normal is not None:
+            _at(normal.undo(), places, encoded.numel).in_place(flat)
+        return x
+
     def original(self) -> Tensor | None:
         """The tensor that was encoded, if something else holds it, and it has not changed."""
         if self._counter._version != self._version:
@@ -209,6 +230,15 @@ class EncodeHandle:
         if restored is None:
             return None
         return counted(counter, restored.as_strided(one.shape, one.stride, 0))
+
+
+def _at(affine: Affine, places: Sequence[slice], n: int) -> Affine:
+    """Returns the map of these places of a tensor [n], which lie beside each other, by element."""
+    if places == (slice(0, n),):
+        return affine
+    at = torch.cat([torch.arange(one.start, one.stop) for one in places])
+    channels = (at // affine.inner % affine.scale.numel()).to(affine.scale.device)
+    return Affine(affine.scale[channels], affine.shift[channels], 1)
 
 
 def largest(encoded: Encoded) -> int:

@@ -24,7 +24,7 @@ from torch import nn
 from elbowroom.errors import PlanError
 from elbowroom.plan import Exact, KeepAll, Policy
 from elbowroom.runtime.compiler import compilations
-from elbowroom.runtime.context import Context
+from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
 from elbowroom.runtime.ledger import Account, Ledger, Ledgers
@@ -54,7 +54,7 @@ class Scripts:
         self._left: list[Script] = []  # as a step was another one: in numbers of rows alone, maybe
         self._general = _MOST_GENERAL
         self._unwritten = _MOST_UNWRITTEN
-        self._followed = 0
+        self._followed = self._learned = 0
         self._calls_compiled = False
         self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
 
@@ -64,16 +64,22 @@ class Scripts:
         If there are none, the step is examined.
         """
         with self._lock:
+            if self._learned != PROCESS.learned:  # which scripts from before do not know
+                self._learned = PROCESS.learned
+                self._forget_all()
             if not self._scripts:
                 return ()
             self._followed += 1
             if self._followed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
                 self._unwritten = _MOST_UNWRITTEN
                 self._general = _MOST_GENERAL
-                self._scripts.clear()
-                self._left.clear()
-                self._owners.clear()
+                self._forget_all()
             return tuple(self._scripts)
+
+    def _forget_all(self) -> None:
+        self._scripts.clear()
+        self._left.clear()
+        self._owners.clear()
 
     @property
     def calls_nothing_compiled(self) -> bool:

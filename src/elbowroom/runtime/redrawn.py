@@ -1,0 +1,401 @@
+"""Measurement, in examined steps, of what codes add to the gradient where backward reads them.
+
+A code's step follows the range of its group, but the gradient may live where the saved value is
+small, as behind exp(-100 d^2): then g x~ is mostly error. No table tells that, as g is known in
+backward only. So before a node of an examined step runs, it runs on a sample of its elements, with
+noise that is drawn again:
+
+    x~       what a code holds, which the node reads
+    x~'      x~ encoded and decoded again: as far from x~ as that is from x
+    share    |node(g, x~') - node(g, x~)|^2 / |node(g, x~)|^2, of each code and each result
+
+A node can be called, so this needs no formula, and what is rebuilt from a code is drawn again with
+it. If the share of a code is above `MOST`, and above `_TIMES` its share of values that g does not
+depend on (a plan may have chosen few levels), its tensor is kept exactly from the next step on. A
+warning says so, as the gradient of this step is wrong. Public models have 0.02 at most (16 levels;
+docs/log.md).
+
+It is measured where errors go on element by element: in products and in smooth functions. In a sum
+over many elements they average out.
+
+It takes no room that plans would have to know of: samples are freed before the node itself runs. Of
+a code alone, a few parts are decoded. What is rebuilt, or lies in memory in another order, is
+restored once more, as the node will do; meanwhile only a sample of single elements is held.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from elbowroom.codecs import Cast, Dither
+from elbowroom.codecs.base import PART
+from elbowroom.codecs.names import setting_name
+from elbowroom.codecs.quality import error_of_dither, quality_of
+from elbowroom.plan import Need
+from elbowroom.plan.site import Formula, key_of
+from elbowroom.runtime.context import Context, mixed
+from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.kept import Deferred, Given
+from elbowroom.runtime.modules import outermost
+from elbowroom.runtime.saturated import tell_late
+from elbowroom.runtime.second_pass import second_pass
+from elbowroom.runtime.slot import Slot, View, is_in_order
+
+MOST = 0.05
+WHY = f"its error is more than {MOST:.0%} of the gradient that is computed with it"
+_READ = frozenset((Formula.PRODUCT, Formula.CURVED, Formula.TAIL))
+_PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
+_TIMES = 4.0
+_EACH, _LEAST, _MOST = 16, 2, 4  # parts that are compared: one of so many; at least, and at most
+_FAR, _FEW = 64, 256  # of single elements: one of so many, but as many
+_EVERY = 8  # of so many examined forwards of a model, a code is measured in the first
+_looks: "weakref.WeakKeyDictionary[object, dict[object, int]]" = weakref.WeakKeyDictionary()
+
+
+class Redrawn:
+    """The measurement of one examined forward, and of its backward."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._nodes = set[int]()
+        self._turns: dict[object, bool] = {}
+
+    def reads(self, node: Node, number: int, saved: Iterable[Deferred], formula: Formula) -> None:
+        """Notes that a node, of this number, has saved a tensor that may have a lossy code.
+
+        saved: all that it has saved, and perhaps what others have
+        """
+        if formula not in _READ or number in self._nodes:
+            return
+        self._nodes.add(number)
+        held = [weakref.ref(one) for one in saved if one.node == number]
+        node.register_prehook(_Reading(self, held, outermost()).before)
+
+    def takes_turn(self, model: nn.Module | None, root: Slot) -> bool:
+        """Returns whether a code is measured in this forward: a program may replay none."""
+        looks, key = self._looks(model), _key_of(root)
+        if key not in self._turns:
+            before = looks.get(key, 0)
+            self._turns[key] = before % _EVERY == 0
+            if before:
+                looks[key] = before + 1
+        return self._turns[key]
+
+    def has_told(self, model: nn.Module | None, root: Slot) -> None:
+        """Notes that something could be told of a code: its gradient was not 0, say."""
+        self._looks(model).setdefault(_key_of(root), 1)
+
+    def _looks(self, model: nn.Module | None) -> dict[object, int]:
+        """Returns how often each code was to be measured, by those that learn of it."""
+        context = self.context
+        return _looks.setdefault(context if context.learns else model or context, {})
+
+
+class _Reading:
+    """What one node reads, and how wrong that makes its results. It holds no tensor."""
+
+    def __init__(
+        self, forward: Redrawn, held: list[weakref.ref[Deferred]], model: nn.Module | None
+    ) -> None:
+        self._forward, self._held = forward, held
+        self._model = None if model is None else weakref.ref(model)
+        self._is_done = False
+
+    def before(self, grads: Sequence[Tensor | None]) -> None:
+        """Compares what the node gives with what it would give for other draws of the noise."""
+        grad = grads[0] if len(grads) == 1 else None
+        if self._is_done or second_pass.runs or grad is None or not grad.is_floating_point():
+            return
+        self._is_done = True
+        with torch.no_grad(), torch._C.DisableTorchFunction(), suppress(RuntimeError):
+            self._measure(grad)  # what does not work element by element raises one, of torch
+
+    def _measure(self, grad: Tensor) -> None:
+        saved = [one for ref in self._held if (one := ref()) is not None]
+        coded = {
+            one: view
+            for one in saved
+            if isinstance(view := one.held, View) and _bears_error(view, grad)
+        }
+        model, views = None if self._model is None else self._model(), coded.values()
+        roots = dict.fromkeys(root for view in views for root in _roots(view.slot))
+        dithers = {
+            root: codec
+            for root in roots
+            if self._forward.takes_turn(model, root) and (codec := _dither_of(root)) is not None
+        }
+        if not dithers:
+            return
+        values = _Values.of(views, grad.shape, self._forward.context.count)
+        own, others = values.read(dithers)
+        sample, node = values.sample, _node()
+        given = {}
+        if node.name() not in _PRODUCTS:
+            given = {one: sample.taken(one.restore()) for one in saved if one not in coded}
+        grad = sample.taken(grad)
+        made = _run(node, grad, given, dict(zip(coded, own, strict=True)))
+        for root, codec in dithers.items():
+            other = _run(node, grad, given, dict(zip(coded, others[root], strict=True)))
+            share = _share(made, other)
+            if share > 0:
+                self._forward.has_told(model, root)
+            if share > max(MOST, _TIMES * error_of_dither(codec.levels)):
+                self._keep(root, model)
+
+    def _keep(self, slot: Slot, model: nn.Module | None) -> None:
+        """Keeps the tensor of a slot from the next step on."""
+        site = slot.sites[-1]
+        if self._forward.context.learn_exact(model, key_of(site), WHY):
+            tell_late(site.consumer, site.module, WHY)
+
+
+class _Sample(NamedTuple):
+    """Some elements of a gradient, and of what is multiplied with them.
+
+    shape   of the gradient
+    places  of the elements, in logical order
+    """
+
+    shape: tuple[int, ...]
+    places: tuple[slice, ...]
+
+    @classmethod
+    def parts(cls, shape: tuple[int, ...], seed: int) -> "_Sample":
+        """Returns parts that a code can be decoded in, spread over all; each seed has its own."""
+        n = prod(shape)
+        parts = -(-n // PART)
+        wanted = min(max(parts // _EACH, _LEAST), _MOST)
+        if parts <= wanted:
+            return cls(shape, (slice(0, n),))
+        bounds = [nth * parts // wanted for nth in range(wanted + 1)]
+        starts = (
+            PART * (first + mixed(seed + first) % (end - first)) for first, end in pairwise(bounds)
+        )
+        return cls(shape, tuple(slice(start, min(start + PART, n)) for start in starts))
+
+    @classmethod
+    def apart(cls, shape: tuple[int, ...], seed: int) -> "_Sample":
+        """Returns few elements, each apart from the others."""
+        n = prod(shape)
+        every = max(min(n // _FEW, _FAR), n // (_MOST * PART)) | 1  # odd: in every channel
+        return cls(shape, (slice(mixed(seed) % every, n, every),))
+
+    def taken(self, x: Tensor) -> Tensor:
+        """Returns these elements of a tensor that has the gradient's shape, or is broadcast."""
+        x = x.expand(self.shape)
+        if x.is_contiguous():
+            flat = x.view(-1)
+            return torch.cat([flat[at] for at in self.places])
+        ranges = [torch.arange(at.start, at.stop, at.step or 1) for at in self.places]
+        return x[torch.unravel_index(torch.cat(ranges).to(x.device), self.shape)]
+
+
+class _Values(NamedTuple):
+    """Sampled values of what a node reads.
+
+    are_parts  of codes; otherwise each tensor is restored, of which few elements are held: it takes
+               as much as for the node itself
+    """
+
+    views: tuple[View, ...]
+    sample: _Sample
+    are_parts: bool
+
+    @classmethod
+    def of(cls, views: Iterable[View], shape: Sequence[int], seed: int) -> "_Values":
+        shape, views = tuple(shape), tuple(views)
+        are_parts = all(_has_parts(view, shape) for view in views)
+        sample = _Sample.parts(shape, seed) if are_parts else _Sample.apart(shape, seed)
+        return cls(views, sample, are_parts)
+
+    def read(self, dithers: Mapping[Slot, Dither]) -> tuple[list[Tensor], dict[Slot, list[Tensor]]]:
+        """Returns what each view reads, and the same with other noise of each of these codes."""
+        if self.are_parts:
+            own = [self._decoded(_code_of(view.slot)) for view in self.views]
+            pairs = [*zip(self.views, own, strict=True)]
+            return own, {
+                root: [
+                    _code_of(root).drawn_again(x.clone(), codec, self.sample.places)
+                    if view.slot is root
+                    else x
+                    for view, x in pairs
+                ]
+                for root, codec in dithers.items()
+            }
+        with _undisturbed(self.views):
+            again = {root: self._restored(root, codec) for root, codec in dithers.items()}
+            own = [self._of(view) for view in self.views]
+        others = {
+            root: [x if y is None else y for x, y in zip(own, values, strict=True)]
+            for root, values in again.items()
+        }
+        return own, others
+
+    def _decoded(self, code: EncodeHandle) -> Tensor:
+        part = code.parts()
+        assert part is not None
+        return torch.cat([part(at.start, at.stop - at.start) for at in self.sample.places])
+
+    def _restored(self, root: Slot, codec: Dither) -> list[Tensor | None]:
+        """Returns what views read with other noise of a code; None: it is not made of that."""
+        found: list[Tensor | None] = []
+        for view in self.views:
+            if root in _upstream(view.slot):
+                with _drawn_again(root, view.slot, codec):
+                    found.append(self._of(view))
+            else:
+                found.append(None)
+        return found
+
+    def _of(self, view: View) -> Tensor:
+        slot = view.slot
+        whole = slot.restore_value() if slot.whole is None else slot.whole
+        return self.sample.taken(view.geometry.within(slot.base, whole))
+
+
+def _has_parts(view: View, shape: tuple[int, ...]) -> bool:
+    """Returns whether a view of this shape reads a code that can be decoded in parts."""
+    held, at = view.slot.value, view.geometry
+    if not isinstance(held, EncodeHandle) or held.parts() is None:
+        return False
+    is_base = at == view.slot.base and at.shape == shape and not view.slot.is_window
+    return is_base and is_in_order(at.shape, at.stride)
+
+
+class _DrawnAgain:
+    """Handle: what a code decodes to, with its noise drawn again. It is decoded for each reader."""
+
+    exact = False
+    label = "drawn again"
+
+    def __init__(self, held: EncodeHandle, codec: Dither) -> None:
+        self.nbytes, self.mask, self.where = held.nbytes, held.mask, held.where
+        self._held, self._codec = held, codec
+
+    def restore(self, *, private: bool = False) -> Tensor:
+        x = self._held.restore(private=True)
+        return self._held.drawn_again(x, self._codec, (slice(0, x.numel()),))
+
+
+def _bears_error(view: View, grad: Tensor) -> bool:
+    """Returns whether what a view reads has an error, element by element of a gradient."""
+    shape = view.geometry.shape
+    if view.need is not Need.LOSSY or view.slot.exact or len(shape) > grad.dim():
+        return False
+    return all(n in (1, of) for n, of in zip(reversed(shape), reversed(grad.shape), strict=False))
+
+
+def _node() -> Any:
+    """Returns the node whose hook this is in."""
+    return torch._C._current_autograd_node()
+
+
+def _run(
+    node: Any, grad: Tensor, given: dict[Deferred, Tensor], coded: dict[Deferred, Tensor]
+) -> list[Tensor | None]:
+    """Returns what the node makes of a gradient and of these values in place of its own."""
+    if node.name() in _PRODUCTS:
+        return [grad * x for x in coded.values()]
+    values = {**given, **coded}
+    before = [(one, one.held) for one in values]
+    try:
+        for one, x in values.items():
+            one.held = Given(x)
+        made = node(grad)
+    finally:
+        for one, held in before:
+            one.held = held
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def _roots(slot: Slot) -> Iterator[Slot]:
+    """Yields the slots of the codes that a slot is decoded or rebuilt from."""
+    for one in _upstream(slot):
+        held = one.value
+        is_lossy = isinstance(held, EncodeHandle) and not held.exact and bool(one.sites)
+        if is_lossy and _code_of(one).original() is None:
+            yield one
+
+
+def _upstream(slot: Slot) -> Iterator[Slot]:
+    """Yields a slot, and those that it is rebuilt from."""
+    yield slot
+    ready = getattr(slot.value, "ready", None)
+    for one in () if ready is None else ready.slots:
+        yield from _upstream(one)
+
+
+def _key_of(root: Slot) -> object:
+    return key_of(root.sites[-1]), setting_name(_code_of(root).codec)
+
+
+def _code_of(slot: Slot) -> EncodeHandle:
+    assert isinstance(slot.value, EncodeHandle)
+    return slot.value
+
+
+@contextmanager
+def _undisturbed(views: Iterable[View]) -> Iterator[None]:
+    """Lets nothing wait for later readers that is restored meanwhile."""
+    known = {id(one): one for view in views for one in _upstream(view.slot)}
+    before = [(one, one.whole, one.views_asked) for one in known.values()]
+    for one in known.values():
+        one.views_asked = max(one.views, one.readers)
+    try:
+        yield
+    finally:
+        for one, whole, asked in before:
+            one.whole, one.views_asked = whole, asked
+
+
+@contextmanager
+def _drawn_again(root: Slot, read: Slot, codec: Dither) -> Iterator[None]:
+    """Lets a slot hold what another draw of its code's noise would have given."""
+    held = root.value
+    waiting = [(one, one.whole) for one in _upstream(read) if root in _upstream(one)]
+    root.value = _DrawnAgain(_code_of(root), codec)
+    for one, _ in waiting:
+        one.whole = None
+    try:
+        yield
+    finally:
+        root.value = held
+        for one, whole in waiting:
+            one.whole = whole
+
+
+def _dither_of(slot: Slot) -> Dither | None:
+    """Returns the dither whose error is that of a slot's code; None: that is relative, or unknown.
+
+    A code by stochastic rounding would not change what is one of its levels already.
+    """
+    codec = _code_of(slot).codec
+    if isinstance(codec, Dither):
+        return codec
+    if isinstance(codec, Cast):
+        return None
+    try:
+        levels = round(quality_of(codec, maps=len(slot.base.shape) >= 4).levels)
+    except Exception:  # of a codec of another package, which need not have a hash even
+        return None
+    return Dither(levels=min(max(levels, 2), 256), group_size=getattr(codec, "group_size", 64))
+
+
+def _share(own: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
+    """Returns the largest share of a result that is noise; 0 if nothing finite can be told."""
+    most = 0.0
+    for x, y in zip(own, other, strict=True):
+        if x is None or y is None:
+            continue
+        size, noise = x.double().square().sum(), (x.double() - y.double()).square().sum()
+        share = float(noise / size)
+        if 0.0 < share < float("inf"):  # not of a gradient that is 0, or has a NaN
+            most = max(most, share)
+    return most

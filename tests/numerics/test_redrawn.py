@@ -1,0 +1,139 @@
+"""Codes whose error is most of a gradient are found in backward, and taken back in later steps."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom as er
+
+FUNCTIONS = {
+    "gaussian": lambda z: torch.exp(-100 * z * z),
+    "cauchy": lambda z: 1 / (1 + 300 * z * z),
+    "addcmul": lambda z: torch.exp(torch.addcmul(torch.zeros(1), z, z, value=-100)),
+    "exponential in an exponential": lambda z: torch.exp(-torch.exp(3 * z)),
+    "hyperbolic": lambda z: torch.exp(1 - torch.cosh(4 * z)),
+    "huber": lambda z: torch.exp(-50 * F.huber_loss(z, torch.zeros_like(z), reduction="none")),
+    "bin": lambda z: torch.sigmoid(60 * z + 3) - torch.sigmoid(60 * z - 3),
+    "erf": lambda z: torch.erf(20 * z),
+    "transposed": lambda z: torch.erf(20 * z.t()).t(),
+    "part": lambda z: torch.cat([torch.erf(20 * z[:, 8:]), z[:, :8]], 1),
+    "broadcast": lambda z: (torch.erf(20 * z[:, None]) * torch.ones(1, 2, 1)).sum(1),
+    "ricker": lambda z: (1 - (20 * z) ** 2) * torch.exp(-((20 * z) ** 2) / 2),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, f) -> None:
+        super().__init__()
+        self.first, self.last, self.f = nn.Linear(32, 64), nn.Linear(64, 10), f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.f(self.first(x)))
+
+
+def error_of(net: nn.Module, *, levels: int = 16, codec: str = "dither", **fields) -> float:
+    x, labels = torch.randn(512, 32), torch.randint(0, 10, (512,))
+    F.cross_entropy(net(x), labels).backward()
+    exact = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    fields = fields or {"levels": levels}
+    with er.saving(codec, **fields):
+        loss = F.cross_entropy(net(x), labels)
+    loss.backward()
+    pairs = [(p.grad, g) for p, g in zip(net.parameters(), exact, strict=True)]
+    net.zero_grad()
+    size = sum(g.square().sum() for _, g in pairs)
+    return float(sum((a - g).square().sum() for a, g in pairs) / size)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_mostly_error_is_kept_from_the_second_step_on(name, caplog) -> None:
+    torch.manual_seed(0)
+    net = Net(FUNCTIONS[name])
+    first = error_of(net)
+    assert first < 0.05 or any("has a code" in one.message for one in caplog.records)
+    assert max(error_of(net) for _ in range(3)) < 0.05
+
+
+def test_codes_by_stochastic_rounding_are_drawn_again_too(caplog) -> None:
+    torch.manual_seed(0)
+    net = Net(FUNCTIONS["erf"])
+    assert error_of(net, codec="group", bits=4) > 0.05
+    assert "'erf'" in caplog.text
+    assert error_of(net, codec="group", bits=4) < 0.05
+
+
+def test_contexts_with_a_seed_for_each_step_remember_it() -> None:
+    torch.manual_seed(0)
+    net = Net(FUNCTIONS["erf"])
+    errors = [error_of(net, levels=16, seed=step) for step in range(3)]
+    assert errors[0] > 0.05
+    assert max(errors[1:]) < 0.05
+
+
+def test_ordinary_gates_keep_their_codes(caplog) -> None:
+    torch.manual_seed(0)
+    net = Net(lambda z: torch.tanh(z) * torch.sigmoid(z.flip(1)))
+    with caplog.at_level(logging.WARNING):
+        assert max(error_of(net) for _ in range(2)) < 0.05
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_gradient_that_tells_nothing_takes_no_code_back(value: float, caplog) -> None:
+    net = Net(torch.erf)
+    with er.saving("dither", levels=16):
+        out = net(torch.randn(512, 32))
+    out.backward(torch.full_like(out, value))
+    assert not caplog.records
+
+
+def test_graphs_are_freed_and_may_run_twice_or_never() -> None:
+    net, x = Net(torch.erf), torch.randn(512, 32)
+    for runs in range(3):
+        with er.saving("dither", levels=16):
+            out = checkpoint(net, x, use_reentrant=False) + net(x)
+        node = weakref.ref(out)
+        for n in range(runs):
+            out.sum().backward(retain_graph=n < runs - 1)
+        del out
+        assert node() is None or gc.collect() >= 0
+        assert node() is None
+
+
+def test_second_derivatives_are_unchanged() -> None:
+    net, x = Net(torch.erf).double().float(), torch.randn(512, 32, requires_grad=True)
+    with er.saving("dither", levels=256):
+        out = net(x).square().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_a_fit_finds_them_and_plans_without_them(caplog) -> None:
+    """The first step has codes of a Ricker wavelet, and later ones coarse codes of others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), Net(FUNCTIONS["ricker"]))
+    batches = [(torch.randn(1024, 32), torch.randint(0, 10, (1024,))) for _ in range(4)]
+    exact = [gradient(net, *batch) for batch in batches]
+    plain = er.peak(lambda: gradient(net, *batches[0]))
+    er.fit(net, budget=int(0.65 * plain))
+    errors = []
+    for batch, g in zip(batches, exact, strict=True):
+        errors.append(float((gradient(net, *batch) - g).square().sum() / g.square().sum()))
+        assert "has a code" in caplog.text
+    assert errors[0] > 0.2
+    assert max(errors[1:]) < 0.1
+
+
+def gradient(net: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    net.zero_grad(set_to_none=True)
+    F.cross_entropy(net(x), labels).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
