@@ -21,9 +21,20 @@ from elbowroom.codecs.registry import codec as codec_of
 _DITHER = re.compile(r"dither, (\d+) levels")
 
 
-@lru_cache(maxsize=1024)  # a plan asks for the name of each setting for each tensor
 def setting_name(codec: Codec) -> str:
     """The name of a setting, from which `setting_named` makes an equal codec."""
+    try:
+        return _known_name(codec)
+    except TypeError:  # a codec of another package may have no hash
+        return _name(codec)
+
+
+@lru_cache(maxsize=1024)  # a plan asks for the name of each setting for each tensor
+def _known_name(codec: Codec) -> str:
+    return _name(codec)
+
+
+def _name(codec: Codec) -> str:
     if isinstance(codec, Dither) and codec == Dither(levels=codec.levels):
         return f"dither, {codec.levels} levels"
     config = codec.config()
