@@ -311,3 +311,20 @@ def test_a_look_without_gradients_before_backward_does_not_end_the_step():
     assert opener_of(model).planning.settled
     assert opener_of(model).planning.plan is not None
     assert total(model, optimizer, 256) <= budget
+
+
+def test_the_number_of_boxes_in_each_image_makes_no_kind_of_its_own() -> None:
+    """Each batch of a detection training was a first step of its size."""
+    model, images = nn.Linear(2, 2), torch.randn(2, 3, 64, 64)
+
+    def kind(*numbers: int, **settings: bool):
+        boxes = [torch.randn(n, 4) for n in numbers]
+        return signature_of(model, (images, boxes), {}, **settings)
+
+    assert kind(5, 12).bucket == kind(9, 8).bucket == kind(17, 0).bucket
+    assert kind(5, 12) == kind(9, 8)
+    assert kind(5, 12, joins_small=False) != kind(9, 8, joins_small=False)
+    assert kind(5, 40).bucket != kind(5, 12).bucket  # in all there are twice as many
+    assert kind(5, 12).numel == images.numel() + 17 * 4
+    few = signature_of(model, (torch.randn(8, 4), [torch.randn(5, 4), torch.randn(2, 4)]), {})
+    assert few.shapes == ((8, 4), (5, 4), (2, 4))

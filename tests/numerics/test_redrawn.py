@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.runtime.redrawn import _share
 
 FUNCTIONS = {
     "gaussian": lambda z: torch.exp(-100 * z * z),
@@ -92,6 +93,13 @@ def test_a_gradient_that_tells_nothing_takes_no_code_back(value: float, caplog) 
         out = net(torch.randn(512, 32))
     out.backward(torch.full_like(out, value))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+def test_what_only_other_noise_makes_infinite_is_all_error(spoiled: float) -> None:
+    x, y = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, spoiled])
+    assert _share([x], [y]) == float("inf")
+    assert _share([y], [x]) == _share([torch.zeros(4)], [y]) == 0
 
 
 def test_graphs_are_freed_and_may_run_twice_or_never() -> None:

@@ -110,7 +110,7 @@ def warn_runs_again(options: FitOptions, *, rounds: bool) -> None:
     _log.warning(
         "budget %s: no plan fits what the recurrent layers save, so they run forward again in "
         "backward, a few time steps after the other; gradients differ from those of plain training "
-        "by rounding alone; exact=True forbids this",
+        "by rounding alone; exact=True (--exact) forbids this",
         budget,
     )
 
@@ -280,7 +280,7 @@ def say_setting(
         return
     _log.warning(
         "budget %s: %sexact actions alone do not fit, so some saved tensors are stored in lossy "
-        "codes, which change gradients a little (setting '%s'); exact=True forbids this",
+        "codes, which change gradients a little (setting '%s'); exact=True (--exact) forbids this",
         budget,
         "by an estimate, " if estimated else "",
         chosen.name,

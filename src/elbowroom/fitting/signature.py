@@ -3,8 +3,11 @@
     structure  how the arguments nest; of each tensor dtype, dimensions and requires_grad; flags,
                names and None by value, but no other numbers (a step count makes no new kind);
                training or not, how many parameters are trained, autocast
-    shapes     of the tensors
+    shapes     of the tensors; those far smaller than the largest have one together: their size
     bucket     structure, and of each dimension the power of 2 above it
+
+Boxes and labels of images, say, differ in number with each batch, and hardly matter to its memory:
+each on its own would make new kinds without end.
 
 A plan is never used for another structure. Inside a bucket shapes differ by less than a factor of 2
 in each dimension, and a plan made for the largest is safe for all: each tensor is known by name and
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 Shape = tuple[int, ...]
+_SMALL = 64  # times smaller than the largest tensor
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,23 @@ def signature_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     parameters: Iterable[nn.Parameter] | None = None,
+    *,
+    joins_small: bool = True,
 ) -> Signature:
     """Returns the signature of model(*args, **kwargs).
 
-    parameters: the model's, if they are known.
+    parameters   the model's, if they are known
+    joins_small  small tensors have one shape together; otherwise each has its own
     """
     shapes: list[Shape] = []
     structure: list[Hashable] = []
     _describe((args, kwargs), structure, shapes)
+    small = [_SMALL * prod(shape) < max(map(prod, shapes)) for shape in shapes]
+    if joins_small and any(small):
+        structure.append(tuple(small))
+        total = sum(prod(shape) for shape, is_small in zip(shapes, small, strict=True) if is_small)
+        shapes = [shape for shape, is_small in zip(shapes, small, strict=True) if not is_small]
+        shapes.append((total,))
     known = model.parameters() if parameters is None else parameters
     trained = [p.requires_grad for p in known].count(True)
     mode = model.training, trained, torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")

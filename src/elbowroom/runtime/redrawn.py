@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -389,13 +389,17 @@ def _dither_of(slot: Slot) -> Dither | None:
 
 
 def _share(own: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
-    """Returns the largest share of a result that is noise; 0 if nothing finite can be told."""
+    """Returns the largest share of a result that is noise; 0 if nothing can be told.
+
+    That is of a gradient that is 0, or not finite itself. Where only the other noise gives what is
+    not finite, the share is infinite.
+    """
     most = 0.0
     for x, y in zip(own, other, strict=True):
         if x is None or y is None:
             continue
-        size, noise = x.double().square().sum(), (x.double() - y.double()).square().sum()
-        share = float(noise / size)
-        if 0.0 < share < float("inf"):  # not of a gradient that is 0, or has a NaN
-            most = max(most, share)
+        size = float(x.double().square().sum())
+        noise = float((x.double() - y.double()).square().sum())
+        if 0.0 < size < inf:
+            most = max(most, noise / size if noise < inf else inf)
     return most
