@@ -310,9 +310,8 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        kind = signature_of(
-            model, args, kwargs, (), joins_small=False
-        )  # as Dynamo tells them apart
+        # Each small tensor has its own shape: so Dynamo tells calls apart.
+        kind = signature_of(model, args, kwargs, (), joins_small=False)
         self._probes = self._probes or _probes(original(model))
         stands = any(p.grad is not None for p in self._probes)
         if self._eager is None:

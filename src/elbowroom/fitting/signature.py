@@ -18,6 +18,7 @@ not in the plan are held exactly.
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from math import prod
 from typing import Any, Self
 
@@ -78,16 +79,27 @@ def signature_of(
     shapes: list[Shape] = []
     structure: list[Hashable] = []
     _describe((args, kwargs), structure, shapes)
-    small = [_SMALL * prod(shape) < max(map(prod, shapes)) for shape in shapes]
-    if joins_small and any(small):
-        structure.append(tuple(small))
-        total = sum(prod(shape) for shape, is_small in zip(shapes, small, strict=True) if is_small)
-        shapes = [shape for shape, is_small in zip(shapes, small, strict=True) if not is_small]
-        shapes.append((total,))
+    if joins_small:
+        shapes = _with_small_joined(shapes, structure)
     known = model.parameters() if parameters is None else parameters
     trained = [p.requires_grad for p in known].count(True)
     mode = model.training, trained, torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
     return Signature((tuple(structure), mode), tuple(shapes))
+
+
+def _with_small_joined(shapes: list[Shape], structure: list[Hashable]) -> list[Shape]:
+    """Returns the shapes of large tensors, and the size of all small ones, if there are any.
+
+    Which ones are small becomes part of the structure.
+    """
+    sizes = [prod(shape) for shape in shapes]
+    most = max(sizes, default=0)
+    small = tuple(_SMALL * size < most for size in sizes)
+    if not any(small):
+        return shapes
+    structure.append(small)
+    large = [shape for shape, is_small in zip(shapes, small, strict=True) if not is_small]
+    return [*large, (sum(compress(sizes, small)),)]
 
 
 def _describe(x: Any, structure: list[Hashable], shapes: list[Shape]) -> None:

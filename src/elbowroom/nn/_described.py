@@ -1,10 +1,11 @@
-"""What a module's outputs depend on besides parameters, buffers and input, in texts and tensors.
+"""Describes what a module's outputs depend on besides parameters, buffers and input.
 
     attributes -> plain values · tensors · containers · objects (a configuration)
     functions  -> source · defaults · what they close over
     hooks      -> functions
 
-The texts are the same in another process, so that a checksum of them can be stored.
+What describes it are texts and tensors. The texts are the same in another process, so that a
+checksum of them can be stored.
 
 Left out are names that begin with an underscore. Objects of the standard library and of torch, and
 what a function closes over besides plain values, tensors and functions, stand with their class.

@@ -1,4 +1,4 @@
-"""Whether lossy codes could lower a peak that exact actions leave: what a refusal may advise."""
+"""Tells whether lossy codes could lower a peak that exact actions leave, for a refusal's advice."""
 
 from elbowroom.codecs import Codec
 from elbowroom.plan.build_problem import BuiltProblem, build_problem

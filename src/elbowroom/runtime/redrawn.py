@@ -99,7 +99,7 @@ class Redrawn:
 
 
 class _Reading:
-    """What one node reads, and how wrong that makes its results. It holds no tensor."""
+    """The reading of one node, which measures how wrong codes make its results; holds no tensor."""
 
     def __init__(
         self, forward: Redrawn, held: list[weakref.ref[Deferred]], model: nn.Module | None

@@ -1,4 +1,4 @@
-"""What lossy codes do to a gradient, measured: the step with codes beside the plain step.
+"""Measures what lossy codes do to a gradient, by a step with codes beside the plain step.
 
 Each run begins from the same RNG, buffers and gradients, which are put back after it, so that the
 gradients differ by the codes alone. With n draws of the codes, g~_1 to g~_n, and the plain g,
@@ -150,7 +150,7 @@ def _run(run: Callable[[], object], parameters: dict[str, nn.Parameter], which: 
 
 
 class _Sums:
-    """What is summed up over draws, by parameter."""
+    """Sums over draws, by parameter, in host memory."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.of = parameters
