@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import torch
 
+from elbowroom.measure.cuda_peak import CudaPeak
 from elbowroom.measure.held import Held
 from elbowroom.measure.peak import MemoryCurve, mark
 
@@ -239,15 +240,15 @@ class CudaMemory:
         self._device = device
         self._peaks: list[int] = []
         self._floors: list[int] = []
-        torch.cuda.reset_peak_memory_stats(device)
+        self._peak = CudaPeak(device)
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
+        peak = self._peak.restart()
         if moment:
-            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+            self._peaks.append(peak)
         self._floors.append(torch.cuda.memory_allocated(self._device))
-        torch.cuda.reset_peak_memory_stats(self._device)
 
     def levels(self) -> tuple[list[int], list[int]]:
-        """The highest level in each moment, and that at its beginning, in bytes."""
-        peaks = [*self._peaks, torch.cuda.max_memory_allocated(self._device)]
+        """The highest level in each moment, and that at its beginning, in bytes; ends it."""
+        peaks = [*self._peaks, self._peak.close()]
         return peaks[: len(self._floors)], self._floors

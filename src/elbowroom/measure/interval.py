@@ -1,14 +1,14 @@
 """The peak between two moments of the user's program: from one forward of a model to the next.
 
-Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's counter, reset at
-the start. On a CPU: what the allocator reports (`allocations.py`). That belongs to one thread and
-there is one in a process, so an interval runs only on the main thread, one at a time, and never
-beside a profiler of the user's: `start` then gives None, and one tries again later. An interval
-that is not needed any more must be closed. Where it cannot end (on another thread, or within a
-backward, in which its model may be collected as garbage) it is abandoned: the next measurement ends
-it, or the next collection of garbage that finds the main thread outside of a backward. A peak that
-the user asks for (`er.peak`) and a profiler that the user starts end one that runs; inside of such
-a peak one may begin.
+Like `peak`, for code that is not ours to call. On CUDA: the caching allocator's counter
+(`cuda_peak.py`). On a CPU: what the allocator reports (`allocations.py`). That belongs to one
+thread and there is one in a process, so an interval runs only on the main thread, one at a time,
+and never beside a profiler of the user's: `start` then gives None, and one tries again later. An
+interval that is not needed any more must be closed. Where it cannot end (on another thread, or
+within a backward, in which its model may be collected as garbage) it is abandoned: the next
+measurement ends it, or the next collection of garbage that finds the main thread outside of a
+backward. A peak that the user asks for (`er.peak`) and a profiler that the user starts end one that
+runs; inside of such a peak one may begin.
 
 The CPU's allocator does not report the release of what was there before. Of gradients it matters:
 a script may call `zero_grad()` after the forward, and they would count twice. So those that stand
@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elbowroom.measure.allocations import Allocations, Freed, is_in_backward, may_begin
 from elbowroom.measure.background import Background
+from elbowroom.measure.cuda_peak import CudaPeak
 from elbowroom.measure.peak import MemoryCurve, curve_of
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes
 
@@ -50,6 +51,7 @@ class Interval:
         self._watched: list[weakref.ref[Tensor]] = []
         self.is_abandoned = False
         self._left = f"left {next(_numbers)}"
+        self._cuda = CudaPeak(device) if device.type == "cuda" else None
         self._left_nbytes: int | None = None  # the peak by then, on CUDA
         self._hooks: list[RemovableHandle] = []
 
@@ -63,7 +65,6 @@ class Interval:
         gradients: those of it that may go before the interval ends.
         """
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
             return cls(base_nbytes, device, None)
         if not may_measure(device):
             return None
@@ -95,17 +96,16 @@ class Interval:
 
     def leave(self) -> None:
         """Counts what follows only if backward comes here once more."""
-        if self._device.type == "cuda":
-            self._left_nbytes = torch.cuda.max_memory_allocated(self._device)
+        if self._cuda is not None:
+            self._left_nbytes = self._cuda.read()
         elif Background.running is self:
             Allocations.mark(self._left)
 
     def stop(self) -> int | None:
         """The highest level since the start, in bytes; None if this thread cannot tell it."""
-        if self._device.type == "cuda":
+        if self._cuda is not None:
             self.close()
-            left = self._left_nbytes
-            return torch.cuda.max_memory_allocated(self._device) if left is None else left
+            return self._cuda.close() if self._left_nbytes is None else self._left_nbytes
         curve = self.curve()
         return None if curve is None else self._base_nbytes + curve.peak_nbytes
 
@@ -118,6 +118,8 @@ class Interval:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._cuda is not None:
+            self._cuda.close()
         if self._allocations is None or Background.running is not self:
             return False
         if threading.current_thread() is not threading.main_thread() or is_in_backward():
