@@ -411,6 +411,7 @@ def test_sgd_takes_no_weight_decay_by_place_where_torch_has_dampening():
         SGD([nn.Parameter(torch.ones(4))], maximize=True)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns once
 @every
 @pytest.mark.parametrize("released", [False, True])
 def test_a_sparse_gradient_has_the_bits_of_the_dense_one_that_it_stands_for(cls, state, released):

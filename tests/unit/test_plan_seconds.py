@@ -375,7 +375,7 @@ def test_rates_tell_the_fixed_part_from_the_bytes(monkeypatch: pytest.MonkeyPatc
         return x, facts
 
     monkeypatch.setattr(module, "_sample", sample)
-    monkeypatch.setattr(module, "least_s", lambda run, device: 0.002 + sizes[-1] / 1e9)
+    monkeypatch.setattr(module, "busy_s", lambda run, device: 0.002 + sizes[-1] / 1e9)
     monkeypatch.setattr(module, "typical_s", lambda run, between, device: 0.005 + sizes[-1] / 1e9)
     found = Rates(torch.device("cpu"))
     assert found[rate_name("encode", Dither(levels=4))] == pytest.approx(1e9)

@@ -11,9 +11,11 @@ measured before a training begins. Any other setting is measured when a plan fir
 no kernel is compiled in vain. That is in the middle of a step, whose memory is counted; so it is
 measured on less data and beside less other work, and the difference that this makes for a mask is
 added. Rates are the best of a few runs on a tensor of 4 MiB, because a planner must not take the
-noise of other processes for the speed of a codec.
+noise of other processes for the speed of a codec. A GPU's rates are those of its own work, without
+the launches, on 16 MiB.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Facts, Narrow
 from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import dtypes_of
 from elbowroom.errors import CodecError, PlanError
-from elbowroom.measure.timing import least_s, typical_s
+from elbowroom.measure.timing import busy_s, typical_s
 from elbowroom.plan import Encode, Need, Offload
 from elbowroom.plan.menu import ATTENTION_LOOK, ROWS, fixed_name, rate_name
 from elbowroom.runtime.direct.attention import spread, spread_of_values
@@ -35,10 +37,13 @@ from elbowroom.runtime.normal import of_rows
 from elbowroom.runtime.serving import perform
 from elbowroom.runtime.tiers import Tier, tier_for
 
+_log = logging.getLogger("elbowroom.measure")
 _ELEMENTS = 1 << 20
 _SMALL = 1 << 14  # elements of the tensor that the fixed part is measured with
 _RUNS = 5
 _OTHER_WORK = 1 << 22  # elements that are copied between two runs: most of what caches hold
+_ON_GPU = 1 << 22  # elements: less is over before the next kernel is launched
+_UNNOTICED_S = 3.0
 _FEWER = 1 << 18  # elements of either in the middle of a training
 _EXACT = (BitMask(), Narrow())
 
@@ -55,6 +60,7 @@ class Rates(dict[str, float]):
         super().__init__()
         self.device = device
         self.fixed_s: dict[str, float] = {}
+        self._taken_s = 0.0
         whole_s = _between_other_work(_EXACT[0], device, _OTHER_WORK)
         part_s = _between_other_work(_EXACT[0], device, _FEWER)
         both = zip(whole_s, part_s, strict=True)
@@ -76,8 +82,10 @@ class Rates(dict[str, float]):
 
         All settings of a class run the same code but for the innermost loop.
         """
-        fewer = in_training and self.device.type == "cpu"
-        self.update(_rated(codec, self.device, _FEWER if fewer else _ELEMENTS))
+        began_s = time.perf_counter()
+        on_cpu = _FEWER if in_training else _ELEMENTS
+        elements = _ON_GPU if self.device.type == "cuda" else on_cpu
+        self.update(_rated(codec, self.device, elements))
         names = [rate_name(verb, codec) for verb in ("encode", "decode")]
         known = [fixed_name(verb, codec) for verb in ("encode", "decode")]
         if known[0] not in self.fixed_s:
@@ -89,6 +97,16 @@ class Rates(dict[str, float]):
             for name, fixed, seconds in zip(names, known, small_s, strict=True):
                 nbytes = _sample(codec, self.device, _SMALL)[0].nbytes
                 self.fixed_s[fixed] = max(seconds - nbytes / self[name], 0.0)
+        self._say_if_slow(time.perf_counter() - began_s)
+
+    def _say_if_slow(self, seconds: float) -> None:
+        """Says once why a first step takes long: a GPU's kernels are compiled when first called."""
+        before_s, self._taken_s = self._taken_s, self._taken_s + seconds
+        if self.device.type == "cuda" and before_s <= _UNNOTICED_S < self._taken_s:
+            _log.warning(
+                "compiling kernels for this GPU, each once for this installation: up to a minute "
+                "in all"
+            )
 
 
 def rates(device_type: str, *, lossy: bool = True) -> Rates:
@@ -131,7 +149,7 @@ def _measure_looks(rates: Rates) -> None:
         work = torch.zeros(2, _OTHER_WORK, device=rates.device)
         between = partial(work[0].copy_, work[1])
         for name, (way, tensors) in ways.items():
-            small_s, large_s = (least_s(partial(way, x), rates.device) for x in (small, large))
+            small_s, large_s = (busy_s(partial(way, x), rates.device) for x in (small, large))
             more = tensors * (large.nbytes - small.nbytes)
             rates[name] = more / max(large_s - small_s, large_s / 16)
             whole_s = typical_s(partial(way, small), between, rates.device)
@@ -160,7 +178,7 @@ def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float
             ways: list[Callable[[], object]] = [partial(codec.encode, x, 1, facts), encoded.decode]
             nbytes.append(x.nbytes)
             for seconds, way in zip(taken_s.values(), ways, strict=True):
-                seconds.append(least_s(way, device))
+                seconds.append(busy_s(way, device))
     more = nbytes[1] - nbytes[0]
     return {
         # Where launches are all there is, both sizes take as long.

@@ -177,6 +177,14 @@ class Profile:
         return {}
 
     @cached_property
+    def unmeasured(self) -> "Profile":
+        """The same, for questions about bytes alone: a rate that is not known stays so.
+
+        `rates` may measure what is missing, and then compiles a kernel on a GPU, a second each.
+        """
+        return replace(self, rates=dict(self.rates))
+
+    @cached_property
     def attentions(self) -> dict[str, tuple[float, int]]:
         """Seconds of the attentions of each module, and the bytes of their q, k and v."""
         found: dict[str, tuple[float, int]] = {}

@@ -25,7 +25,7 @@ def codes_help(
     """
     kept = keep_all(exactly.problem) if choice is None else choice
     level = levels(exactly.problem, kept)
-    freely = build_problem(profile, exact=False, recompute=False, codecs=codecs)
+    freely = build_problem(profile.unmeasured, exact=False, recompute=False, codecs=codecs)
     coded = dict(zip(freely.storages, freely.problem.items, strict=True))
     at, gone = int(level.argmax()), recomputed_items(exactly.problem, kept.recomputed)
     saved = exactly.problem.base[at] - freely.problem.base[at]  # where convolutions take turns
