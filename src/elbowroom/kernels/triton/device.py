@@ -49,6 +49,28 @@ def tile_payload(p_payload, p_spill, p_starts, i_t, m, C, MOST):
     return p_tile, m_there
 
 
+@triton.jit
+def places(m_e):
+    """Where the j-th element that is set in m_e [TILE] lies [TILE], and how many are set.
+
+    Beyond their number, places are any. The inclusive count of the set elements does not fall, so
+    each place is searched for by halves: 11 gathers, where a histogram of as many bins as elements
+    takes 50 times as long on a GPU.
+    """
+    b_count = tl.cumsum(m_e.to(tl.int32), axis=0)
+    o_j = tl.arange(0, TILE)
+    b_place = tl.zeros_like(b_count)
+    for i in tl.static_range(halvings(TILE)):
+        b_before = tl.gather(b_count, b_place + ((TILE >> (i + 1)) - 1), 0)
+        b_place += tl.where(b_before <= o_j, TILE >> (i + 1), 0)
+    return b_place, tl.max(b_count, axis=0)
+
+
+@triton.constexpr_function
+def halvings(size):
+    return size.bit_length() - 1
+
+
 # --- noise (reference/noise.py) ---
 
 

@@ -2,8 +2,7 @@
 
 Bits and the size of each tile's payload come first. `nonzero_quantize` makes a payload of the sum
 of the sizes, for which the host waits; `nonzero_quantize_into` is given one, and waits for nothing.
-Where the j-th non-zero of a tile lies is the number of elements whose inclusive count of non-zeros
-is at most j: a histogram of the counts, summed up. One tile a program.
+One tile a program.
 
 Whether a payload is as long as its bitmap calls for is not checked, for the host would wait: of
 one that is too short nothing beyond its end is read, and the tiles that it cuts restore to NaN.
@@ -25,6 +24,7 @@ from elbowroom.kernels.triton.device import (
     pack,
     parts,
     per_byte,
+    places,
     program_tiles,
     store_restored,
     tile_key,
@@ -158,9 +158,7 @@ def _quantize(
     p_x += i_t * TILE
     o_e = tl.arange(0, TILE)
     b_x = load_float(p_x + o_e, i_t * TILE + o_e < N, KIND)  # [TILE]
-    b_count = tl.cumsum((b_x != 0).to(tl.int32), axis=0)
-    n = tl.max(b_count, axis=0)
-    b_place = tl.cumsum(tl.histogram(b_count, TILE, mask=b_count < TILE), axis=0)
+    b_place, n = places(b_x != 0)
     b_x = load_float(p_x + b_place, o_e < n, KIND)  # the non-zeros, in order
 
     p_zero = p_bounds + 2 * i_t + tl.arange(0, 2)

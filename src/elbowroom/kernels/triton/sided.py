@@ -1,9 +1,8 @@
 """Dither on either side of a threshold that a bitmap tells (specification: `reference/sided.py`).
 
 The bitmap gives the sizes, whose sum the host reads, and waits for; `sided_quantize_into` is given
-memory for the payload, and waits for nothing. One tile a program; how the
-values of a side are found is told in `nonzero.py`. x is read twice, the second time from the cache;
-written are the payload and 8 bytes a tile.
+memory for the payload, and waits for nothing. One tile a program. x is read twice, the second time
+from the cache; written are the payload and 8 bytes a tile.
 
 Of a payload that is too short nothing beyond its end is read; the tiles that it cuts restore to
 NaN.
@@ -30,6 +29,7 @@ from elbowroom.kernels.triton.device import (
     pack,
     parts,
     per_byte,
+    places,
     program_tiles,
     store_restored,
     tile_key,
@@ -221,9 +221,7 @@ def encode_side(
 ):
     """Ranges and codes of the elements of a tile where m_side [TILE] is set."""
     o_e = tl.arange(0, TILE)
-    b_count = tl.cumsum(m_side.to(tl.int32), axis=0)
-    n = tl.max(b_count, axis=0)
-    b_place = tl.cumsum(tl.histogram(b_count, TILE, mask=b_count < TILE), axis=0)
+    b_place, n = places(m_side)
     b_x = load_float(p_x + b_place, o_e < n, KIND)  # its values, in order
     p_zero = p_bounds + tl.arange(0, 2)
     tl.store(p_zero, tl.zeros([2], tl.int16), mask=n == 0)
