@@ -160,6 +160,23 @@ def test_compiling_ahead_compiles_what_a_training_step_runs():
     assert all(module._rows.serial.signatures for module in modules)
 
 
+def test_compiling_ahead_takes_each_setting_of_a_plan_where_there_is_a_gpu(monkeypatch):
+    assert torch.cuda.is_available() or not precompile._jobs_on_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    jobs = precompile._jobs_on_gpu()
+    assert {"bitmask", "narrow", "dither, 4 levels"} <= {name for name, _ in jobs}
+    encode, devices = precompile._encode, set()
+
+    def on_cpu(coder, size, dtype, device):
+        devices.add(device)
+        encode(coder, 400, dtype)
+
+    monkeypatch.setattr(precompile, "_encode", on_cpu)
+    for job in jobs:
+        precompile._call_on_gpu(job)
+    assert devices == {"cuda"}
+
+
 def test_two_processes_do_not_compile_one_codec_at_the_same_time():
     ids = [id for id, *_ in precompile._jobs()]
     assert all(one != other for one, other in pairwise(ids))

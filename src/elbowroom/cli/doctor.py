@@ -29,7 +29,8 @@ _LARGE = 64 << 20  # bytes: glibc takes a tensor of 32 MiB and more from the ker
 Compile = Annotated[
     bool,
     typer.Option(
-        "--compile", help="First compile all CPU kernels. This takes a minute or two, once."
+        "--compile",
+        help="First compile all kernels, for the CPU and a GPU. This takes a minute or two, once.",
     ),
 ]
 

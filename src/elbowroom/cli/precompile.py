@@ -1,10 +1,11 @@
-"""Compiles the CPU kernels in advance, so that the first training step need not wait for them.
+"""Compiles kernels in advance, so that the first training step need not wait for them.
 
 numba compiles a kernel at its first call with each kind of arguments, in a few seconds, and keeps
 the machine code on disk. These are compiled: every registered codec with its default settings, the
 step of optimizers, dropout, and what the backward of a small network with norms, convolutions and
 activations runs on codes, for all dtypes, with tensors that are small enough for the serial loops
-and large enough for the threaded ones.
+and large enough for the threaded ones. Where there is a GPU, Triton compiles each setting that a
+plan may use, which takes it about a second each, and keeps them on disk, too.
 """
 
 import logging
@@ -18,13 +19,16 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.codecs import Facts, codec, codecs
+from elbowroom.codecs import BitMask, Codec, Facts, Narrow, codec, codecs
 from elbowroom.codecs.compact import Coder
+from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.errors import UnsupportedTensor
 from elbowroom.nn import Dropout
 from elbowroom.optim import AdamW
+from elbowroom.plan.registered import all_settings
 
 _SIZES = (300, 70_000)  # elements: see SERIAL in kernels/numba/launch.py
+_ON_GPU = 20 * 4096  # elements: many sizes are multiples of 16, for which there is a kernel
 _FACTS = (Facts(), Facts(has_zeros=True), Facts(smallest=0, largest=255), Facts(value=1.0))
 _FOR_SMALL = {"fdsr": {"min_numel": 0}}  # its default stores small tensors raw
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -44,6 +48,7 @@ def compile_ahead(threaded: Collection[torch.dtype] = _DTYPES) -> None:
     processes = min(os.cpu_count() or 1, 8)
     with ProcessPoolExecutor(processes, mp_context=spawning, initializer=_be_quiet) as pool:
         list(pool.map(_call, _jobs(threaded)))
+        list(pool.map(_call_on_gpu, _jobs_on_gpu()))
 
 
 def _be_quiet() -> None:
@@ -93,9 +98,27 @@ def _train(size: int, dtype: torch.dtype) -> None:
         loss.backward()
 
 
+def _jobs_on_gpu() -> list[tuple[str, torch.dtype]]:
+    """Returns the name of each setting that a plan may use, with each dtype, if there is a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    settings = (BitMask(), Narrow(), *all_settings())
+    return [
+        (setting_name(one), dtype) for one in settings for dtype in _DTYPES if dtype in one.dtypes
+    ]
+
+
+def _call_on_gpu(job: tuple[str, torch.dtype]) -> None:
+    name, dtype = job
+    _encode(setting_named(name), _ON_GPU, dtype, "cuda")
+
+
 def _code(id: str, size: int, dtype: torch.dtype) -> None:
-    coder = codec(id, **_FOR_SMALL.get(id, {}))
-    x = (torch.randn(1, 2, size // 20, 10) * 9).abs().to(dtype)
+    _encode(codec(id, **_FOR_SMALL.get(id, {})), size, dtype)
+
+
+def _encode(coder: Codec, size: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    x = (torch.randn(1, 2, size // 20, 10, device=device) * 9).abs().to(dtype)
     for facts in _FACTS:
         if _is_true(facts, x):
             with suppress(UnsupportedTensor):  # a codec for masks, say

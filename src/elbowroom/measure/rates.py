@@ -105,7 +105,7 @@ class Rates(dict[str, float]):
         if self.device.type == "cuda" and before_s <= _UNNOTICED_S < self._taken_s:
             _log.warning(
                 "compiling kernels for this GPU, each once for this installation: up to a minute "
-                "in all"
+                "in all. `elbowroom doctor --compile` does it in advance"
             )
 
 
