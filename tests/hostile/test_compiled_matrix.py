@@ -553,3 +553,24 @@ def test_forwards_that_wait_for_one_backward_share_the_room(uncompiled) -> None:
     assert one.peak_nbytes + one.saved_nbytes > room >= two.peak_nbytes + two.saved_nbytes
     assert all(torch.equal(a, b) for a, b in zip(step(1), before, strict=True))
     assert opener_of(fitted).eager is None
+
+
+def test_hooks_of_the_wrapper_run_around_the_graph(uncompiled) -> None:
+    """The wrapper is a module of its own: its hooks were left out, and so were their gradients."""
+
+    def run(fits: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = made("blocks")
+        called = torch.compile(net)
+        called.register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+        called.register_forward_hook(lambda _, __, out: out * 3)
+        called.register_full_backward_hook(lambda _, gradients, __: (gradients[0] * 5,))
+        if fits:
+            er.fit(called, budget="1650 KiB", exact=True)
+        for _ in range(2):  # the first step, and a settled one
+            net.zero_grad()
+            x = batch(net).requires_grad_()
+            called(x).square().mean().backward()
+        return [x.grad, *(p.grad for p in net.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))

@@ -53,6 +53,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary
+from elbowroom.runtime.attach import called
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
     compiled_forward,
@@ -178,7 +179,7 @@ class _Twin:
         try:
             self.ran.clear()
             with hearing(lambda _, held, __: self.ran.append(held)):
-                return self.call(*args, **kwargs)
+                return _with_hooks(self.call, args, kwargs)
         except Exception:  # of any class: Dynamo wraps what a backend raises
             if self.refused is not None:
                 raise self.refused.with_traceback(None) from None
@@ -318,7 +319,7 @@ class CompiledFitting:
             self._counts_waiting()
         twin = self._twin_for(kind.numel, stands) if (kind, stands) in self._kinds else None
         if twin is not None:
-            return self._waits(twin.call(*args, **kwargs))
+            return self._waits(_with_hooks(twin.call, args, kwargs))
         if self._eager is None:
             done, out = self._first(model, kind, stands, args, kwargs)
             if done:
@@ -514,6 +515,27 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **k
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
         model.forward = held
+
+
+def _with_hooks(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a compiled twin gives, with the hooks of the wrapper that was called.
+
+    torch.compile's wrapper is a module of its own, whose hooks run outside of the graph.
+    """
+    wrapper = called()
+    if wrapper is None or original(wrapper) is wrapper or not _has_hooks(wrapper):
+        return call(*args, **kwargs)
+    # Not `call` itself: a module that is set on another one would become its child.
+    return _with_forward(wrapper, lambda *given, **named: call(*given, **named), *args, **kwargs)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def _probes(model: nn.Module) -> Sequence[Tensor]:
