@@ -11,9 +11,9 @@ from torch import fx
 
 from elbowroom.compiled import backend, elbowroom, written
 from elbowroom.compiled.backend import Regions, Settings
-from elbowroom.compiled.decision import Decision
+from elbowroom.compiled.decision import Decision, HeldAtBackward
 from elbowroom.compiled.partition import told
-from elbowroom.compiled.written import Check, Early, HeldAtBackward, peak_of
+from elbowroom.compiled.written import Check, Early, peak_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.peak import peak
 

@@ -29,6 +29,7 @@ from torch import fx
 
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
+from elbowroom.compiled.stored import Loaded
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes
@@ -287,12 +288,13 @@ def _corrected(
         if over > _NEAR * room:
             parts = {**parts, "not seen by the plan": over}
             raise too_small(room, room + over, parts, regions.settings.limit) from None
+        raises = False
+    if room is not None and (over := check.above_nbytes()):
         _log.warning(
             "a compiled region takes %s more than its budget of %s; no plan takes less",
             show_nbytes(over),
             show_nbytes(room),
         )
-        raises = False
     for decision in check.made:
         regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
     return compiled
@@ -326,30 +328,37 @@ def _compiled(
         settings.offloads,
         settings.menu,
         fills,
+        () if room is None else _hints_of(example_inputs),
     )
 
     early = Early()
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
         decision = check.made[-1] if check.made else None
-        planned = decision is not None and not decision.is_plain
+        if decision is None:
+            return compile_fx_inner(*args, **kwargs)
 
         def run() -> Any:
-            fuses_alike = decision is not None and decision.fuses_alike
-            with in_order(fuses_alike=fuses_alike) if planned else nullcontext(), watching(check):
+            order = in_order(fuses_alike=decision.fuses_alike)
+            with nullcontext() if decision.is_plain else order, watching(check):
                 return compile_fx_inner(*args, **kwargs)
 
-        if not planned and not check.is_needed():
-            return compile_fx_inner(*args, **kwargs)
         return early.compile(run) if kwargs.get("is_backward") else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with told(check.made.append), early.wanted(check):
+    with told(check.made.append), early.wanted(check), Loaded() as loaded:
         compiled: Any = compile_fx(
             gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
         )
+    check.load(loaded)
     check.raises = False  # what is compiled later must not end a training
     return compiled  # type: ignore[no-any-return]
+
+
+def _hints_of(example_inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the sizes that are symbols, as they are in the call that is compiled."""
+    sizes = (x.shape if isinstance(x, torch.Tensor) else (x,) for x in example_inputs)
+    return tuple(known_size(n) for shape in sizes for n in shape if isinstance(n, torch.SymInt))
 
 
 def in_whole(

@@ -157,7 +157,7 @@ class _Twin:
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
-        compiled = None
+        compiled, before = None, len(self.regions.decisions)
         if symbolic and self._spare > 1:
             with suppress(BudgetTooSmall):
                 compiled = self._compiled(gm, example_inputs, int(room / self._spare**2))
@@ -168,9 +168,11 @@ class _Twin:
             noise = self.regions.settings.limit
             self.refused = in_whole(error, budget, {RESIDENT: budget - room}, noise)
             raise self.refused from None
-        if symbolic:
-            peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
-            self.limit = min(self.limit, self.numel * max(1.0, sqrt(room / max(peak, 1))))
+        made = self.regions.decisions[before:]
+        if symbolic and (made or _may_record(example_inputs)):
+            # Of a graph from a cache the plan may not be known: it serves no larger calls.
+            spare = sqrt(room / max(made[-1].peak_nbytes, 1)) if made else 1.0
+            self.limit = min(self.limit, self.numel * max(1.0, spare))
         return compiled
 
     def run(self, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -562,6 +564,12 @@ def _has_symbols(x: Any) -> bool:
     if isinstance(x, torch.SymInt):
         return True
     return isinstance(x, Tensor) and not all(isinstance(n, int) for n in x.shape)
+
+
+def _may_record(example_inputs: Sequence[Any]) -> bool:
+    """Returns whether a region may have a backward."""
+    given = (x for x in example_inputs if isinstance(x, Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def _failures() -> tuple[type[Exception], ...]:
