@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from elbowroom._checks import BACKEND_OPTIONS
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
 from elbowroom.compiled.stored import Loaded
@@ -35,7 +36,6 @@ from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownF
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_OPTIONS = ("budget", "exact", "noise", "offload")
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
 _FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation
 _NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
@@ -453,13 +453,14 @@ def read_options(
     """Splits what torch.compile was given into our settings and Inductor's options."""
     from torch._inductor import config
 
-    ours = {name: value for name, value in options.items() if name in _OPTIONS}
-    rest = {name.replace("-", "_"): v for name, v in options.items() if name not in _OPTIONS}
+    ours = {name: value for name, value in options.items() if name in BACKEND_OPTIONS}
+    rest = {name.replace("-", "_"): v for name, v in options.items() if name not in BACKEND_OPTIONS}
     unknown = [name for name in rest if name not in config.get_config_copy()]
     if unknown:
         raise UnknownField(
-            f'backend "elbowroom" has no option {unknown[0]!r}; it has {", ".join(_OPTIONS)}, and '
-            "the options of Inductor (torch._inductor.list_options())"
+            f'backend "elbowroom" has no option {unknown[0]!r}; it has '
+            f"{', '.join(BACKEND_OPTIONS)}, and the options of Inductor "
+            "(torch._inductor.list_options())"
         )
     exact = ours.get("exact")
     if exact not in (True, None, False):
