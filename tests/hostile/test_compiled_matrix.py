@@ -7,6 +7,7 @@ seconds; plain torch.compile runs so, too.
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.partition import Decision, told
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import compiled
 from elbowroom.runtime import compiler
 from elbowroom.runtime.attach import attached, opener_of
 from uncompiled import uncompiled as uncompiled
@@ -574,3 +576,24 @@ def test_hooks_of_the_wrapper_run_around_the_graph(uncompiled) -> None:
         return [x.grad, *(p.grad for p in net.parameters())]
 
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_what_the_backend_accepts_above_the_room_is_not_refused_by_fit(
+    uncompiled, monkeypatch
+) -> None:
+    """It compiled the model once more, and refused a budget by what a warning had named."""
+    compiled_region = compiled.compile_region
+
+    def compile_region(gm: Any, inputs: Any, regions: Any, *given: Any) -> Any:
+        region = compiled_region(gm, inputs, regions, *given)
+        (one,) = regions.decisions
+        peak = regions.settings.room_nbytes + 100
+        regions.decisions, regions.above_nbytes = [replace(one, peak_nbytes=peak)], 100
+        return region
+
+    monkeypatch.setattr(compiled, "compile_region", compile_region)
+    net = made("blocks")
+    fitted = er.fit(torch.compile(net), budget="1650 KiB", exact=True)
+    fitted(batch(net)).sum().backward()
+    assert len(uncompiled) == 1
+    assert opener_of(fitted).eager is None

@@ -104,6 +104,7 @@ class Regions:
     decisions: list[Decision] = field(default_factory=list)
     runs: int = 1  # number of regions in a forward, where it is known and larger than seen
     elsewhere_nbytes: int = 0  # bytes that other regions may hold while the last one runs
+    above_nbytes: int = 0  # the most by which the code of a region is above its room; it was said
     _open: object = None  # regions whose share may still grow
     _last: tuple[object, bool] = (None, False)  # key of the region that is compiled
     _bucketed: object = None  # the compilation that DDP cuts
@@ -290,6 +291,7 @@ def _corrected(
             raise too_small(room, room + over, parts, regions.settings.limit) from None
         raises = False
     if room is not None and (over := check.above_nbytes()):
+        regions.above_nbytes = max(regions.above_nbytes, over)
         _log.warning(
             "a compiled region takes %s more than its budget of %s; no plan takes less",
             show_nbytes(over),

@@ -188,9 +188,13 @@ class _Twin:
             raise
 
     def excess_nbytes(self) -> int:
-        """Returns the least number of bytes by which the last forward exceeded the room."""
+        """Returns the least number of bytes by which the last forward exceeded the room.
+
+        What the backend has accepted, with a warning, does not count.
+        """
         spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
-        return self._fitting.forwards * sum(self.ran) + spent - self._fitting.room_nbytes()
+        room = self._fitting.room_nbytes() + self.regions.above_nbytes
+        return self._fitting.forwards * sum(self.ran) + spent - room
 
     def fits(self, room_nbytes: int) -> bool:
         """Returns whether its plans are known to need no more than this."""
