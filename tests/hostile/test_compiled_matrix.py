@@ -597,3 +597,60 @@ def test_what_the_backend_accepts_above_the_room_is_not_refused_by_fit(
     fitted(batch(net)).sum().backward()
     assert len(uncompiled) == 1
     assert opener_of(fitted).eager is None
+
+
+class Scaled(nn.Module):
+    """Its result is a multiple, by a number that Dynamo compiles anew; a large one takes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.number = Net(), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.number > 100:
+            x = torch.cat([x] * 4)
+        return self.net(x) * self.number
+
+
+def test_where_dynamo_compiles_a_settled_call_no_more_the_eager_engine_keeps_the_budget(
+    uncompiled,
+) -> None:
+    """It ran without a budget and without a word."""
+    net = Scaled()
+    fitted = er.fit(torch.compile(net), budget="4 MiB", exact=True)
+    for net.number in range(1, 9):
+        fitted(batch(net)).sum().backward()
+    assert opener_of(fitted).eager is None
+    assert len(uncompiled) == 8
+    net.zero_grad()
+    net.number = 9
+    with pytest.warns(UserWarning, match=r"recompile_limit.*keep numbers that change in tensors"):
+        fitted(batch(net)).sum().backward()
+    assert opener_of(fitted).eager is not None
+    got = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    net(batch(net)).sum().backward()
+    assert all(torch.allclose(a, p.grad) for a, p in zip(got, net.parameters(), strict=True))
+    fitted(batch(net)).sum().backward()  # nothing is said again
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_settled_call_that_is_compiled_again_and_refused(exact: bool | None, uncompiled) -> None:
+    """Dynamo's error around ours ended the training."""
+    net = Scaled()
+    fitted = er.fit(torch.compile(net), budget="1800 KiB", exact=exact)
+    fitted(batch(net)).sum().backward()
+    net.number = 101
+    if exact:
+        with pytest.raises(BudgetTooSmall, match="this compiled region needs at least"):
+            fitted(batch(net))
+        net.number = 1
+        fitted(batch(net)).sum().backward()
+        assert opener_of(fitted).eager is None
+        return
+    with (
+        pytest.warns(UserWarning, match="inside torch.compile the budget cannot be kept"),
+        pytest.raises(BudgetTooSmall, match="estimated from its forward"),  # nor otherwise
+    ):
+        fitted(batch(net))
+    assert opener_of(fitted).eager is not None
