@@ -654,3 +654,15 @@ def test_a_settled_call_that_is_compiled_again_and_refused(exact: bool | None, u
     ):
         fitted(batch(net))
     assert opener_of(fitted).eager is not None
+
+
+def test_a_settled_size_that_is_compiled_again_has_a_plan_for_no_larger_one(uncompiled) -> None:
+    """The new plan was taken for one of the size that had been new last."""
+    net = Scaled()
+    x = batch(net)
+    fitted = er.fit(torch.compile(net, dynamic=True), budget="5900 KiB", exact=True)
+    for rows, net.number in ((4, 1), (7, 1), (4, 101)):
+        net.zero_grad()
+        fitted(x[:rows]).sum().backward()
+    (twin,) = opener_of(fitted)._twins
+    assert x[:4].numel() < twin.limit < x[:7].numel()

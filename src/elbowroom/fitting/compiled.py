@@ -328,6 +328,7 @@ class CompiledFitting:
         is_known = (kind, stands) in self._kinds
         twin = self._twin_for(kind.numel, stands) if is_known else None
         if twin is not None and not self._is_full:
+            twin.numel = kind.numel
             try:
                 return self._waits(_with_hooks(twin.call, args, kwargs))
             except _failures() as error:  # it is compiled again where other things change
