@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from elbowroom.errors import PlanError, UnknownField
 
+BACKEND_OPTIONS = ("budget", "exact", "noise", "offload")  # of ours; all others are Inductor's
 _log = logging.getLogger("elbowroom")
 
 

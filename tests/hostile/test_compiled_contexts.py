@@ -272,3 +272,20 @@ def test_what_was_saved_and_then_changed_in_place_is_an_error(uncompiled) -> Non
             y.add_(1)
         with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
             z.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["saving", "fit"])
+def test_options_of_our_backend_do_not_reach_inductor(how: str, uncompiled) -> None:
+    """Inductor has no option "noise", and raised an error that ended the training."""
+    model, x = make()
+    ours = {"budget": "1 GiB", "exact": None, "noise": 0.1, "offload": "file"}
+    options = {**ours, "max-autotune": True}
+    called = torch.compile(model, backend="elbowroom", options=options)
+    if how == "saving":
+        step(model, called, x, er.saving("dither", levels=16))
+    else:
+        step(model, er.fit(called, budget="1 GiB"), x)
+    (given,) = uncompiled
+    assert given["max_autotune"] is True
+    assert not given.keys() & {*ours, "max-autotune"}
+    assert not compiler.ran_eagerly()

@@ -7,6 +7,7 @@ seconds; plain torch.compile runs so, too.
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.partition import Decision, told
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import compiled
 from elbowroom.runtime import compiler
 from elbowroom.runtime.attach import attached, opener_of
 from uncompiled import uncompiled as uncompiled
@@ -553,3 +555,114 @@ def test_forwards_that_wait_for_one_backward_share_the_room(uncompiled) -> None:
     assert one.peak_nbytes + one.saved_nbytes > room >= two.peak_nbytes + two.saved_nbytes
     assert all(torch.equal(a, b) for a, b in zip(step(1), before, strict=True))
     assert opener_of(fitted).eager is None
+
+
+def test_hooks_of_the_wrapper_run_around_the_graph(uncompiled) -> None:
+    """The wrapper is a module of its own: its hooks were left out, and so were their gradients."""
+
+    def run(fits: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = made("blocks")
+        called = torch.compile(net)
+        called.register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+        called.register_forward_hook(lambda _, __, out: out * 3)
+        called.register_full_backward_hook(lambda _, gradients, __: (gradients[0] * 5,))
+        if fits:
+            er.fit(called, budget="1650 KiB", exact=True)
+        for _ in range(2):  # the first step, and a settled one
+            net.zero_grad()
+            x = batch(net).requires_grad_()
+            called(x).square().mean().backward()
+        return [x.grad, *(p.grad for p in net.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_what_the_backend_accepts_above_the_room_is_not_refused_by_fit(
+    uncompiled, monkeypatch
+) -> None:
+    """It compiled the model once more, and refused a budget by what a warning had named."""
+    compiled_region = compiled.compile_region
+
+    def compile_region(gm: Any, inputs: Any, regions: Any, *given: Any) -> Any:
+        region = compiled_region(gm, inputs, regions, *given)
+        (one,) = regions.decisions
+        peak = regions.settings.room_nbytes + 100
+        regions.decisions, regions.above_nbytes = [replace(one, peak_nbytes=peak)], 100
+        return region
+
+    monkeypatch.setattr(compiled, "compile_region", compile_region)
+    net = made("blocks")
+    fitted = er.fit(torch.compile(net), budget="1650 KiB", exact=True)
+    fitted(batch(net)).sum().backward()
+    assert len(uncompiled) == 1
+    assert opener_of(fitted).eager is None
+
+
+class Scaled(nn.Module):
+    """Its result is a multiple, by a number that Dynamo compiles anew; a large one takes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.number = Net(), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.number > 100:
+            x = torch.cat([x] * 4)
+        return self.net(x) * self.number
+
+
+def test_where_dynamo_compiles_a_settled_call_no_more_the_eager_engine_keeps_the_budget(
+    uncompiled,
+) -> None:
+    """It ran without a budget and without a word."""
+    net = Scaled()
+    fitted = er.fit(torch.compile(net), budget="4 MiB", exact=True)
+    for net.number in range(1, 9):
+        fitted(batch(net)).sum().backward()
+    assert opener_of(fitted).eager is None
+    assert len(uncompiled) == 8
+    net.zero_grad()
+    net.number = 9
+    with pytest.warns(UserWarning, match=r"recompile_limit.*keep numbers that change in tensors"):
+        fitted(batch(net)).sum().backward()
+    assert opener_of(fitted).eager is not None
+    got = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    net(batch(net)).sum().backward()
+    assert all(torch.allclose(a, p.grad) for a, p in zip(got, net.parameters(), strict=True))
+    fitted(batch(net)).sum().backward()  # nothing is said again
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_settled_call_that_is_compiled_again_and_refused(exact: bool | None, uncompiled) -> None:
+    """Dynamo's error around ours ended the training."""
+    net = Scaled()
+    fitted = er.fit(torch.compile(net), budget="1800 KiB", exact=exact)
+    fitted(batch(net)).sum().backward()
+    net.number = 101
+    if exact:
+        with pytest.raises(BudgetTooSmall, match="this compiled region needs at least"):
+            fitted(batch(net))
+        net.number = 1
+        fitted(batch(net)).sum().backward()
+        assert opener_of(fitted).eager is None
+        return
+    with (
+        pytest.warns(UserWarning, match="inside torch.compile the budget cannot be kept"),
+        pytest.raises(BudgetTooSmall, match="estimated from its forward"),  # nor otherwise
+    ):
+        fitted(batch(net))
+    assert opener_of(fitted).eager is not None
+
+
+def test_a_settled_size_that_is_compiled_again_has_a_plan_for_no_larger_one(uncompiled) -> None:
+    """The new plan was taken for one of the size that had been new last."""
+    net = Scaled()
+    x = batch(net)
+    fitted = er.fit(torch.compile(net, dynamic=True), budget="5900 KiB", exact=True)
+    for rows, net.number in ((4, 1), (7, 1), (4, 101)):
+        net.zero_grad()
+        fitted(x[:rows]).sum().backward()
+    (twin,) = opener_of(fitted)._twins
+    assert x[:4].numel() < twin.limit < x[:7].numel()

@@ -325,6 +325,20 @@ def test_attentions_output_may_be_coded_finely_and_its_query_may_not() -> None:
     assert reading(as_both, q).use is Use.EXACT
 
 
+def test_views_of_inputs_have_no_code() -> None:
+    """A code added memory to that of the input, which is the caller's, and noise."""
+
+    def layer(_: float) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(0, 1), nn.Linear(64, 8)), torch.randn(8, 64, 64)
+
+    (exact,), plain = run(None, True, make=layer)
+    (got,), coded = run(None, True, make=layer, codes="dither, 16 levels", min_nbytes=0)
+    assert not coded.is_lossy
+    assert coded.saved_nbytes == plain.saved_nbytes
+    assert torch.equal(got, exact)
+
+
 def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain) -> None:
     _, decision = plain
     seen = []

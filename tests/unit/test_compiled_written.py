@@ -11,9 +11,9 @@ from torch import fx
 
 from elbowroom.compiled import backend, elbowroom, written
 from elbowroom.compiled.backend import Regions, Settings
-from elbowroom.compiled.decision import Decision
+from elbowroom.compiled.decision import Decision, HeldAtBackward
 from elbowroom.compiled.partition import told
-from elbowroom.compiled.written import Check, Early, HeldAtBackward, peak_of
+from elbowroom.compiled.written import Check, Early, peak_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.peak import peak
 
@@ -153,6 +153,7 @@ def test_where_no_plan_has_less_the_first_stays_if_it_is_near_and_is_refused_els
     assert "takes 40 B more than its budget of 1000 B" in caplog.text
     assert rooms == [1000, 960, 990, 1000]
     assert regions.decisions[0].peak_nbytes == 1040
+    assert regions.above_nbytes == 40
     run, rooms, regions = corrected(monkeypatch, {1000: 1200, 990: 1200}, 990)
     with pytest.raises(BudgetTooSmall) as caught:
         run()

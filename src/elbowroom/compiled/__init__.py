@@ -22,6 +22,7 @@
     scheduling.py  ... and the order that Inductor then keeps
     written.py     ... and what the code that it has written takes
     decision.py    ... in figures
+    stored.py      ... which Inductor's cache stores with the code
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")
 

@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from elbowroom._checks import BACKEND_OPTIONS
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
+from elbowroom.compiled.stored import Loaded
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes
 
 _log = logging.getLogger("elbowroom")
-_OPTIONS = ("budget", "exact", "noise", "offload")
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
 _FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation
 _NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
@@ -103,6 +104,7 @@ class Regions:
     decisions: list[Decision] = field(default_factory=list)
     runs: int = 1  # number of regions in a forward, where it is known and larger than seen
     elsewhere_nbytes: int = 0  # bytes that other regions may hold while the last one runs
+    above_nbytes: int = 0  # the most by which the code of a region is above its room; it was said
     _open: object = None  # regions whose share may still grow
     _last: tuple[object, bool] = (None, False)  # key of the region that is compiled
     _bucketed: object = None  # the compilation that DDP cuts
@@ -287,12 +289,14 @@ def _corrected(
         if over > _NEAR * room:
             parts = {**parts, "not seen by the plan": over}
             raise too_small(room, room + over, parts, regions.settings.limit) from None
+        raises = False
+    if room is not None and (over := check.above_nbytes()):
+        regions.above_nbytes = max(regions.above_nbytes, over)
         _log.warning(
             "a compiled region takes %s more than its budget of %s; no plan takes less",
             show_nbytes(over),
             show_nbytes(room),
         )
-        raises = False
     for decision in check.made:
         regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
     return compiled
@@ -326,30 +330,37 @@ def _compiled(
         settings.offloads,
         settings.menu,
         fills,
+        () if room is None else _hints_of(example_inputs),
     )
 
     early = Early()
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
         decision = check.made[-1] if check.made else None
-        planned = decision is not None and not decision.is_plain
+        if decision is None:
+            return compile_fx_inner(*args, **kwargs)
 
         def run() -> Any:
-            fuses_alike = decision is not None and decision.fuses_alike
-            with in_order(fuses_alike=fuses_alike) if planned else nullcontext(), watching(check):
+            order = in_order(fuses_alike=decision.fuses_alike)
+            with nullcontext() if decision.is_plain else order, watching(check):
                 return compile_fx_inner(*args, **kwargs)
 
-        if not planned and not check.is_needed():
-            return compile_fx_inner(*args, **kwargs)
         return early.compile(run) if kwargs.get("is_backward") else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with told(check.made.append), early.wanted(check):
+    with told(check.made.append), early.wanted(check), Loaded() as loaded:
         compiled: Any = compile_fx(
             gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
         )
+    check.load(loaded)
     check.raises = False  # what is compiled later must not end a training
     return compiled  # type: ignore[no-any-return]
+
+
+def _hints_of(example_inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the sizes that are symbols, as they are in the call that is compiled."""
+    sizes = (x.shape if isinstance(x, torch.Tensor) else (x,) for x in example_inputs)
+    return tuple(known_size(n) for shape in sizes for n in shape if isinstance(n, torch.SymInt))
 
 
 def in_whole(
@@ -444,13 +455,14 @@ def read_options(
     """Splits what torch.compile was given into our settings and Inductor's options."""
     from torch._inductor import config
 
-    ours = {name: value for name, value in options.items() if name in _OPTIONS}
-    rest = {name.replace("-", "_"): v for name, v in options.items() if name not in _OPTIONS}
+    ours = {name: value for name, value in options.items() if name in BACKEND_OPTIONS}
+    rest = {name.replace("-", "_"): v for name, v in options.items() if name not in BACKEND_OPTIONS}
     unknown = [name for name in rest if name not in config.get_config_copy()]
     if unknown:
         raise UnknownField(
-            f'backend "elbowroom" has no option {unknown[0]!r}; it has {", ".join(_OPTIONS)}, and '
-            "the options of Inductor (torch._inductor.list_options())"
+            f'backend "elbowroom" has no option {unknown[0]!r}; it has '
+            f"{', '.join(BACKEND_OPTIONS)}, and the options of Inductor "
+            "(torch._inductor.list_options())"
         )
     exact = ours.get("exact")
     if exact not in (True, None, False):

@@ -3,11 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elbowroom.compiled.written import HeldAtBackward
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.units import show_at_least, show_nbytes
 
 OTHERS = "what other regions may hold then"
+
+
+@dataclass(frozen=True)
+class HeldAtBackward:
+    """Memory in use as backward of a planned graph begins, apart from parameters and inputs.
+
+    fixed_nbytes  of outputs and their gradients, which stay until the end of backward
+    saved         by the name of each saved value: the name of its memory, and the bytes of that
+    """
+
+    fixed_nbytes: int = 0
+    saved: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

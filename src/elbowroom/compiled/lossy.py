@@ -475,7 +475,9 @@ def _takes(codec: Codec, value: torch.Tensor) -> bool:
 def _may_be_coded(
     joint: Joint, node: fx.Node, dtypes: tuple[torch.dtype, ...], outputs: set[fx.Node]
 ) -> bool:
-    if not is_tensor(node) or node.op != "call_function" or joint.facts[node].storage in outputs:
+    """Returns whether a code of a saved value frees its memory; that of inputs is the caller's."""
+    storage = joint.facts[node].storage
+    if not is_tensor(node) or node.op != "call_function" or storage in outputs | joint.outside:
         return False
     value = tensors_of(node)[0]
     if value.dtype not in dtypes or any(map(_is_unknown, value.shape)):

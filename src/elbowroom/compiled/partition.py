@@ -34,7 +34,7 @@ from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import MinCut, Search, choose, judge_all_cuts
 from elbowroom.compiled.decision import Decision as Decision
-from elbowroom.compiled.decision import too_small
+from elbowroom.compiled.decision import HeldAtBackward, too_small
 from elbowroom.compiled.expand import expand
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import code, code_all, ladder
@@ -42,7 +42,6 @@ from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.compiled.twice import late_operands, own_functions, undo
-from elbowroom.compiled.written import HeldAtBackward
 from elbowroom.errors import BudgetTooSmall
 
 _TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step that holds less is searched
@@ -94,6 +93,8 @@ class Partitioner(_base()):  # type: ignore[misc]
     offloads       whether saved values may leave the device's memory
     menu           the names of codes to choose from (`lossy.ladder`); None: all
     fills          whether codes hold as much besides as the simulation says that there is room for
+    sizes          those that are symbols, in the call that is compiled. Inductor's cache finds a
+                   graph with symbols for calls of any size, but its plan is for these
     """
 
     room_nbytes: int | None = None
@@ -106,6 +107,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     offloads: bool = False
     menu: tuple[str, ...] | None = None
     fills: bool = False
+    sizes: tuple[int, ...] = ()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any

@@ -17,27 +17,18 @@ then, so here it is compiled with forward (`Early`).
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
+
+from elbowroom.compiled.decision import HeldAtBackward
+from elbowroom.compiled.stored import Loaded, store
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
 _SURE = 0.8  # of the room: a plain region that is predicted to take less is not checked
-
-
-@dataclass(frozen=True)
-class HeldAtBackward:
-    """Memory in use as backward of a planned graph begins, apart from parameters and inputs.
-
-    fixed_nbytes  of outputs and their gradients, which stay until the end of backward
-    saved         by the name of each saved value: the name of its memory, and the bytes of that
-    """
-
-    fixed_nbytes: int = 0
-    saved: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -154,9 +145,11 @@ class Check:
         return not decision.is_plain or self._over(decision.peak_nbytes / _SURE) > 0
 
     def __call__(self, lines: Sequence[Any], graph: Any) -> None:
-        if not self.is_needed():
+        if not self.made:
             return
-        peak = peak_of(lines, graph, self.made[-1].held if graph.is_backward else None)
+        held = self.made[-1].held if graph.is_backward else None
+        peak = peak_of(lines, graph, held) if self.is_needed() else None
+        store(self.made[-1], peak, is_backward=graph.is_backward)
         if peak is None:
             return
         self.peak_nbytes = max(self.peak_nbytes, peak)
@@ -164,6 +157,19 @@ class Check:
         if over > 0 and self.raises:
             self.over_nbytes = over
             raise RuntimeError(f"the code of a compiled region takes {over} bytes too many")
+
+    def load(self, loaded: Loaded) -> None:
+        """Takes the figures of a region from the cache, for which nothing was decided now."""
+        if self.made or loaded.decision is None:
+            return
+        self.made.append(loaded.decision)
+        self.peak_nbytes = loaded.peak_nbytes
+
+    def above_nbytes(self) -> int:
+        """Returns by how much the code, where it was looked at, is above the room."""
+        if not self.made or self._room_nbytes is None:
+            return 0
+        return max(int(self._over(self.peak_nbytes)), 0)
 
     @property
     def planned_nbytes(self) -> int:

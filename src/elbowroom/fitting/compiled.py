@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, sqrt
@@ -53,6 +53,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary
+from elbowroom.runtime.attach import called
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
     compiled_forward,
@@ -156,7 +157,7 @@ class _Twin:
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
-        compiled = None
+        compiled, before = None, len(self.regions.decisions)
         if symbolic and self._spare > 1:
             with suppress(BudgetTooSmall):
                 compiled = self._compiled(gm, example_inputs, int(room / self._spare**2))
@@ -167,9 +168,11 @@ class _Twin:
             noise = self.regions.settings.limit
             self.refused = in_whole(error, budget, {RESIDENT: budget - room}, noise)
             raise self.refused from None
-        if symbolic:
-            peak = max((one.peak_nbytes for one in self.regions.decisions[-1:]), default=0)
-            self.limit = min(self.limit, self.numel * max(1.0, sqrt(room / max(peak, 1))))
+        made = self.regions.decisions[before:]
+        if symbolic and (made or _may_record(example_inputs)):
+            # Of a graph from a cache the plan may not be known: it serves no larger calls.
+            spare = sqrt(room / max(made[-1].peak_nbytes, 1)) if made else 1.0
+            self.limit = min(self.limit, self.numel * max(1.0, spare))
         return compiled
 
     def run(self, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,17 +180,21 @@ class _Twin:
         self.numel, self.refused = numel, None
         try:
             self.ran.clear()
-            with hearing(lambda _, held, __: self.ran.append(held)):
-                return self.call(*args, **kwargs)
+            with hearing(lambda _, held, __: self.ran.append(held)), _refusing_to_stop():
+                return _with_hooks(self.call, args, kwargs)
         except Exception:  # of any class: Dynamo wraps what a backend raises
             if self.refused is not None:
                 raise self.refused.with_traceback(None) from None
             raise
 
     def excess_nbytes(self) -> int:
-        """Returns the least number of bytes by which the last forward exceeded the room."""
+        """Returns the least number of bytes by which the last forward exceeded the room.
+
+        What the backend has accepted, with a warning, does not count.
+        """
         spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
-        return self._fitting.forwards * sum(self.ran) + spent - self._fitting.room_nbytes()
+        room = self._fitting.room_nbytes() + self.regions.above_nbytes
+        return self._fitting.forwards * sum(self.ran) + spent - room
 
     def fits(self, room_nbytes: int) -> bool:
         """Returns whether its plans are known to need no more than this."""
@@ -246,6 +253,7 @@ class CompiledFitting:
         self._kinds: set[Hashable] = set()  # of calls that have run compiled
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
+        self._is_full = False  # Dynamo compiles one of them no more
         self._eager: Fitting | None = None  # for new kinds of calls
         self._many = ""  # the advice to log where there are many shapes
         self._here = _Thread()
@@ -275,6 +283,7 @@ class CompiledFitting:
         self._shapes[frame] += 1
         self._is_fixed = not symbolic
         if self._shapes[frame] == _MOST_SHAPES:
+            self._is_full = True
             remedy = (
                 "Pad inputs to a few lengths, or begin with the largest."
                 if symbolic
@@ -316,16 +325,34 @@ class CompiledFitting:
         stands = any(p.grad is not None for p in self._probes)
         if self._eager is None:
             self._counts_waiting()
-        twin = self._twin_for(kind.numel, stands) if (kind, stands) in self._kinds else None
-        if twin is not None:
-            return self._waits(twin.call(*args, **kwargs))
-        if self._eager is None:
+        is_known = (kind, stands) in self._kinds
+        twin = self._twin_for(kind.numel, stands) if is_known else None
+        if twin is not None and not self._is_full:
+            twin.numel = kind.numel
+            try:
+                return self._waits(_with_hooks(twin.call, args, kwargs))
+            except _failures() as error:  # it is compiled again where other things change
+                self._fails_again(model, twin, error)
+                self._kinds.discard((kind, stands))
+        elif self._eager is None or is_known:
             done, out = self._first(model, kind, stands, args, kwargs)
             if done:
                 return self._waits(out)
+            self._kinds.discard((kind, stands))
         assert self._eager is not None
         with eagerly():  # it may have nothing to do, and then opens no context
             return self._eager.run(model, forward, args, kwargs)
+
+    def _fails_again(self, model: nn.Module, twin: _Twin, error: Exception) -> None:
+        """Begins the eager engine after a settled call, of which nothing has run yet.
+
+        Else the error is raised: before the second region of a forward, buffers may have changed.
+        """
+        reason = twin.refused or error
+        is_one = not twin.regions.shares and twin.regions.runs == 1
+        if not is_one or not self._may_go_eager(reason):
+            raise reason if twin.refused is None else reason.with_traceback(None) from None
+        self._go_eager(model, reason)
 
     def _waits(self, out: Any) -> Any:
         """Notes that a forward waits for its backward; returns what it gave."""
@@ -361,8 +388,11 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[bool, Any]:
-        """Run a kind of call that was not seen before. Returns whether that was possible."""
-        if self._is_fixed and max(self._shapes.values(), default=0) >= _MOST_SHAPES:
+        """Run a kind of call that was not seen before, or that Dynamo may not compile again.
+
+        Returns whether that was possible.
+        """
+        if self._is_full and self._is_fixed and (kind, stands) not in self._kinds:
             self._begin_eager(model)  # Dynamo would run it outside of any budget
             return False, None
         self._probes = _probes(original(model))  # wrappers may have replaced them
@@ -420,8 +450,19 @@ class CompiledFitting:
         return not self.how.fullgraph  # a user who sets fullgraph wants the error
 
     def _go_eager(self, model: nn.Module, error: Exception) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        if self._eager is not None:  # which was said
+            return
         name = type(model).__name__
-        if isinstance(error, BudgetTooSmall):
+        if isinstance(error, FailOnRecompileLimitHit):
+            said = (
+                f"{name} runs eagerly: torch.compile has compiled one of its functions as often as "
+                "torch._dynamo.config.recompile_limit says. It does so for each value of a number "
+                "that is an attribute of a module or an argument: keep numbers that change in "
+                "tensors, or raise that limit. The budget is kept by the eager engine."
+            )
+        elif isinstance(error, BudgetTooSmall):
             said = (
                 f"{name} runs eagerly: inside torch.compile the budget cannot be kept ({error}) "
                 "The eager engine has coarser codes. exact=True raises instead."
@@ -516,6 +557,27 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **k
         model.forward = held
 
 
+def _with_hooks(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a compiled twin gives, with the hooks of the wrapper that was called.
+
+    torch.compile's wrapper is a module of its own, whose hooks run outside of the graph.
+    """
+    wrapper = called()
+    if wrapper is None or original(wrapper) is wrapper or not _has_hooks(wrapper):
+        return call(*args, **kwargs)
+    # Not `call` itself: a module that is set on another one would become its child.
+    return _with_forward(wrapper, lambda *given, **named: call(*given, **named), *args, **kwargs)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
 def _probes(model: nn.Module) -> Sequence[Tensor]:
     """Returns a few of the parameters that are trained, to see whether gradients stand."""
     trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
@@ -542,8 +604,23 @@ def _has_symbols(x: Any) -> bool:
     return isinstance(x, Tensor) and not all(isinstance(n, int) for n in x.shape)
 
 
+def _may_record(example_inputs: Sequence[Any]) -> bool:
+    """Returns whether a region may have a backward."""
+    given = (x for x in example_inputs if isinstance(x, Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
 def _failures() -> tuple[type[Exception], ...]:
     """Returns the exceptions that Dynamo or our backend raise where a call cannot be compiled."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return BudgetTooSmall, TorchDynamoException
+    return BudgetTooSmall, FailOnRecompileLimitHit, TorchDynamoException
+
+
+def _refusing_to_stop() -> AbstractContextManager[Any]:
+    """A context in which Dynamo raises an error where it would run uncompiled, after its limit."""
+    from torch._dynamo import config
+
+    return (
+        nullcontext() if config.suppress_errors else config.patch(fail_on_recompile_limit_hit=True)
+    )

@@ -127,6 +127,14 @@ def opener_of(model: nn.Module) -> Around | None:
     return _attached.get(model)
 
 
+def called() -> nn.Module | None:
+    """Returns the attached module whose call is the innermost one on this thread.
+
+    It is the one that was called: torch.compile's wrapper rather than the model inside.
+    """
+    return _thread.open[-1] if _thread.open else None
+
+
 def attached() -> list[tuple[nn.Module, Around]]:
     """All attached models."""
     return list(_attached.items())

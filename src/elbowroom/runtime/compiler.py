@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elbowroom._checks import BACKEND_OPTIONS
+
 _said = False
 
 
@@ -131,7 +133,7 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any] | None:
 def inductor_options(module: nn.Module) -> dict[str, Any] | None:
     """The options for Inductor, if that compiles the module; None: another backend does.
 
-    Our own backend is Inductor's, too; its budget is not for contexts.
+    Our own backend is Inductor's, too; its own options are not for contexts.
     """
     backend = _backend_of(module)
     if backend is None:
@@ -140,8 +142,13 @@ def inductor_options(module: nn.Module) -> dict[str, Any] | None:
         return dict(backend.config)
     if getattr(backend, "compiler_name", None) != "elbowroom":
         return None
-    given = getattr(backend, "kwargs", {}).get("options") or {}
-    return {name: value for name, value in given.items() if name not in ("budget", "exact")}
+    given = getattr(backend, "kwargs", {})
+    inductor = {name.replace("-", "_"): v for name, v in (given.get("options") or {}).items()}
+    if "mode" in given:
+        from torch._inductor import list_mode_options
+
+        inductor = {**list_mode_options(given["mode"]), **inductor}
+    return {name: v for name, v in inductor.items() if name not in BACKEND_OPTIONS}
 
 
 def context_of(module: nn.Module) -> Any:
