@@ -30,6 +30,7 @@ from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.unread import Reads, note_unread
 
 TESTED_CALLS = 2  # calls
 _PART = 2**16  # elements of a tensor that are cast at once to be summed
@@ -99,17 +100,23 @@ def _tested(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -
     """Runs the module twice on copies; returns in words why it cannot run again, or ""."""
     state = State(module, arguments.sources)
     state.take(all_of_them=True)
+    unread: frozenset[int] = frozenset()
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
     with _put_back(module, arguments) as parameters:
         for _ in range(2):
             tensors = arguments.copies()
             versions = list(map(version_of, tensors))
+            reads = Reads(arguments, tensors)
             reach = Reach([*behind_calls(module), *arguments.shared])
             try:
                 with torch.random.fork_rng(devices), state.again(), _holding_nothing():
                     args, kwargs = arguments.again(tensors)
-                    given.append(_bits_of(call(*args, **kwargs)))
+                    with reads:
+                        out = call(*args, **kwargs)
+                    unread = reads.unread(out)
+                    given.append(_bits_of(out))
+                    del out
             except NothingHeld:
                 return ""  # no trial is possible; the plan decides what may be recomputed
             except Exception as error:
@@ -125,7 +132,10 @@ def _tested(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -
         changed = reach.changed()
     if changed:
         return f"it changes what outlives its call (a '{changed[0]}')"
-    return "" if given[0] == given[1] else _ANOTHER
+    if given[0] != given[1]:
+        return _ANOTHER
+    note_unread(module, arguments, unread)
+    return ""
 
 
 @contextmanager
