@@ -177,3 +177,16 @@ def test_what_a_module_gives_back_counts_as_read():
     assert why_not_again(block, block.__call__, arguments) == ""
     assert leave_out_unread(block, arguments)
     assert len(arguments.tensors) == 2
+
+
+def test_reads_that_function_modes_do_not_see_are_found_by_a_trial():
+    def hidden(cache, place):
+        with torch._C.DisableTorchFunction():
+            return cache.keys[0] * 1
+
+    model = Decoder(hidden)
+    expected = result(model, autocast=False)
+    names = {f"blocks.{i}" for i in range(BLOCKS)}
+    with Saving(Exact(), min_nbytes=0, context=Context(), recompute=names):
+        ours = result(model, autocast=False)
+    assert all(map(torch.equal, ours, expected))

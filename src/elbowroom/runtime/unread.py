@@ -12,7 +12,7 @@ runs again held them, no earlier block could run again, because what it has made
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from elbowroom.runtime.nested import tensors_in
 
 _MOST_KEYS = 64  # of one module: lengths of sequences, say
 _Unread = dict[Any, frozenset[int]]
+_kept: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _known: "weakref.WeakKeyDictionary[nn.Module, _Unread]" = weakref.WeakKeyDictionary()
 
 
@@ -104,6 +105,8 @@ def _may_be_left(x: Tensor) -> bool:
 
 def leave_out_unread(module: nn.Module, arguments: Arguments) -> bool:
     """Leaves out the tensors that calls like this one do not read; returns whether it is known."""
+    if module in _kept:
+        return True
     found = _known.get(module, {}).get(_key(arguments))
     if found:
         with torch._C.DisableTorchFunction():
@@ -125,6 +128,17 @@ def noting_unread(
         return out
 
     return noting
+
+
+def with_stand_ins(tensors: list[Tensor], places: Collection[int]) -> list[Tensor]:
+    """Returns the tensors, with stand-ins at some places."""
+    with torch._C.DisableTorchFunction():
+        return [StandIn.of(x) if i in places else x for i, x in enumerate(tensors)]
+
+
+def never_leave_out(module: nn.Module) -> None:
+    """Keeps all arguments of a module: it reads some in a way that is not noticed."""
+    _kept.add(module)
 
 
 def note_unread(module: nn.Module, arguments: Arguments, found: frozenset[int]) -> None:
