@@ -36,6 +36,7 @@ from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
+from elbowroom.runtime.unread import unread
 
 _LOOKS = 32  # storages in a moment
 _DEEPEST = 64  # checkpoints of the user's that may begin and end inside of one of them
@@ -158,6 +159,7 @@ class StepRecorder:
         self._alive: deque[_Alive] = deque()
         self._owned: dict[nn.Module, dict[int, Tensor]] = {}  # until forward has ended
         self._calls = 0  # so many ops have ended
+        self._read: dict[int, int] = {}  # the last op that was given a tensor, by id
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
         self._resumed = False  # after a backward, the step goes on with another forward
@@ -207,10 +209,13 @@ class StepRecorder:
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """Records that an op that had read these slots has made `out`."""
         self._note_rough(call, out)
+        self._calls += 1
+        if any(not note.last for note in self._modules):
+            for x in tensors_in((call.args, call.kwargs)):
+                self._read[id(x)] = self._calls
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
         began, self._last = self._last, self._timer.read()
-        self._calls += 1
         if call.reruns:
             self._note_plain(plain_nbytes(call))
         if call.rounds and call.name in RECURRENT:
@@ -287,6 +292,7 @@ class StepRecorder:
             self._modules.append(note)
             arguments = Arguments(args, kwargs)
             inputs, note.why_not = arguments.tensors, arguments.why_not
+            before = self._calls
             changing = [*inputs, *self._owned_by(module).values()]
             versions = [version_of(x) for x in changing]
             note.began = self._timer.read()
@@ -299,7 +305,9 @@ class StepRecorder:
                 note.why_not = "nothing that it gives needs a gradient"
             if modules.is_sharded(module):
                 note.why_not = modules.SHARDED
-            self._note_inputs(note, inputs, source_of)
+            left = unread(arguments, lambda x: self._read.get(id(x), 0) > before, out)
+            read = [x for i, x in enumerate(inputs) if i not in left]
+            self._note_inputs(note, read, source_of)
         note.last = self._now
         self._begin()
         return out

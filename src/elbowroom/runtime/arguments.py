@@ -37,6 +37,7 @@ class Arguments:
     """Arguments of one call.
 
     tensors  each tensor once, in the order in which they are found
+    direct   indices of those that stand among the arguments themselves, in no other object
     sources  generators of random numbers among them
     why_not  reason why the arguments cannot be passed again; "": they can
     """
@@ -46,15 +47,25 @@ class Arguments:
         self.sources: list[Any] = []
         self.why_not = ""
         self._others: list[Any] = []
+        self._stand_ins: dict[int, Tensor] = {}
         self._copy = b""
         self._take((args, kwargs))
+        given = {id(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+        self.direct = [i for i, x in enumerate(self.tensors) if id(x) in given]
 
     def again(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) as they were, in fresh objects, with these as the tensors."""
         loading = _Loading(io.BytesIO(self._copy))
-        loading.tensors, loading.others = tensors, self._others
+        loading.tensors, loading.others = list(tensors), self._others
+        for place, stand_in in self._stand_ins.items():
+            loading.tensors.insert(place, stand_in)
         args, kwargs = loading.load()
         return args, kwargs
+
+    def leave_out(self, stand_ins: dict[int, Tensor]) -> None:
+        """Takes tensors out, by ascending index; `again` puts these in their places."""
+        self._stand_ins = stand_ins
+        self.tensors = [x for i, x in enumerate(self.tensors) if i not in stand_ins]
 
     def let_go(self) -> list[Tensor]:
         """Returns the tensors, which the caller has to hold from now on."""

@@ -38,6 +38,7 @@ from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.rewind import Attributes, Generators
 from elbowroom.runtime.storage import check_version, version_of
+from elbowroom.runtime.unread import leave_out_unread, noting_unread
 
 # Bytes. Up to this size a buffer is always copied: BatchNorm writes to its statistics without
 # raising their version. Larger ones are not, and must not change.
@@ -63,9 +64,15 @@ def recomputed(
     # whose graph refers to this one. Such a cycle would never be freed.
     first = [(args, kwargs)]
     del args, kwargs
+    run_first = (
+        call if leave_out_unread(module, arguments) else noting_unread(module, arguments, call)
+    )
 
     def run(*tensors: Tensor) -> Any:
-        run_args, run_kwargs = first.pop() if first else arguments.again(list(tensors))
+        if first:
+            run_args, run_kwargs = first.pop()
+            return run_first(*run_args, **run_kwargs)
+        run_args, run_kwargs = arguments.again(list(tensors))
         return call(*run_args, **run_kwargs)
 
     tensors = arguments.let_go()

@@ -30,6 +30,7 @@ from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.unread import Reads, never_leave_out, note_unread, with_stand_ins
 
 TESTED_CALLS = 2  # calls
 _PART = 2**16  # elements of a tensor that are cast at once to be summed
@@ -50,7 +51,10 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
     if will_be_tested(module):
         _left[module] = _left.get(module, TESTED_CALLS) - 1
         with _unobserved():
-            why = _tested(module, call, arguments)
+            why, leaves = _tested(module, call, arguments)
+            if why and leaves:  # code that function modes do not see may read them
+                never_leave_out(module)
+                why, _ = _tested(module, call, arguments, leave=False)
         if why:
             _failed[module] = why
     return _failed.get(module, "")
@@ -95,37 +99,54 @@ class Unrepeatable(BaseException):
     """
 
 
-def _tested(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
-    """Runs the module twice on copies; returns in words why it cannot run again, or ""."""
+def _tested(
+    module: nn.Module, call: Callable[..., Any], arguments: Arguments, *, leave: bool = True
+) -> tuple[str, bool]:
+    """Runs the module twice on copies; returns in words why it cannot run again, or "".
+
+    leave: the second time without tensors that it did not read in the first. Also returns whether
+    there were any.
+    """
     state = State(module, arguments.sources)
     state.take(all_of_them=True)
+    unread: frozenset[int] = frozenset()
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
     with _put_back(module, arguments) as parameters:
         for _ in range(2):
-            tensors = arguments.copies()
+            tensors = with_stand_ins(arguments.copies(), unread if leave else ())
             versions = list(map(version_of, tensors))
+            reads = Reads(arguments, tensors)
             reach = Reach([*behind_calls(module), *arguments.shared])
             try:
                 with torch.random.fork_rng(devices), state.again(), _holding_nothing():
                     args, kwargs = arguments.again(tensors)
-                    given.append(_bits_of(call(*args, **kwargs)))
+                    with reads:
+                        out = call(*args, **kwargs)
+                    unread = unread | reads.unread(out)
+                    given.append(_bits_of(out))
+                    del out
             except NothingHeld:
-                return ""  # no trial is possible; the plan decides what may be recomputed
+                return "", False  # no trial is possible; the plan decides what may be recomputed
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                return f"it raised {type(error).__name__} when it was tried on copies of its inputs"
+                kind = type(error).__name__
+                return f"it raised {kind} when it was tried on copies of its inputs", bool(unread)
             if parameters.first:
-                return f"it changes its parameter '{parameters.first}'"
+                return f"it changes its parameter '{parameters.first}'", False
             if versions != list(map(version_of, tensors)):
-                return "it changes a tensor in place that it is given"
+                return "it changes a tensor in place that it is given", False
             if state.changed_buffer:
-                return f"it changes its buffer '{state.changed_buffer}', which is large"
+                return f"it changes its buffer '{state.changed_buffer}', which is large", False
         changed = reach.changed()
     if changed:
-        return f"it changes what outlives its call (a '{changed[0]}')"
-    return "" if given[0] == given[1] else _ANOTHER
+        return f"it changes what outlives its call (a '{changed[0]}')", False
+    if given[0] != given[1]:
+        return _ANOTHER, bool(unread)
+    if leave:
+        note_unread(module, arguments, unread)
+    return "", False
 
 
 @contextmanager

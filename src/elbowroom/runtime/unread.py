@@ -1,0 +1,159 @@
+"""Arguments of a module that no op of it reads: a second run does without them.
+
+A cache that a decoder's blocks share has the keys and values of all earlier blocks. If a block that
+runs again held them, no earlier block could run again, because what it has made would be held.
+
+    reads    a function mode notes which tensors ops of a call are given; those that it is given
+             directly, or gives back, count as read
+    key      structure of the arguments, and metadata of their tensors: what is noted of one call
+             holds for others like it
+    StandIn  takes the place of an unread tensor: its metadata without memory. An op that is given
+             one after all raises RestoreError
+"""
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from elbowroom.errors import RestoreError
+from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.nested import tensors_in
+
+_MOST_KEYS = 64  # of one module: lengths of sequences, say
+_Unread = dict[Any, frozenset[int]]
+_kept: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_known: "weakref.WeakKeyDictionary[nn.Module, _Unread]" = weakref.WeakKeyDictionary()
+
+
+class StandIn(Tensor):
+    """A tensor's metadata; no op can read it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(x: Tensor) -> Tensor:
+        """Returns the stand-in of a tensor."""
+        made: Tensor = Tensor._make_wrapper_subclass(
+            StandIn,
+            x.size(),
+            x.stride(),
+            dtype=x.dtype,
+            device=x.device,
+            requires_grad=x.requires_grad,
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, *_: Any, **__: Any
+    ) -> Any:
+        raise RestoreError(
+            f"'{func}' reads a tensor of a module that runs again in backward, which forward has "
+            "not read; a module whose reads differ between its runs cannot be recomputed: pass "
+            "recompute=False"
+        )
+
+
+class Reads(TorchFunctionMode):
+    """Function mode that notes which tensors ops are given, to find those that are not.
+
+    tensors: those of the arguments, or copies of them
+    """
+
+    def __init__(self, arguments: Arguments, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._direct, self._tensors = arguments.direct, tensors
+        self._found = set[int]()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._found.update(map(id, tensors_in((args, kwargs or {}))))
+        return func(*args, **(kwargs or {}))
+
+    def unread(self, out: Any) -> frozenset[int]:
+        """Returns the indices of tensors that no op was given, as the call has given `out`."""
+        return _unread(self._tensors, self._direct, lambda x: id(x) in self._found, out)
+
+
+def unread(arguments: Arguments, is_read: Callable[[Tensor], bool], out: Any) -> frozenset[int]:
+    """Returns the indices of tensors that a call that has given `out` has not read."""
+    return _unread(arguments.tensors, arguments.direct, is_read, out)
+
+
+def _unread(
+    tensors: list[Tensor], direct: list[int], is_read: Callable[[Tensor], bool], out: Any
+) -> frozenset[int]:
+    left = [
+        i for i, x in enumerate(tensors) if i not in direct and _may_be_left(x) and not is_read(x)
+    ]
+    given = set(map(id, Arguments((out,), {}).tensors)) if left else set()
+    return frozenset(i for i in left if id(tensors[i]) not in given)
+
+
+def _may_be_left(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided and not x.is_quantized
+
+
+def leave_out_unread(module: nn.Module, arguments: Arguments) -> bool:
+    """Leaves out the tensors that calls like this one do not read; returns whether it is known."""
+    if module in _kept:
+        return True
+    found = _known.get(module, {}).get(_key(arguments))
+    if found:
+        with torch._C.DisableTorchFunction():
+            arguments.leave_out({i: StandIn.of(arguments.tensors[i]) for i in sorted(found)})
+    return found is not None
+
+
+def noting_unread(
+    module: nn.Module, arguments: Arguments, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the call, for one time, which notes what tensors it does not read."""
+    reads = [Reads(arguments, arguments.tensors)]
+    key = _key(arguments)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with reads.pop() as noted:  # what is held until backward must not hold the tensors
+            out = call(*args, **kwargs)
+        _note(module, key, noted.unread(out))
+        return out
+
+    return noting
+
+
+def with_stand_ins(tensors: list[Tensor], places: Collection[int]) -> list[Tensor]:
+    """Returns the tensors, with stand-ins at some places."""
+    with torch._C.DisableTorchFunction():
+        return [StandIn.of(x) if i in places else x for i, x in enumerate(tensors)]
+
+
+def never_leave_out(module: nn.Module) -> None:
+    """Keeps all arguments of a module: it reads some in a way that is not noticed."""
+    _kept.add(module)
+
+
+def note_unread(module: nn.Module, arguments: Arguments, found: frozenset[int]) -> None:
+    """Notes which tensors a call with these arguments has not read."""
+    _note(module, _key(arguments), found)
+
+
+def _note(module: nn.Module, key: Any, found: frozenset[int]) -> None:
+    known = _known.setdefault(module, {})
+    if len(known) < _MOST_KEYS:
+        known[key] = found
+
+
+def _key(arguments: Arguments) -> Any:
+    copy, why_not, kinds = arguments.structure
+    with torch._C.DisableTorchFunction():
+        tensors = [(x.shape, x.dtype, x.requires_grad) for x in arguments.tensors]
+    return copy, why_not, tuple(kinds), tuple(tensors)
