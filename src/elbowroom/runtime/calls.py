@@ -39,9 +39,21 @@ _ours: set[type[nn.Module]] = set()  # classes whose `__call__` is ours
 _optimized: type[nn.Module] | None = None  # that of compiled wrappers
 
 
+class Interception:
+    """Calls that go through `around` while a context is open.
+
+    only  the `id` of each module whose calls do; None: of all modules. It may be changed meanwhile
+    """
+
+    __slots__ = ("around", "only")
+
+    def __init__(self, around: Around, only: frozenset[int] | None = None) -> None:
+        self.around, self.only = around, only
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.around: list[Around] = []
+        self.around: list[Interception] = []
 
 
 _thread = _Thread()
@@ -59,17 +71,19 @@ def watch(around: Around | None, of: Callable[[nn.Module], bool] | None = None) 
 
 
 @contextmanager
-def intercepted(around: Around) -> Iterator[None]:
+def intercepted(around: Around, only: frozenset[int] | None = None) -> Iterator[Interception]:
     """Makes calls of modules on this thread go through around(module, call, args, kwargs).
 
     `call` is the plain call, without the module. Of several contexts, only the innermost sees it.
+    only: the `id` of each module whose calls are intercepted; None: of all modules
     """
     _install()
-    _thread.around.append(around)
+    interception = Interception(around, only)
+    _thread.around.append(interception)
     try:
-        yield
+        yield interception
     finally:
-        _thread.around.remove(around)
+        _thread.around.remove(interception)
         _uninstall()
 
 
@@ -121,7 +135,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # identity of each module above all.
     if torch.compiler.is_dynamo_compiling():  # inside a compiled region of the user: not covered
         return _plain_call(module, *args, **kwargs)
-    if _of is not None and not (_thread.around or _of(module)):
+    if (_everywhere is None or (_of is not None and not _of(module))) and not _around_of(module):
         return _plain_call(module, *args, **kwargs)  # most calls, so little else is asked
     if torch.compiler.is_compiling() or dynamo_looks():  # after a graph break, the same
         return _plain_call(module, *args, **kwargs)
@@ -130,11 +144,20 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _plain_call(module, *args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        around = _thread.around[-1] if _thread.around else None
+        around = _around_of(module)
         return inner(*args, **kwargs) if around is None else around(module, inner, args, kwargs)
 
     everywhere = _everywhere
     return call(*args, **kwargs) if everywhere is None else everywhere(module, call, args, kwargs)
+
+
+def _around_of(module: nn.Module) -> Around | None:
+    """Returns what the calls of a module go through on this thread, by the innermost context."""
+    if not _thread.around:
+        return None
+    innermost = _thread.around[-1]
+    only = innermost.only
+    return innermost.around if only is None or id(module) in only else None
 
 
 def watch_known(

@@ -26,6 +26,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -36,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
-from elbowroom.runtime.rewind import Attributes, Generators
-from elbowroom.runtime.storage import check_version, version_of
+from elbowroom.runtime.rewind import Attributes, Generators, modules_of
+from elbowroom.runtime.storage import check_version, version_of, versions_of
 from elbowroom.runtime.unread import leave_out_unread, noting_unread
 
 # Bytes. Up to this size a buffer is always copied: BatchNorm writes to its statistics without
@@ -131,31 +132,39 @@ class State:
 
     def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
         """given: generators of random numbers among its arguments."""
-        self._module = module
-        self._training = [(child, child.training) for child in module.modules()]
-        self._parameters = [(p.detach(), version_of(p)) for p in module.parameters()]
-        self._read: list[tuple[dict[str, Any], str, Any]] = [
-            (tensors, name, x)
-            for owner in module.modules()
+        self._name = type(module).__name__
+        self._modules = modules_of(module)
+        self._training = [child.training for child in self._modules]
+        parameters = [list(child._parameters.values()) for child in self._modules]
+        self._parameters = [p for some in parameters for p in some if p is not None]
+        self._versions = versions_of(self._parameters)
+        self._read: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (tensors, tensors.copy())
+            for owner in self._modules
             for tensors in (owner._parameters, owner._buffers)
-            for name, x in tensors.items()
+            if tensors
         ]
         self.changed_buffer = ""
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._generators = Generators(module, given)
-        self._attributes = Attributes(module)
+        self._buffers: list[tuple[dict[str, Any], str]] = []
+        self._before: list[Tensor] = []  # their copies
+        self._generators = Generators(self._modules, given)
+        self._attributes = Attributes(self._modules)
 
     def take(self, *, all_of_them: bool = False) -> list[tuple[str, Tensor, int]]:
         """Copies small buffers, or all of them; the others are noted with their versions."""
-        large = []
-        for owner in self._module.modules():
-            for name, buffer in owner._buffers.items():
+        large, small = [], []
+        for owner in self._modules:
+            held = owner._buffers
+            for name, buffer in held.items():
                 if buffer is None:
                     continue
-                if all_of_them or buffer.numel() * buffer.element_size() <= LARGEST_BUFFER:
-                    self._buffers.append((owner, name, buffer.detach().clone()))
+                is_small = buffer.numel() * buffer.element_size() <= LARGEST_BUFFER
+                if all_of_them or is_small:
+                    self._buffers.append((held, name))
+                    small.append(buffer)
                 else:
                     large.append((name, buffer, version_of(buffer)))
+        self._before = copies_of(small)
         return large
 
     @contextmanager
@@ -172,7 +181,7 @@ class State:
         for name, buffer, _ in large:
             if name in changed:
                 raise PlanError(
-                    f"'{type(self._module).__name__}' changes its buffer '{name}' of "
+                    f"'{self._name}' changes its buffer '{name}' of "
                     f"{tuple(buffer.shape)} in forward, so it cannot be run a second time; "
                     "leave it out of what is recomputed"
                 )
@@ -180,31 +189,67 @@ class State:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context around a second run: all is as it was, and nothing that it changes is seen."""
-        for parameter, version in self._parameters:
-            check_version(parameter, version)
-        now = [(child, child.training) for child, _ in self._training]
-        buffers = [(owner, name, owner._buffers[name]) for owner, name, _ in self._buffers]
+        if versions_of(self._parameters) != self._versions:
+            for parameter, version in zip(self._parameters, self._versions, strict=True):
+                check_version(parameter, version)
+        now = [child.training for child in self._modules]
+        buffers = [held[name] for held, name in self._buffers]
         others = [
             (tensors, name, x, tensors[name])
-            for tensors, name, x in self._read
+            for tensors, before in self._read
+            if not all(map(is_, tensors.values(), before.values()))
+            for name, x in before.items()
             if name in tensors and tensors[name] is not x
         ]
         try:
             for tensors, name, x, _ in others:
                 tensors[name] = x
-            for child, training in self._training:
-                child.training = training
-            lent = [(name, before.clone()) for _, name, before in self._buffers]
-            for (owner, name, _), (_, copy) in zip(self._buffers, lent, strict=True):
-                owner._buffers[name] = copy
+            self._set_training(self._training)
+            lent = copies_of(self._before)
+            versions = versions_of(lent)
+            for (held, name), copy in zip(self._buffers, lent, strict=True):
+                held[name] = copy
             with undisturbed(), self._generators.replayed(), self._attributes.replayed():
                 yield
-            large = (one for one in lent if one[1].nbytes > LARGEST_BUFFER)
-            self.changed_buffer = next((n for n, copy in large if version_of(copy)), "")
+            after = versions_of(lent)
+            if after != versions:
+                every = zip(self._buffers, lent, versions, after, strict=True)
+                large = (
+                    name
+                    for (_, name), copy, one, other in every
+                    if one != other and copy.nbytes > LARGEST_BUFFER
+                )
+                self.changed_buffer = next(large, "")
         finally:
-            for child, training in now:
-                child.training = training
-            for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer
+            self._set_training(now)
+            for (held, name), buffer in zip(self._buffers, buffers, strict=True):
+                held[name] = buffer
             for tensors, name, _, x in others:
                 tensors[name] = x
+
+    def _set_training(self, flags: list[bool]) -> None:
+        for child, training in zip(self._modules, flags, strict=True):
+            if child.training != training:
+                child.training = training
+
+
+def copies_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns a copy of each, with one call for those of a device and dtype: a kernel on a GPU."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    copies = []
+    with torch.no_grad():
+        for x in tensors:
+            if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized:
+                copies.append(x.detach().clone())
+                continue
+            copy = torch.empty_like(x)
+            copies.append(copy)
+            key = x.device, x.dtype
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = [], []
+            group[0].append(copy)
+            group[1].append(x)
+        for to, of in groups.values():
+            torch._foreach_copy_(to, of)
+    return copies

@@ -10,11 +10,15 @@ of the module or of one inside it (torch.Generator, random.Random, NumPy's Gener
 RandomState). Generators that are kept elsewhere are not found
 """
 
+import ctypes
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from operator import is_
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +56,7 @@ class Rewind:
         self, module: nn.Module, given: Iterable[Any] = (), *, copies: bool = True
     ) -> None:
         """given: the arguments of the forward. copies: it may change large tensors in place."""
-        self._generators = Generators(module, tree_leaves(given))
+        self._generators = Generators(modules_of(module), tree_leaves(given))
         self._given, self._beside = Reach(given), Reach(behind_calls(module))
         self._values = (
             Values(self._given.tensors, sys.maxsize if copies else SMALL),
@@ -154,51 +158,73 @@ def _set_versions(tensors: list[tuple[Tensor, int]]) -> None:
 
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
-_Values = tuple[dict[str, Any], list[dict[int, Any]]]
+
+
+class _Held(NamedTuple):
+    """What a module holds: its `vars`, a copy of them, and of the hooks that there are."""
+
+    held: dict[str, Any]
+    values: dict[str, Any]
+    hooks: dict[str, dict[int, Any]]
+
+    @property
+    def has_changed(self) -> bool:
+        """True if an attribute or a hook is another object, or has another place, than before."""
+        held, values = self.held, self.values
+        if held.keys() != values.keys() or not all(map(is_, held.values(), values.values())):
+            return True
+        return _hooks_of(held) != self.hooks
+
+    def restore(self) -> None:
+        """Sets the attributes and hooks as they were."""
+        set_attributes(self.held, attributes_of(self.values))
+        for name in _HOOKS:
+            hooks = self.hooks.get(name, {})
+            if self.held[name] != hooks:
+                self.held[name].clear()
+                self.held[name].update(hooks)
+
+
+def _read(held: dict[str, Any]) -> _Held:
+    return _Held(held, held.copy(), _hooks_of(held))
+
+
+def _hooks_of(held: dict[str, Any]) -> dict[str, dict[int, Any]]:
+    return {name: dict(held[name]) for name in _HOOKS if held[name]}
 
 
 class Attributes:
-    """Attributes of a module and of all modules inside it, as they are now."""
+    """Attributes of modules, as they are now."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._values = [(vars(child), _read(vars(child))) for child in module.modules()]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._values = [_read(module.__dict__) for module in modules]
 
     def forget_unchanged(self) -> None:
         """Drops the attributes of modules where none has changed."""
-        self._values = [
-            (held, values) for held, values in self._values if not _same(_read(held), values)
-        ]
+        self._values = [one for one in self._values if one.has_changed]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the attributes as they were recorded, and on exit back to what they are now."""
-        now = [(held, _read(held)) for held, _ in self._values]
-        for held, values in self._values:
-            _set(held, values)
+        now = [_read(one.held) for one in self._values]
+        for one in self._values:
+            one.restore()
         try:
             yield
         finally:
-            for held, values in now:
-                _set(held, values)
+            for one in now:
+                one.restore()
 
 
-def _read(held: dict[str, Any]) -> _Values:
-    """Attributes of a module, and its hooks."""
-    return attributes_of(held), [dict(held[name]) for name in _HOOKS]
-
-
-def _set(held: dict[str, Any], values: _Values) -> None:
-    set_attributes(held, values[0])
-    for name, hooks in zip(_HOOKS, values[1], strict=True):
-        if held[name] != hooks:
-            held[name].clear()
-            held[name].update(hooks)
-
-
-def _same(now: _Values, before: _Values) -> bool:
-    (mine, my_hooks), (others, other_hooks) = now, before
-    equal = mine.keys() == others.keys() and all(mine[name] is x for name, x in others.items())
-    return equal and my_hooks == other_hooks
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Returns a module and all modules inside it, each once, without torch's generators."""
+    found, seen = [module], {module}
+    for one in found:
+        for child in one._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
 
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -207,9 +233,9 @@ KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomSt
 class Generators:
     """Random generators that a module may draw from, and their states as they are now."""
 
-    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
-        """given: generators among its arguments."""
-        self._states = [(source, _state_of(source)) for source in _sources(module, given)]
+    def __init__(self, modules: Iterable[nn.Module], given: Iterable[Any] = ()) -> None:
+        """given: generators among the arguments."""
+        self._states = [(source, _state_of(source)) for source in _sources(modules, given)]
 
     def forget_unchanged(self) -> None:
         """Drops states that have not changed."""
@@ -232,15 +258,60 @@ class Generators:
                 _set_state(source, state)
 
 
-def _sources(module: nn.Module, given: Iterable[Any]) -> Iterator[Any]:
-    """Yields each generator once: modules that are functions of one state, or objects."""
-    yield random
-    yield np.random
-    held = (x for child in module.modules() for x in vars(child).values())
-    yield from {id(x): x for x in (*given, *held) if isinstance(x, KINDS)}.values()
+def _sources(modules: Iterable[nn.Module], given: Iterable[Any]) -> list[Any]:
+    """Returns each generator once: modules that are functions of one state, or objects."""
+    # By type first: each class is asked once whether its instances are generators.
+    held: list[Any] = [x for x in given if _is_generator(x.__class__)]
+    for module in modules:
+        held += [x for x in module.__dict__.values() if type(x) not in _PLAIN]
+    found: dict[int, Any] = {id(x): x for x in held if _is_generator(x.__class__)}
+    return [random, np.random, *found.values()]
+
+
+# Types of most of a module's attributes.
+_PLAIN = frozenset((dict, OrderedDict, set, bool, int, float, str, tuple, list, type(None)))
+
+
+@lru_cache(4096)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, KINDS)
+
+
+class _Known(NamedTuple):
+    """State of NumPy's global generator, and the memory of the MT19937 that it was read from."""
+
+    source: Any
+    memory: bytes
+    state: Any
+
+
+_UNKNOWN = _known = _Known(None, b"", None)
+_MT19937_NBYTES = 624 * 4 + 4  # its key (uint32) and position (int32)
+
+
+def _state_of_numpy() -> Any:
+    """Returns the state of NumPy's global generator, the same object while it does not change.
+
+    NumPy copies it number by number, in 60 us; its memory is compared in 1. Beside that memory
+    there is a second normal number that waits to be drawn: where there is one, all is read.
+    """
+    global _known
+    source = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(source) is not np.random.MT19937:
+        return np.random.get_state(legacy=False)
+    at = source.ctypes.state_address
+    memory, known = ctypes.string_at(at, _MT19937_NBYTES), _known
+    if known.source is source and known.memory == memory:
+        return known.state
+    state: Any = np.random.get_state(legacy=False)
+    if not state["has_gauss"] and ctypes.string_at(at, _MT19937_NBYTES) == memory:
+        _known = _Known(source, memory, state)  # no other thread has drawn meanwhile
+    return state
 
 
 def _state_of(source: Any) -> Any:
+    if source is np.random:
+        return _state_of_numpy()
     if isinstance(source, np.random.Generator):
         return source.bit_generator.state
     if isinstance(source, torch.Generator):
@@ -249,6 +320,9 @@ def _state_of(source: Any) -> Any:
 
 
 def _set_state(source: Any, state: Any) -> None:
+    global _known
+    if source is np.random:
+        _known = _UNKNOWN  # another normal number may wait, at the same memory
     if isinstance(source, np.random.Generator):
         source.bit_generator.state = state
     elif hasattr(source, "setstate"):
@@ -262,6 +336,8 @@ def _is_at(source: Any, state: Any) -> bool:
 
 
 def _same_state(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):

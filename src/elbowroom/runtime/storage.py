@@ -5,7 +5,7 @@ version_of, check_version, counter_of    its version counter, which a change in 
 storage_nbytes        its size
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -109,6 +109,14 @@ def version_of(x: Tensor) -> int:
         return x._version
     except RuntimeError:  # an inference tensor: testing first would cost more than everything else
         return 0
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The version counters of all of them, as `version_of` gives them."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [version_of(x) for x in tensors]
 
 
 def storage_nbytes(x: Tensor) -> int:

@@ -24,7 +24,7 @@ from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Need
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
-from elbowroom.runtime.calls import intercepted
+from elbowroom.runtime.calls import Interception, intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly, is_compiled
 from elbowroom.runtime.consumers import QUESTIONS, Call
@@ -166,6 +166,7 @@ class Replay(Observing):
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
         self._outside = 0  # modules that were called around the model
+        self._calls: Interception | None = None
 
     def __enter__(self) -> Self:
         self._outside = len(modules.on_stack())
@@ -177,7 +178,8 @@ class Replay(Observing):
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
             if self.script.recomputes or any(one.recomputes for one in self._others):
-                opening.enter_context(intercepted(self._called))
+                only = self.script.recomputed
+                self._calls = opening.enter_context(intercepted(self._called, only))
             self._open = opening.pop_all()
         if self.script.state != state_of_torch():
             self._diverge()
@@ -193,6 +195,8 @@ class Replay(Observing):
         self._first_seed = self.context.first_seed() + self._seeds
         self._on_host, self._on_device = [], {}
         self.script, self._acts = script, script.compiled.acts
+        if self._calls is not None:
+            self._calls.only = script.recomputed
         self.slots, self.sources = [nowhere] * script.slots, [nowhere] * script.slots
         self.sizes = [UNSET] * script.sizes
         self.noted = [nowhere] * script.noted
@@ -534,5 +538,7 @@ class Replay(Observing):
             self.diverged = True
             assert self._seeds is not None
             self.context.give_back(self._seeds, self.script.seeds, self._drawn)
+            if self._calls is not None:
+                self._calls.only = None
             self.saving = self.look()
             self.saving.join(self._pack, self._outside)

@@ -306,6 +306,12 @@ class Script:
         return tuple({id(p): p for p in found}.values())
 
     @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """The `id` of each module that is recomputed in backward, if it still exists."""
+        found = (step.module() for step in self.steps if step.module is not None)
+        return frozenset(map(id, found))
+
+    @cached_property
     def recomputes(self) -> bool:
         """True if modules are recomputed in backward."""
         return any(step.module is not None for step in self.steps)
