@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from elbowroom.measure.clocks import CudaMemory
-from elbowroom.measure.cuda_peak import CudaPeak
+from elbowroom.measure.cuda_peak import CudaPeak, allocated_nbytes
 from elbowroom.measure.interval import Interval
 
 CUDA = torch.device("cuda", 0)
@@ -26,13 +26,15 @@ class Allocator:
     def reset(self, device=None):
         self.peak = self.now
 
+    def stats(self, device=None):
+        return {"allocated_bytes": {"all": {"current": self.now, "peak": self.peak}}}
+
 
 @pytest.fixture
 def allocator(monkeypatch):
     found = Allocator()
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", found.reset)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: found.peak)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: found.now)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", found.stats)
     return found
 
 
@@ -67,6 +69,13 @@ def test_what_follows_the_stop_does_not_count(allocator, optimizer):
     allocator.rise(900)
     optimizer.step()
     assert peak.read() == peak.close() == 700
+
+
+@pytest.mark.gpu
+def test_levels_are_those_of_torch():
+    x = torch.zeros(1 << 20, device="cuda")
+    found = allocated_nbytes(x.device)
+    assert found == (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
 
 
 def test_each_moment_has_its_own_peak(allocator, optimizer):

@@ -237,16 +237,15 @@ class CudaMemory:
     """Reads the allocator at each moment; no part of the step waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._peaks: list[int] = []
         self._floors: list[int] = []
         self._peak = CudaPeak(device)
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
-        peak = self._peak.restart()
+        peak, now = self._peak.restart()
         if moment:
             self._peaks.append(peak)
-        self._floors.append(torch.cuda.memory_allocated(self._device))
+        self._floors.append(now)
 
     def levels(self) -> tuple[list[int], list[int]]:
         """The highest level in each moment, and that at its beginning, in bytes; ends it."""
