@@ -163,9 +163,10 @@ def _checkpoint(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fitted(budget: int, *, exact: bool | None) -> Fit:
-    return lambda model, optimizer: (
-        er.fit(model, budget=budget, optimizer=optimizer, exact=exact) and None
-    )
+    def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        er.fit(model, budget=budget, optimizer=optimizer, exact=exact)
+
+    return fit
 
 
 def trained(name: str, size: Size, fit: Fit, budget: int | None = None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def store(decision: Decision, peak_nbytes: int | None, *, is_backward: bool) -> 
 
 
 class Loaded:
-    """What was stored with the graphs that are compiled or loaded inside this context.
+    """Context that reads what was stored with the graphs compiled or loaded inside of it.
 
     decision     of the region; None where none, or more than one, is known
     peak_nbytes  the highest of the code of its graphs; 0 where it was not looked at

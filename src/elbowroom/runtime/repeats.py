@@ -114,7 +114,7 @@ def _tested(
     given = []
     with _put_back(module, arguments) as parameters:
         for _ in range(2):
-            tensors = with_stand_ins(arguments.copies(), unread if leave else ())
+            tensors = with_stand_ins(arguments.copies(), unread if leave else (), module)
             versions = list(map(version_of, tensors))
             reads = Reads(arguments, tensors)
             reach = Reach([*behind_calls(module), *arguments.shared])

@@ -161,7 +161,7 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"
 
 
 class _Held(NamedTuple):
-    """What a module holds: its `vars`, a copy of them, and of the hooks that there are."""
+    """Record of a module: its `vars`, a copy of them, and copies of its hooks."""
 
     held: dict[str, Any]
     values: dict[str, Any]

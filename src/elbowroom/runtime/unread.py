@@ -8,7 +8,7 @@ runs again held them, no earlier block could run again, because what it has made
     key      structure of the arguments, and metadata of their tensors: what is noted of one call
              holds for others like it
     StandIn  takes the place of an unread tensor: its metadata without memory. An op that is given
-             one after all raises RestoreError
+             one after all raises RestoreError, and modules of the class hold all from then on
 """
 
 import weakref
@@ -30,14 +30,19 @@ _known: "weakref.WeakKeyDictionary[nn.Module, _Unread]" = weakref.WeakKeyDiction
 
 
 class StandIn(Tensor):
-    """A tensor's metadata; no op can read it."""
+    """A tensor's metadata; no op can read it.
+
+    reader: the module whose second run it is for
+    """
+
+    reader: "weakref.ref[nn.Module]"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(x: Tensor) -> Tensor:
+    def of(x: Tensor, reader: nn.Module) -> Tensor:
         """Returns the stand-in of a tensor."""
-        made: Tensor = Tensor._make_wrapper_subclass(
+        made: StandIn = Tensor._make_wrapper_subclass(
             StandIn,
             x.size(),
             x.stride(),
@@ -45,16 +50,22 @@ class StandIn(Tensor):
             device=x.device,
             requires_grad=x.requires_grad,
         )
+        made.reader = weakref.ref(reader)
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, *_: Any, **__: Any
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for x in tensors_in((args, kwargs or {})):
+            if isinstance(x, StandIn):
+                alike = [one for one in _known if type(one) is type(x.reader())]
+                for module in alike:  # all blocks of a network at once
+                    never_leave_out(module)
         raise RestoreError(
             f"'{func}' reads a tensor of a module that runs again in backward, which forward has "
-            "not read; a module whose reads differ between its runs cannot be recomputed: pass "
-            "recompute=False"
+            "not read. Run this step again: from now on modules of this class hold all tensors of "
+            "the lists and objects that they are given"
         )
 
 
@@ -110,7 +121,9 @@ def leave_out_unread(module: nn.Module, arguments: Arguments) -> bool:
     found = _known.get(module, {}).get(_key(arguments))
     if found:
         with torch._C.DisableTorchFunction():
-            arguments.leave_out({i: StandIn.of(arguments.tensors[i]) for i in sorted(found)})
+            arguments.leave_out(
+                {i: StandIn.of(arguments.tensors[i], module) for i in sorted(found)}
+            )
     return found is not None
 
 
@@ -130,10 +143,12 @@ def noting_unread(
     return noting
 
 
-def with_stand_ins(tensors: list[Tensor], places: Collection[int]) -> list[Tensor]:
-    """Returns the tensors, with stand-ins at some places."""
+def with_stand_ins(
+    tensors: list[Tensor], places: Collection[int], reader: nn.Module
+) -> list[Tensor]:
+    """Returns the tensors, with stand-ins at some places for a run of `reader`."""
     with torch._C.DisableTorchFunction():
-        return [StandIn.of(x) if i in places else x for i, x in enumerate(tensors)]
+        return [StandIn.of(x, reader) if i in places else x for i, x in enumerate(tensors)]
 
 
 def never_leave_out(module: nn.Module) -> None:

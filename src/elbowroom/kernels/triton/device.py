@@ -54,8 +54,8 @@ def places(m_e):
     """Where the j-th element that is set in m_e [TILE] lies [TILE], and how many are set.
 
     Beyond their number, places are any. The inclusive count of the set elements does not fall, so
-    each place is searched for by halves: 11 gathers, where a histogram of as many bins as elements
-    takes 50 times as long on a GPU.
+    each place is searched for by halves: 11 gathers. With a histogram of as many bins as elements
+    the whole of `nonzero_quantize` took 2.5 times as long on an H100.
     """
     b_count = tl.cumsum(m_e.to(tl.int32), axis=0)
     o_j = tl.arange(0, TILE)
