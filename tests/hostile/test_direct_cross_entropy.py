@@ -1,5 +1,8 @@
 """Cross entropy by a node of ours: torch's bits, torch's errors, and less memory in backward."""
 
+import contextlib
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,7 +82,7 @@ def test_it_runs_for_class_numbers_only() -> None:
     with er.saving():
         logits = F.linear(x, weight)
         assert F.cross_entropy(logits, labels).grad_fn.name() == OURS
-        assert F.cross_entropy(logits, labels, reduction="none").grad_fn.name() != OURS
+        assert F.cross_entropy(logits, labels, label_smoothing=0.1).grad_fn.name() != OURS
         assert F.cross_entropy(logits, logits.softmax(1)).grad_fn.name() != OURS
     with pytest.raises(IndexError, match="out of bounds"), er.saving():
         F.cross_entropy(F.linear(x, weight), labels.fill_(CLASSES))
@@ -94,22 +97,111 @@ def test_a_second_backward_raises_what_autograd_raises() -> None:
         loss.backward()
 
 
+def logits_of(rows: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors of logits, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=generator)
+    weight = torch.randn(classes, 8, generator=generator).requires_grad_()
+    return x, weight, torch.randint(0, classes, (rows,), generator=generator)
+
+
 @pytest.mark.filterwarnings("ignore:this saving context changed nothing")
-def test_the_gradient_takes_the_place_of_what_was_saved() -> None:
-    x, labels = torch.randn(1024, 1024).requires_grad_(), torch.randint(0, 1024, (1024,))
+def test_forward_and_backward_take_no_more_than_the_logits() -> None:
+    x, weight, labels = logits_of(1024, 4096)
+    nbytes, small = 1024 * 4096 * 4, 4 << 20
 
-    def backward(inside: bool) -> int:
-        if inside:
-            with er.saving():
-                loss = F.cross_entropy(x, labels)
-        else:
-            loss = F.cross_entropy(x, labels)
-        nbytes = memory_curve(loss.backward).peak_nbytes  # what backward allocates
-        x.grad = None
-        return nbytes
+    def peaks(inside: bool) -> list[int]:
+        """Of forward with the logits, and of backward beside them."""
 
-    assert backward(inside=False) >= 2 * x.nbytes
-    assert backward(inside=True) < 0.6 * x.nbytes + 2 * (1 << 20)
+        def forward() -> Tensor:
+            return F.cross_entropy(F.linear(x, weight), labels)
+
+        losses: list[Tensor] = []
+        context = er.saving() if inside else contextlib.nullcontext()
+        with context:
+            of_forward = memory_curve(lambda: losses.append(forward())).peak_nbytes
+        found = [of_forward, memory_curve(losses[0].backward).peak_nbytes]
+        weight.grad = None
+        return found
+
+    peaks(inside=True)  # learns
+    plain, ours = peaks(inside=False), peaks(inside=True)
+    assert plain[0] >= 2 * nbytes
+    assert plain[1] >= 2 * nbytes
+    assert ours[0] < nbytes + small
+    assert ours[1] < 0.1 * nbytes + small
+
+
+def test_logits_that_somebody_holds_stay_as_they_are() -> None:
+    x, weight, labels = logits_of(300, 200)
+    with er.saving(min_nbytes=0):
+        logits = F.linear(x, weight)
+        loss = F.cross_entropy(logits, labels)
+    before, part = logits.detach().clone(), logits.detach()[7]
+    loss.backward()
+    assert torch.equal(logits.detach(), before)
+    del logits, loss
+    with er.saving(min_nbytes=0):
+        logits = F.linear(x, weight)
+        loss = F.cross_entropy(logits, labels)
+        part = logits.detach()[7]
+        del logits
+    loss.backward()
+    assert torch.equal(part, before[7])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_has_the_bits_of_torch_under_autocast(dtype: torch.dtype) -> None:
+    def run(inside: bool) -> tuple[Tensor, Tensor]:
+        x, weight, labels = data(dtype)
+        logits = F.linear(x, weight).detach().requires_grad_()
+        context = er.saving(min_nbytes=0) if inside else contextlib.nullcontext()
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(logits * 1, labels)
+        assert (loss.grad_fn.name() == OURS) == inside
+        loss.backward()
+        return loss.detach(), logits.grad
+
+    assert all(map(torch.equal, run(inside=False), run(inside=True)))
+
+
+def test_codes_under_autocast_give_gradients_of_the_logits_dtype() -> None:
+    x, weight, labels = data(torch.bfloat16)
+    logits = F.linear(x, weight).detach().requires_grad_()
+    with er.saving("dither", levels=16, min_nbytes=0), torch.autocast("cpu", torch.bfloat16):
+        F.cross_entropy(logits * 1, labels).backward()
+    truth = torch.autograd.grad(F.cross_entropy(logits.float(), labels), logits)[0]
+    assert logits.grad.dtype is torch.bfloat16
+    assert (logits.grad - truth).square().sum() < 0.01 * truth.square().sum()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("ignored", [-100, 0, 7, 10**6])
+def test_ignored_labels_are_those_of_torch(ignored: int, reduction: str) -> None:
+    def run(inside: bool) -> list[Tensor]:
+        x, weight, labels = data()
+        labels[labels < 0] = ignored
+        context = er.saving(min_nbytes=0) if inside else contextlib.nullcontext()
+        how = {"ignore_index": ignored, "reduction": reduction}
+        with context:
+            loss = F.cross_entropy(F.linear(x, weight), labels, **how)
+        loss.backward(torch.linspace(1, 2, loss.numel()).view(loss.shape))
+        return [loss.detach(), weight.grad]
+
+    assert all(map(torch.equal, run(inside=False), run(inside=True)))
+
+
+def test_kernels_of_another_device_are_tried_before_they_are_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules["elbowroom.runtime.direct.cross_entropy"]
+    tried = module._has_bits_of_torch.__wrapped__
+    cpu = torch.device("cpu")
+    assert tried(cpu, torch.float32, 5003)
+    assert tried(cpu, torch.bfloat16, 1)
+    softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: softmax(x, dim) + 1e-3 * (len(x) > 1))
+    assert not tried(cpu, torch.float32, 5003)
 
 
 def test_a_code_of_the_log_probabilities_is_held() -> None:

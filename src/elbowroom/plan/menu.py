@@ -15,7 +15,7 @@ All registered codecs are weighed (`registered.py`).
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -42,7 +42,7 @@ from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
 from elbowroom.plan.samples import samples_at_once
-from elbowroom.plan.site import NORMS, Need, Reads, Rebuildable, Rows, Site
+from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site
 
 KEEP = Preset("keep", KeepAll(), exact=True)
 EXACT_MENU = (Preset("exact", Exact(), exact=True),)
@@ -214,8 +214,9 @@ def option(
         link=held.link,
         ahead=_AHEAD if held.link else 0,
         values=held.value == "exact" and not held.rebuilt,
-        direct=tuple(
-            (at, _additional_nbytes(profile, storage, at, reads)) for at, reads in direct.items()
+        direct=(
+            *_as_encoded(storage, held),
+            *((at, _more_nbytes(profile, storage, at, reads)) for at, reads in direct.items()),
         ),
         levels=levels_of(held.codec, storage.saves[0].site)
         if held.value == "lossy" and held.codec and not held.codec.is_rough_elsewhere
@@ -333,12 +334,22 @@ def _direct_needs(storage: Storage, held: _Held, *, exact: bool) -> dict[int, li
     }
 
 
-def _additional_nbytes(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) -> int:
+def _more_nbytes(profile: Profile, storage: Storage, moment: int, reads: list[Reads]) -> int:
     """Bytes that an op takes beyond those of `base` where it reads what is held.
 
     torch's own batch norm makes one tensor beside the gradient, ours on the code does not.
     """
     return -workspace(profile, storage, moment) if reads == [Reads.CODE] else 0
+
+
+def _as_encoded(storage: Storage, held: _Held) -> Iterator[tuple[int, int]]:
+    """The moment at which it gets a code, and the bytes that this takes beside tensor and code.
+
+    A code of logits is one of log-probabilities, which are made for it as a whole.
+    """
+    is_code = held.value == "lossy" and held.codec is not None
+    if is_code and any(save.site.formula is Formula.LOG_PROBABILITY for save in storage.saves):
+        yield storage.born, storage.nbytes
 
 
 def spared(profile: Profile, storage: Storage) -> dict[int, int]:

@@ -130,19 +130,23 @@ class Plan:
         known = self.sites.get(name)
         return known is not None and not preset_named(known.preset).exact
 
+    def encodes(self, module: str, consumer: str) -> bool:
+        """Returns whether any tensor that an op of this module saves has a lossy code."""
+        return (module, consumer) in self._encoded
+
     def reruns_attention(self, module: str) -> bool:
         """Returns whether an attention of this module encodes any of the tensors that it saves.
 
         If not, torch's own attention runs, which stores what it needs for its backward.
         """
-        return module in self._coded_attention
+        return self.encodes(module, ATTENTION)
 
     @cached_property
-    def _coded_attention(self) -> frozenset[str]:
+    def _encoded(self) -> frozenset[tuple[str, str]]:
         return frozenset(
-            name.module
+            (name.module, name.consumer)
             for name, known in self.sites.items()
-            if name.consumer == ATTENTION and not preset_named(known.preset).exact
+            if not preset_named(known.preset).exact
         )
 
     def _preset_for(self, site: Site) -> Preset | None:

@@ -337,6 +337,7 @@ _POWER = "PowBackward0"
 # Nodes of ours -> the torch node whose formula it is, and the field whose row they follow.
 OURS = {
     "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
+    "_LogitsBackward": ("LogSoftmaxBackward0", "result"),
     "_ProbabilitiesBackward": ("SoftmaxBackward0", "result"),
     "_ProductBackward": ("MulBackward0", "self"),
 }

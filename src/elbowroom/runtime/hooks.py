@@ -417,10 +417,19 @@ class Saving:
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
-        keeps_bits = self.is_exact()
+        return (
+            direct.run if direct.coded is None or self._keeps_bits(direct, call) else direct.coded
+        )
+
+    def _keeps_bits(self, direct: Direct, call: Call) -> bool:
+        """Returns whether nothing that a node of ours saves for this call gets a lossy code."""
         if direct.again and self.context.runs_again:
-            keeps_bits = self.context.keeps_bits
-        return direct.run if direct.coded is None or keeps_bits else direct.coded
+            return self.context.keeps_bits
+        if self.is_exact():
+            return True
+        if direct.again or not isinstance(self.policy, Plan):
+            return False
+        return not self.policy.encodes(self._module, call.name)
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may be used in this context."""
@@ -515,6 +524,8 @@ class Saving:
         for one, x in saved:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader.formula, x, call, reader.node)
+            if reading.formula is Formula.LOG_PROBABILITY and x is call.first and measures:
+                reading = Reading(Need.EXACT, Formula.DIFFERENCE, "logits, which are normalized")
             if reading.need is Need.LOSSY and self._may_round:
                 part = part_of(reader.node, x, out)
                 if part is Part.GAUSSIAN:
@@ -606,7 +617,11 @@ class Saving:
             else:
                 request.slot.most_depth = depth
         site = site_of(request, ready)
-        if ready is not None and not ready.works_lossy and ready.may_be_coded:
+        if (
+            ready is not None
+            and ready.may_be_coded
+            and not (ready.works_lossy and site.formula is not Formula.LOG_PROBABILITY)
+        ):
             site = replace(site, rebuildable=Rebuildable.FROM_EXACT)
         if call is not None and call.would_rerun:
             site = as_node(site, request.x, call)

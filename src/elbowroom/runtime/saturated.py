@@ -115,7 +115,7 @@ _EXPONENTS = frozenset(
 )
 _OF_EXPONENTS = (
     *("Exp", "Softmax", "LogSoftmax", "Logsumexp", "NllLoss", "Sigmoid"),
-    *("_Probabilities", "_LogProbabilities"),
+    *("_Probabilities", "_LogProbabilities", "_Logits"),
 )
 _TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt")
 

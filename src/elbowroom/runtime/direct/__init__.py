@@ -8,7 +8,7 @@
     gelu, silu   any code            what is decoded, which becomes the gradient
     conv*d       anything            a few samples at a time (CPU; not in exact mode)
     attention    any code            q, k, v restored: the op runs again (attention/)
-    cross_entropy  log-probabilities  these, restored: the gradient takes their place (CPU)
+    cross_entropy  logits, or a code of log-probabilities: some rows, which become the gradient
     softmax      8-bit floats       what is decoded, whose rows add up to 1 again
     clamp        a bit an element    the bits, restored: what lies between its limits
     mul          anything            each factor where its product will be, one by one (CPU)

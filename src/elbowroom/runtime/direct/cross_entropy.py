@@ -1,21 +1,24 @@
-"""Cross entropy whose backward takes no more memory than what it has saved.
+"""Cross entropy that takes one tensor of the size of its logits, in place of up to four.
 
-    forward    logp = log_softmax(x); loss = nll_loss(logp, target); logp is saved, from -24 up
-               where it may become a code (`plan/precision_floor.py`)
-    backward   grad_x = grad - exp(logp) sum(grad), in the place of logp, some rows at a time
+    forward    logp = log_softmax(x), some rows at a time; loss = nll_loss(logp, target); x is saved
+    backward   grad_x = grad - exp(logp) sum(grad), some rows at a time, in the place of x
 
-At the first op of backward all saved tensors are alive, and torch's own ops add the gradient of
-logp, zero except for one element a row, and that of x: with logp, three times the logits. Here the
-gradient of logp is computed for some rows at a time, by torch's own kernels, which treat each row
-separately: the bits are theirs. The gradient of x takes the place of logp where that cannot be read
-again: if it is kept, the graph is being freed, and nothing else holds it; or if it was decoded.
+torch's own ops save logp, which stands beside the logits as forward ends. At the first op of
+backward all saved tensors are alive, and torch adds the gradient of logp, zero except for one
+element a row, and that of x. A vocabulary of 100,000 words makes this the largest part of a step.
+torch's kernels treat each row alone: the bits are theirs. The gradient of x takes the place of x
+where that cannot be read again: nothing else holds it, and the graph is being freed.
+
+Where the saved tensor may get a lossy code, it is logp, from -24 up (`plan/precision_floor.py`):
+exp would make a factor of an error in logits. Then logp is made as a whole.
 
 There are two nodes, as torch has them. The tensor between them has no memory: the second node
 computes its own gradient of logp.
 """
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +35,12 @@ from elbowroom.runtime.storage import WeakStorage
 
 _aten: Any = torch.ops.aten
 _LEAST_NBYTES = 1 << 16  # of logits: fewer are not worth two nodes of ours
-_ROWS_NBYTES = 1 << 20  # rows at a time
-_REDUCTIONS = {"mean": 1, "sum": 2}  # as torch numbers them
+_LEAST_LAUNCHED = 1 << 26  # ... nor more launches
+_PARTS = 16  # of the rows, within these bytes of one
+_PART_NBYTES = 1 << 16, 1 << 20  # what a processor's cache holds
+_LAUNCHED_PART_NBYTES = 1 << 24, 1 << 62
+_NO_CLASS = -(1 << 62)
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as torch numbers them
 
 
 def cross_entropy(
@@ -46,27 +53,28 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
-    least: float | None = None,
+    node: "type[_Logits | _LogProbabilities] | None" = None,
 ) -> Tensor:
     """Computes torch.nn.functional.cross_entropy of arguments that pass `fits_cross_entropy`.
 
-    least: log-probabilities below are saved as this, for which a code needs no copy of them
+    node: what saves the logits, or their log-probabilities
     """
-    labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index, least)
-    logp: Tensor = _LogProbabilities.apply(input, labels)
-    loss: Tensor = _NegativeLogLikelihood.apply(logp, target, weight, labels)
+    dtype = torch.float32 if _is_cast(input) else input.dtype
+    labels = _Labels(target, weight, _REDUCTIONS[reduction], ignore_index, dtype)
+    between: Tensor = (node or _Logits).apply(input, labels)
+    loss: Tensor = _NegativeLogLikelihood.apply(between, target, weight, labels)
     labels.target = labels.weight = None  # as the graph holds them
     return loss
 
 
-coded_cross_entropy = partial(cross_entropy, least=LEAST_LOG_PROBABILITY)
-
-
 def fits_cross_entropy(call: Call, x: Tensor) -> bool:
-    """Returns whether a call takes rows of floating-point logits on a CPU and class numbers."""
+    """Returns whether a call takes rows of floating-point logits and class numbers."""
     target, weight = call.arg(1, "target"), call.arg(2, "weight")
-    on_cpu = x.device.type == "cpu" and x.dtype in (*FLOATS, torch.float64)
-    if not on_cpu or x.dim() != 2 or not x.is_contiguous() or x.nbytes < _LEAST_NBYTES:
+    is_cpu = x.device.type == "cpu"
+    if x.dtype not in (*FLOATS, torch.float64) or not (is_cpu or x.device.type == "cuda"):
+        return False
+    least = _LEAST_NBYTES if is_cpu else _LEAST_LAUNCHED
+    if x.dim() != 2 or not x.is_contiguous() or x.nbytes < least:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
         return False
@@ -74,18 +82,63 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
         return False
     if weight is not None and (weight.requires_grad or weight.shape != x.shape[1:]):
         return False
+    if weight is not None and _is_cast(x):
+        return False
     old = (call.arg(3, "size_average"), call.arg(5, "reduce"))
     smooth, how = call.arg(7, "label_smoothing", 0.0), call.arg(6, "reduction", "mean")
-    plain = old == (None, None) and how in _REDUCTIONS and smooth == 0.0
-    return plain and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cpu"))
+    if old != (None, None) or how not in _REDUCTIONS or smooth != 0.0:
+        return False
+    return is_cpu or _are_rows_alone(x)
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Returns whether autocast has the op compute in fp32 what is in half precision."""
+    return x.element_size() == 2 and torch.is_autocast_enabled(x.device.type)
+
+
+def _are_rows_alone(x: Tensor) -> bool:
+    """Returns whether kernels of x's device give a row the same bits without the other rows."""
+    if torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing():
+        return False  # stand-ins have no bits, and a capture cannot wait for them
+    dtype = torch.float32 if _is_cast(x) else x.dtype
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return _has_bits_of_torch(x.device, dtype, x.shape[1])
+
+
+@cache
+def _has_bits_of_torch(device: torch.device, dtype: torch.dtype, classes: int) -> bool:
+    """Tries it with a few rows, one by one. The host waits for the answer."""
+    rows = 5
+    steps = torch.arange(rows * classes, device=device, dtype=torch.float64)
+    x = (steps * 0.618034).frac().mul_(16).to(dtype).view(rows, classes)
+    target = torch.arange(rows, device=device) * 7 % classes
+    ours, torchs = (_Labels(target, None, _REDUCTIONS["mean"], -100, dtype) for _ in range(2))
+    ours.loss_of_rows(x, parts := [slice(n, n + 1) for n in range(rows)])
+    torchs.loss(torch.log_softmax(x, 1))
+    (loss, _), (whole, total) = ours.made, torchs.made  # type: ignore[misc]
+    came = _Came(torch.ones_like(whole), target, None, total)
+    by_row, at_once = (
+        _gradient(ours, came, x, torch.empty_like(x), each, ours.normalized)
+        for each in (parts, [slice(rows)])
+    )
+    return torch.equal(loss, whole) and torch.equal(by_row, at_once)
+
+
+class _Came(NamedTuple):
+    """The gradient of the loss, the labels, their weights and what these add up to."""
+
+    grad: Tensor
+    target: Tensor
+    weight: Tensor | None
+    total: Tensor
 
 
 class _Labels:
     """State shared by both nodes: settings of the loss, and what the second passes to the first.
 
-    least  what is below is saved as this
+    dtype  in which the op computes
     made   the loss, and what weights add up to
-    came   the gradient of the loss, the labels, their weights and what these add up to
+    came   what the second node has received
     """
 
     def __init__(
@@ -94,21 +147,54 @@ class _Labels:
         weight: Tensor | None,
         reduction: int,
         ignore_index: int,
-        least: float | None,
+        dtype: torch.dtype,
     ) -> None:
         self.target: Tensor | None = target
         self.weight = weight
         self.reduction, self.ignore_index = reduction, ignore_index
-        self.least = least
+        self.dtype = dtype
         self.made: tuple[Tensor, Tensor] | None = None
-        self.came: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None
+        self.came: _Came | None = None
 
-    def gradient(
-        self, grad: Tensor, logp: Tensor, target: Tensor, weight: Tensor | None, total: Tensor
-    ) -> Tensor:
-        """The gradient of these rows of logp, whose values do not matter."""
+    def normalized(self, x: Tensor) -> Tensor:
+        """Log-probabilities of logits."""
+        return torch.log_softmax(x.to(self.dtype), 1)
+
+    def loss(self, logp: Tensor) -> None:
+        """Computes the loss of all log-probabilities."""
+        self.made = _aten.nll_loss_forward(
+            logp, self.target, self.weight, self.reduction, self.ignore_index
+        )
+
+    def loss_of_rows(self, x: Tensor, parts: Iterable[slice]) -> None:
+        """Computes the loss of logits, of which one part of the rows is normalized at a time.
+
+        torch's own kernel adds up the log-probabilities of the labels, as those of a single class:
+        the order of its sum depends on the rows alone.
+        """
+        target = self.target
+        assert target is not None
+        if self.weight is not None:
+            self.loss(self.normalized(x))
+            return
+        is_class = (target != self.ignore_index) & (target >= 0) & (target < x.shape[1])
+        asked, picked = target.where(is_class, 0)[:, None], x.new_empty(len(x), 1, dtype=self.dtype)
+        for rows in parts:
+            torch.gather(self.normalized(x[rows]), 1, asked[rows], out=picked[rows])
+        only, ignored = 0, self.ignore_index
+        if ignored == only:
+            target, ignored = target.where(target != ignored, _NO_CLASS), _NO_CLASS
+        # A number that is no class stays, for torch's own error.
+        target = torch.where(is_class, only, target)
+        self.made = _aten.nll_loss_forward(picked, target, None, self.reduction, ignored)
+
+    def gradient(self, came: _Came, logp: Tensor, rows: slice | None = None) -> Tensor:
+        """The gradient of logp, whose values do not matter; rows: it is of these only."""
+        grad, target = came.grad, came.target
+        if rows is not None:
+            grad, target = grad[rows] if grad.dim() else grad, target[rows]
         made: Tensor = _aten.nll_loss_backward(
-            grad, logp, target, weight, self.reduction, self.ignore_index, total
+            grad, logp, target, came.weight, self.reduction, self.ignore_index, came.total
         )
         return made
 
@@ -130,26 +216,52 @@ class _NegativeLogLikelihood(Node):
         (grad,), (target, weight, total) = grads, ctx.saved_tensors
         if grad is None:
             return (None,) * 4
-        nothing = grad.new_zeros(()).expand(ctx.shape)
+        nothing, came = grad.new_zeros(()).expand(ctx.shape), _Came(grad, target, weight, total)
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted
-            return ctx.labels.gradient(grad, nothing, target, weight, total), None, None, None
-        ctx.labels.came = grad, target, weight, total
+            return ctx.labels.gradient(came, nothing), None, None, None
+        ctx.labels.came = came
         return nothing, None, None, None
 
 
-class _LogProbabilities(Node):
+class _Logits(Node):
+    """Saves the logits themselves. Parts of them are normalized as forward and backward ask."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
-        logp = torch.log_softmax(x, 1)
-        labels.made = _aten.nll_loss_forward(
-            logp, labels.target, labels.weight, labels.reduction, labels.ignore_index
-        )
-        if labels.least is not None:
-            logp.clamp_(min=labels.least)
-        ctx.save_for_backward(logp)
+        labels.loss_of_rows(x, _parts(x))
+        ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.labels = labels
-        ctx.workspace_nbytes = min(2 * _ROWS_NBYTES, 2 * logp.nbytes) - logp.nbytes
+        ctx.workspace_nbytes = 3 * _part_nbytes(x, labels.dtype) - x.nbytes
+        return x.new_zeros((), dtype=labels.dtype).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        (grad,), labels = grads, ctx.labels
+        came, labels.came = labels.came, None
+        if grad is None:
+            return None, None
+        if came is None:
+            (x,) = ctx.saved_tensors
+            logp = labels.normalized(x)
+            return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype).to(x.dtype), None
+        x, is_private = _restored(ctx)
+        made = x if is_private else torch.empty_like(x)
+        return _gradient(labels, came, x, made, _parts(x), labels.normalized), None
+
+
+class _LogProbabilities(Node):
+    """Saves log-probabilities, which may get a code: they are cut at `LEAST_LOG_PROBABILITY`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
+        logp = labels.normalized(x)
+        labels.loss(logp)
+        logp.clamp_(min=LEAST_LOG_PROBABILITY)  # for which a code needs no copy of them
+        ctx.save_for_backward(logp)
+        ctx.set_materialize_grads(False)
+        ctx.labels, ctx.dtype = labels, x.dtype
+        ctx.workspace_nbytes = 2 * _part_nbytes(x, labels.dtype) - logp.nbytes
         return logp
 
     @staticmethod
@@ -160,20 +272,58 @@ class _LogProbabilities(Node):
             return None, None
         if came is None:
             (logp,) = ctx.saved_tensors
-            return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype), None
+            made: Tensor = _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype)
+            return made.to(ctx.dtype), None
         held = packed(ctx, 0)
         is_coded = isinstance(held, View) and not held.slot.exact
         logp, is_private = _restored(ctx)
-        made = logp if is_private else torch.empty_like(logp)
-        loss_grad, target, weight, total = came
-        rows = max(_ROWS_NBYTES // (logp.shape[1] * logp.element_size()), 1)
-        for start in range(0, len(logp), rows):
-            some, end = logp[start : start + rows], start + rows
-            if is_coded:  # as in `softmax.py`
-                some = some - some.logsumexp(1, keepdim=True)
-            of_logp = labels.gradient(loss_grad, some, target[start:end], weight, total)
-            made[start:end] = _aten._log_softmax_backward_data(of_logp, some, 1, logp.dtype)
-        return made, None
+        made = logp if is_private else torch.empty_like(logp, dtype=ctx.dtype)
+        normalized = _normalized if is_coded else None
+        return _gradient(labels, came, logp, made, _parts(logp), normalized).to(ctx.dtype), None
+
+
+coded_cross_entropy = partial(cross_entropy, node=_LogProbabilities)
+
+
+def _gradient(
+    labels: _Labels,
+    came: _Came,
+    saved: Tensor,
+    made: Tensor,
+    parts: Iterable[slice],
+    normalized: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Returns the gradient of the logits in `made`, which may be the memory of `saved`.
+
+    normalized: makes log-probabilities of rows of what was saved, if they are none
+    """
+    for rows in parts:
+        logp = saved[rows] if normalized is None else normalized(saved[rows])
+        of_logp = labels.gradient(came, logp, rows)
+        made[rows] = _aten._log_softmax_backward_data(of_logp, logp, 1, logp.dtype)
+    return made
+
+
+def _normalized(logp: Tensor) -> Tensor:
+    """Decoded log-probabilities, whose exponentials add up to 1 again, as in `softmax.py`."""
+    return logp - logp.logsumexp(1, keepdim=True)
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    """All rows of x, a few at a time."""
+    rows = _rows(x)
+    return (slice(start, start + rows) for start in range(0, len(x), rows))
+
+
+def _rows(x: Tensor) -> int:
+    """The rows of a part."""
+    least, most = _PART_NBYTES if x.device.type == "cpu" else _LAUNCHED_PART_NBYTES
+    nbytes = min(max(x.nbytes // _PARTS, least), most)
+    return max(nbytes // (x.shape[1] * x.element_size()), 1)
+
+
+def _part_nbytes(x: Tensor, dtype: torch.dtype) -> int:
+    return min(_rows(x), len(x)) * x.shape[1] * dtype.itemsize
 
 
 def _restored(ctx: Any) -> tuple[Tensor, bool]:
@@ -184,9 +334,9 @@ def _restored(ctx: Any) -> tuple[Tensor, bool]:
     is_made = isinstance(handle, RebuildHandle)
     is_kept = isinstance(handle, KeepHandle) or not isinstance(held, View)
     (saved,) = ctx.saved_tensors
-    logp: Tensor = saved.detach()
+    x: Tensor = saved.detach()
     del saved
-    # Its holder, and `logp` here.
-    known = 2 if is_kept else is_made + is_code * (1 + ARENA.owns(logp))
-    alone = WeakStorage(logp).holders() <= known
-    return logp, alone and not torch._C._autograd._get_current_graph_task_keep_graph()
+    # Its holder, and `x` here.
+    known = 2 if is_kept else is_made + is_code * (1 + ARENA.owns(x))
+    alone = WeakStorage(x).holders() <= known
+    return x, alone and not torch._C._autograd._get_current_graph_task_keep_graph()
