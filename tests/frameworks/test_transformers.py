@@ -96,6 +96,24 @@ def test_the_same_weights_inside_a_tight_budget(way, tmp_path, caplog):
     assert not attached()  # released
 
 
+def test_a_compiled_model_stays_compiled(tmp_path, caplog):
+    def small(*callbacks):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=256, n_positions=TOKENS, n_embd=32, n_layer=1, n_head=2)
+        model = GPT2LMHeadModel(config)
+        settings = {"model": model, "torch_compile": True, "max_steps": 3}
+        return trained(tmp_path, *callbacks, **settings)
+
+    callback = Budget("60 GiB", exact=True)
+    with caplog.at_level(logging.INFO, "elbowroom"):
+        assert same_weights(small(), small(callback))
+    assert "planned inside torch.compile" in caplog.text
+    assert callback.summary.setting == "compiled"
+    assert callback.summary.predicted_nbytes
+    assert not attached()
+
+
 def test_the_figures_are_in_the_log_and_loggers_are_given_them(tmp_path):
     seen = []
 
@@ -134,7 +152,7 @@ def test_one_callback_serves_one_training_after_another(tmp_path):
 
 def test_a_callback_that_is_in_use_is_refused(tmp_path):
     callback = Budget("60 GiB")
-    callback.on_train_begin(None, None, None, model=gpt2())
+    callback.on_train_begin(TrainingArguments(str(tmp_path)), None, None, model=gpt2())
     with pytest.raises(PlanError, match="one of its own"):
         trained(tmp_path, callback, max_steps=2)
     callback.on_train_end(None, None, None)

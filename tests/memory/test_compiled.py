@@ -734,6 +734,11 @@ def test_fit_goes_to_the_eager_engine_where_the_graph_cannot_reach_the_budget(
     with pytest.warns(UserWarning, match="Sequential runs eagerly: inside torch"):
         er.fit(model, budget="10 MiB", compile=True)(x).sum().backward()
     assert int(model[1].num_batches_tracked) == 1  # counted once
+    for _ in range(3):
+        model(x).sum().backward()
+    told = er.summary(model)  # of the eager engine, which measures
+    assert told.setting != "compiled"
+    assert told.last_nbytes
     er.release(model)
 
 

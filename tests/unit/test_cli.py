@@ -105,6 +105,13 @@ def test_a_folder_is_no_page(tmp_path):
     assert "is a folder; name a file in it" in result.stderr
 
 
+def test_a_folder_is_no_snapshot(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("snapshot", ".")  # of which pathlib makes no name of a page
+    assert result.exit_code == 2
+    assert "Is a directory" in result.stderr
+
+
 def test_being_stopped_is_no_traceback(tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt

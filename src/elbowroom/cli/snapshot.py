@@ -32,7 +32,7 @@ def snapshot(file: File, html: Html = None, device: Device = None) -> None:
 
     The file is read without running any of its code. Exit code: 0; 2 if the file is no snapshot.
     """
-    page = html or file.with_suffix(".html")
+    page = html or file.parent / f"{file.stem}.html"  # a folder such as "." has no suffix
     check_writable(page, "--html", file)
     with waiting("the snapshot is read"):
         found = er.load_snapshot(file, device)

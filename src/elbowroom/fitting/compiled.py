@@ -53,6 +53,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary
+from elbowroom.fitting.summary import summary as summary_of
 from elbowroom.runtime.attach import called
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
@@ -501,7 +502,12 @@ class CompiledFitting:
         self._kinds.clear()
 
     def summary(self, model: str) -> Summary:
-        """Returns a summary of the plans at the end of training; nothing is measured."""
+        """Returns a summary of the plans, of which nothing is measured.
+
+        If nothing could be compiled, it is that of the eager engine.
+        """
+        if self._eager is not None and not self.regions:
+            return summary_of(self._eager, model)
         summary = planned(model, self.model_state, self.options, 0, self.regions, self.steps)
         each = [(twin.resident, one) for twin in self._twins for one in twin.regions.decisions]
         return replace(

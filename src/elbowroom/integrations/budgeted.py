@@ -9,12 +9,13 @@ from torch.optim import Optimizer
 
 import elbowroom as er
 from elbowroom.errors import PlanError
-from elbowroom.fitting import Fitting, Summary, summary
+from elbowroom.fitting import Fitting, Summary
 from elbowroom.runtime.attach import opener_of
 from elbowroom.tools.logging_targets import Log, figures, numbers
 from elbowroom.units import show_nbytes
 
 _log = logging.getLogger("elbowroom")
+_EAGER = frozenset({"codecs", "loss", "offload", "plan", "solver", "worst"})  # may need it
 
 
 class Budgeted:
@@ -31,8 +32,13 @@ class Budgeted:
         self._fitting: Fitting | None = None
         self._log: Log | None = None
 
-    def begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def begin(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, compiled: bool = False
+    ) -> None:
         """Fits the model as the training begins, and counts the optimizers' states.
+
+        compiled: the library calls the model through torch.compile, so the plan is made inside the
+        compiled graph, unless there is a setting that may need eager mode.
 
         If an earlier training of the same model was ended by an error or an interrupt, it is ended
         first, because not all libraries call their callbacks then.
@@ -47,7 +53,8 @@ class Budgeted:
                 "this Budget is in use by a training that has not ended; give each Trainer one of "
                 "its own"
             )
-        er.fit(model, budget=self.budget, **self.settings)
+        in_graphs = compiled and not _EAGER.intersection(self.settings)
+        er.fit(model, budget=self.budget, **{"compile": in_graphs, **self.settings})
         given = [unwrapped(optimizer) for optimizer in optimizers]
         own = [optimizer for optimizer in given if _trains(optimizer, model)]
         for optimizer in own or given:  # none of its own: its parameters may be wrapped
@@ -61,7 +68,7 @@ class Budgeted:
         """Returns what loggers get: numbers, by names that begin with "memory/".
 
         Those that are not known yet are left out. The slowdown and the peak of plain training are
-        estimates.
+        estimates, and so is all that is known of a compiled model.
         """
         self.look()
         return {} if self.summary is None else numbers(figures(self.summary))
@@ -88,7 +95,7 @@ class Budgeted:
         if self._model is None:
             return
         self.release()
-        if self.summary is None:  # a compiled model is planned, and not measured
+        if self.summary is None:
             return
         is_above = (self.summary.last_nbytes or 0) > self.summary.budget_nbytes
         is_idle = warns and not self.summary.steps
@@ -111,8 +118,8 @@ class Budgeted:
 
     def look(self) -> None:
         """Read the figures of the training so far."""
-        if self._fitting is not None and self._model is not None:
-            self.summary = summary(self._fitting, type(self._model).__name__)
+        if self._model is not None and opener_of(self._model) is not None:
+            self.summary = er.summary(self._model)
 
 
 def verdict(told: Summary) -> str:
@@ -120,15 +127,24 @@ def verdict(told: Summary) -> str:
     budget = show_nbytes(told.budget_nbytes)
     if not told.steps:
         return f"budget {budget} had no effect: the training did not call {told.model}"
+    how = "exact" if told.exact else "lossy"
+    if told.setting == "compiled" and told.predicted_nbytes is not None:
+        peak = show_nbytes(told.predicted_nbytes)
+        return f"budget {budget}: planned inside torch.compile for {peak} (estimated, {how})"
     if told.last_nbytes is None:
         return f"budget {budget}: no step was measured"
-    peak, how = show_nbytes(told.last_nbytes), "exact" if told.exact else "lossy"
-    if told.last_nbytes > told.budget_nbytes:
-        return f"budget {budget} was NOT kept: the last measured step took {peak} ({how})"
+    last, highest = told.last_nbytes, told.highest_nbytes or told.last_nbytes
+    if last > told.budget_nbytes:
+        return (
+            f"budget {budget} was NOT kept: the last measured step took {show_nbytes(last)} ({how})"
+        )
+    peak = f"steps take up to {show_nbytes(highest)}"  # the last one may have a smaller batch
+    if highest > told.budget_nbytes:
+        peak = f"the last step took {show_nbytes(last)}, an earlier one {show_nbytes(highest)}"
     plain = (
         "" if told.plain_nbytes is None else f", plain training {show_nbytes(told.plain_nbytes)}"
     )
-    return f"budget {budget} was kept: steps take {peak} ({how}){plain}"
+    return f"budget {budget} was kept: {peak} ({how}){plain}"
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -30,9 +30,10 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
         trainer = Trainer(model, args, train_dataset=data, callbacks=[Budget("6 GiB", exact=True)])
 
     The model is fitted after the Trainer has wrapped it and created its optimizer, whose states are
-    counted. Evaluation does not change. Every log of the Trainer gets the measured peak as
-    `memory/peak_mib`, and other figures. At the end, the model is released, and the logger
-    "elbowroom" says in one line whether the budget was kept.
+    counted. With `torch_compile=True`, and no other mode or backend, it is planned inside
+    torch.compile, and all figures are estimates. Evaluation does not change. Every log of the
+    Trainer gets the measured peak as `memory/peak_mib`, and other figures. At the end, the model is
+    released, and the logger "elbowroom" says in one line whether the budget was kept.
     """
 
     def __init__(self, budget: float | str, **settings: Any) -> None:
@@ -62,7 +63,10 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
         **kwargs: Any,
     ) -> None:
         """Fit the model."""
-        self._budgeted.begin(model, [] if optimizer is None else [optimizer])
+        # With a mode or a backend of its own, plain training would have other bits than our plan.
+        mode, backend = args.torch_compile_mode, args.torch_compile_backend
+        compiled = args.torch_compile and mode in (None, "default") and backend == "inductor"
+        self._budgeted.begin(model, [] if optimizer is None else [optimizer], compiled=compiled)
 
     def on_log(
         self,

@@ -204,7 +204,8 @@ def _warn_eager(what: str) -> None:
     _said = True
     warnings.warn(
         f"{what} runs eagerly inside an elbowroom context: saved tensors of a compiled region "
-        "cannot be told apart. Fit or save without torch.compile, or by a policy that acts in "
-        "compiled graphs (docs/compiled.md lists them), to silence this.",
+        "cannot be told apart. To keep it compiled, fit what torch.compile returns, as in "
+        "er.fit(torch.compile(model), budget=...), or save by a policy that acts in compiled "
+        "graphs (docs/compiled.md lists them).",
         stacklevel=4,
     )
