@@ -94,6 +94,13 @@ def test_lists_of_lists_without_end_are_refused(kind, text, written, tmp_path):
         written[kind][0](tmp_path / "deep.json")
 
 
+@pytest.mark.parametrize(("kind", "other"), [("profile", "plan"), ("plan", "profile")])
+def test_a_file_of_another_kind_is_named(kind, other, written, tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps(written[other][1]))
+    with pytest.raises(DataError, match=f"one.json is a {other}, not a {kind}"):
+        written[kind][0](tmp_path / "one.json")
+
+
 def put(data, path, value):
     data = copy.deepcopy(data)
     at = data

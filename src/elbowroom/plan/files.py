@@ -105,7 +105,12 @@ def read(path: str | Path, kind: str, version: int, make: Callable[[dict[str, An
     """
     try:
         data = json.loads(Path(path).read_text(), parse_int=_whole)
-        found = data.pop(f"elbowroom_{kind}")
+        found = data.pop(f"elbowroom_{kind}", None)
+        other = next((key for key in data if found is None and key.startswith("elbowroom_")), "")
+        if other:
+            raise DataError(f"{path} is a {other.removeprefix('elbowroom_')}, not a {kind}")
+        if found is None:
+            raise DataError(f"{path} is not a {kind} written by elbowroom")
         if found != version:
             raise DataError(
                 f"{path} is a {kind} of version {found}; this elbowroom reads version {version}. "
