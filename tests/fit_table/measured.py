@@ -254,9 +254,9 @@ ROWS = {
         replace(WRITING, tries=4), step(900, writes=True), {"phase": P.SETTLED, "tries": 5}
     ),
     "five steps that could not be written down, nor measured": Row(
-        replace(WRITING, tries=4),
+        replace(WRITING, tries=4, unmeasured=4),
         step(None, writes=True),
-        {"phase": P.SETTLED, "tries": 5},
+        {"phase": P.SETTLED, "tries": 5, "unmeasured": 5},
         (say(Line.BLIND),),
     ),
     "five steps above the budget whose backward nobody saw": Row(

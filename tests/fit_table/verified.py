@@ -291,9 +291,10 @@ ROWS = {
     "a step once all is settled": Row(SETTLED, step(2000), {}, (said(PLAN, 2000),)),
     # It was followed for good, without a word, where no step could be measured until then.
     "the first step that can be measured, long after all is settled, is above the budget": Row(
-        replace(SETTLED, has_fit=False),
+        replace(SETTLED, has_fit=False, unmeasured=5),
         step(1100),
         {
+            "unmeasured": 0,
             "phase": P.VERIFYING,
             "tries": 1,
             "rounds": 1,
@@ -303,11 +304,27 @@ ROWS = {
         },
         (said(PLAN, 1100), MAKE),
     ),
-    "a step under a plan cannot be measured": Row(VERIFYING, step(None), {"tries": 1}),
+    "a step under a plan cannot be measured": Row(VERIFYING, step(None), {"unmeasured": 1}),
+    "a step cannot be measured, after four others were": Row(
+        replace(SMALLEST, tries=4), step(None), {"unmeasured": 1}
+    ),
+    "a step can be measured again": Row(
+        replace(VERIFYING, unmeasured=4),
+        step(900),
+        {
+            "phase": P.SETTLED,
+            "unmeasured": 0,
+            "tries": 1,
+            "has_fit": True,
+            "headroom": Headroom(500, None, 550),
+            "attempts": KNOWN.attempts.after(PLAN, 900),
+        },
+        (said(PLAN, 900),),
+    ),
     "five steps under a plan could not be measured": Row(
-        replace(VERIFYING, tries=4),
+        replace(VERIFYING, unmeasured=4),
         step(None),
-        {"phase": P.SETTLED, "tries": 5},
+        {"phase": P.SETTLED, "unmeasured": 5},
         (say(Line.BLIND),),
     ),
     "a model inside has ended the measurement": Row(

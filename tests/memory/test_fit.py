@@ -1455,6 +1455,32 @@ def test_a_plan_that_is_smaller_is_tried_before_a_budget_is_refused(monkeypatch,
     assert caplog.text.count("so fit tries the smallest plans, one step each") == 1
 
 
+def test_a_plan_whose_measurements_a_profiler_has_ended_is_measured_without_it(monkeypatch):
+    """A step under a profiler ends the measurement of the one before it."""
+    monkeypatch.setitem(NETWORKS, "graph", GRAPHS)
+    budget = share_of("graph", 0.65)
+    run = Run("graph", budget, exact=True)
+    fitting = opener_of(run.model)
+    for _ in range(5):
+        run.step()
+        if fitting.planning.state.phase is Phase.SMALLEST:
+            break
+    for _ in range(6):
+        run.step()
+        with torch.profiler.profile():
+            run.step()
+    assert fitting.highest_nbytes > budget
+    assert fitting.planning.state.is_blind
+    for _ in range(18):  # of a few settled steps, one is looked at
+        run.step()
+        if not fitting.planning.state.is_blind:
+            break
+    assert not fitting.planning.state.is_blind
+    settle(run)
+    assert run.peak() <= budget
+    er.release(run.model)
+
+
 @pytest.mark.parametrize(("kind", "share"), [("graph", 0.5), ("unet", 0.5)])
 def test_a_least_that_was_measured_is_met_when_it_is_given(monkeypatch, kind, share):
     monkeypatch.setitem(NETWORKS, "graph", GRAPHS)

@@ -27,7 +27,7 @@ _SLACK = 0.1  # of non-static bytes: if a rehearsed plan leaves as much unused, 
 _NEARLY = 1.05  # of the budget: a given plan that exceeds it by no more is corrected, not dropped
 _MOST_ROUNDS = 3  # plans that are replaced because a measurement exceeded the budget
 _LEFT_FREE = 1 / 32  # of the budget: least correction if forwards would have held too much
-_MOST_TRIES = 5  # forwards without a backward of their own after which a plan is abandoned
+_MOST_TRIES = 5  # inconclusive measurements after which a plan is followed as it is
 
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
@@ -57,9 +57,11 @@ def _learned(state: FitState, seen: StepMeasured) -> Step:
         return _smaller_measured(state)
     if not state.saves_less(seen.before_nbytes):
         state = replace(state, smaller_steps=0)
-    match state.phase:
-        case Phase.SETTLED if state.is_blind and seen.peak is not None:
+    if seen.peak is not None:
+        if state.is_blind:
             state = replace(state, phase=Phase.VERIFYING, tries=0)
+        state = replace(state, unmeasured=0)
+    match state.phase:
         case Phase.SETTLED:
             return state, ()
         case Phase.WATCHING:
@@ -71,7 +73,7 @@ def _learned(state: FitState, seen: StepMeasured) -> Step:
     if seen.writes and not seen.makes_states:
         return _written(state, seen)
     if seen.peak is None and state.plan is not None and not seen.others_learn:
-        return _try_again(replace(state, tries=state.tries + 1), seen)
+        return _try_again(state, seen)
     if seen.peak is None or (seen.writes and seen.seen is None):
         return state, ()
     if state.plan is None:
@@ -202,11 +204,14 @@ def _try_again(state: FitState, seen: StepMeasured) -> Step:
         # An estimated plan would climb in each step, and a step of two settings tells nothing.
         headroom = state.headroom.forgotten()
         state = replace(state, plan=None, preset=seen.preset, headroom=headroom)
+    if peak_nbytes is None:
+        state = replace(state, unmeasured=state.unmeasured + 1)
+        if state.unmeasured < _MOST_TRIES:
+            return state, ()
+        return replace(state, phase=Phase.SETTLED), (say(Line.BLIND),)
     if state.tries < _MOST_TRIES:
         return state, ()
     state = replace(state, phase=Phase.SETTLED)
-    if peak_nbytes is None:
-        return state, (say(Line.BLIND),)
     if peak_nbytes <= state.options.budget_nbytes:
         return state, ()
     if seen.climbed:

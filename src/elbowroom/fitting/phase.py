@@ -34,7 +34,8 @@ From every phase, a larger call, another budget or more resident bytes beside th
 VERIFYING, with the same profile; without a profile, they lead to GIVEN, WRITING or GUESSING. The
 phase after a step is GUESSING if the step held more than those before it, ran its model more often,
 or began with more gradients (micro-batches), or if a restriction on plans was relaxed. Five
-inconclusive measurements lead to SETTLED.
+inconclusive measurements, or five steps in a row that cannot be measured, lead to SETTLED; from the
+latter a step that is measured leads back to VERIFYING.
 
 In a settled step each forward is examined (*learning*: its script is recorded), replays its script
 (*replaying*), or runs without hooks if the script does nothing (*off*): see `session.py`.

@@ -73,6 +73,7 @@ class FitState:
 
     rounds        plans that were replaced because a measurement exceeded the budget
     tries         steps that were measured under a plan, or profiled
+    unmeasured    steps in a row that could not be measured
     attempts      plans that were measured, and profiles for smaller ones
     gradient_nbytes    the most gradients at the beginning of a measured step
     without_gradients  steps since then that began with fewer, and were not measured
@@ -117,6 +118,7 @@ class FitState:
     small_nbytes: int = 0
     rounds: int = 0
     tries: int = 0
+    unmeasured: int = 0
     attempts: Attempts = field(default_factory=Attempts)
     gradient_nbytes: int = 0
     without_gradients: int = 0
@@ -202,8 +204,8 @@ class FitState:
 
     @property
     def is_blind(self) -> bool:
-        """True if a plan was settled on that no step could be measured of."""
-        return self.settled and self.plan is not None and not self.has_fit
+        """True if a plan was settled on although its last steps could not be measured."""
+        return self.settled and self.plan is not None and self.unmeasured > 0
 
     @property
     def follows_given(self) -> bool:

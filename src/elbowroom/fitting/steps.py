@@ -204,8 +204,9 @@ class MeasuredSteps:
         return self.planning.setting if self._aside is None else HOOKS
 
     def _is_unknown(self, state: FitState) -> bool:
-        """Returns whether steps have settled, and none of them was ever measured."""
-        if not state.settled or self.peak_nbytes is not None or self._tried >= _MOST_TRIED:
+        """Returns whether steps have settled that could not be measured."""
+        known = self.peak_nbytes is not None and not state.is_blind
+        if not state.settled or known or self._tried >= _MOST_TRIED:
             return False
         self._tried += 1
         return True

@@ -227,6 +227,7 @@ def _plan_again(state: FitState, growth: float) -> Step:
         headroom=state.headroom.grown(growth),
         rounds=0,
         tries=0,
+        unmeasured=0,
         has_fit=False,
         profile=profile,
         was_watched=state.was_watched and not watching,
