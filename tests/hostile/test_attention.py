@@ -1,5 +1,6 @@
 """Attention that runs again in backward: torch's own bits in exact contexts, whatever comes."""
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.runtime import opened
+from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct import direct_of
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -313,3 +316,17 @@ def test_plans_know_the_node(exact: bool | None) -> None:
     true, got = step(nullcontext()), step(er.following(plan))
     assert not plan.strangers
     assert same(got, true) if plan.exact else all(g.isfinite().all() for g in got)
+
+
+def test_it_takes_few_functions_to_ask_whether_attention_has_a_node() -> None:
+    """It is asked in each settled step."""
+    q, k, v = (torch.randn(2, 4, 16, 16, requires_grad=True) for _ in range(3))
+    call = Call(F.scaled_dot_product_attention, (q, k, v), {"dropout_p": 0.1, "is_causal": True})
+    assert direct_of(call) is not None
+    entered = []
+    sys.setprofile(lambda frame, event, arg: entered.append(frame) if event == "call" else None)
+    try:
+        direct_of(call)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= 16

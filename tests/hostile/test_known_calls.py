@@ -1,7 +1,9 @@
 """Models whose calls are seen by their class: every way to call them is, and no other module."""
 
+import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,3 +145,105 @@ assert calls._optimized is None
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+class Passing:
+    """Intercepts calls, and counts them by module."""
+
+    def __init__(self) -> None:
+        self.seen: list[nn.Module] = []
+
+    def __call__(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        self.seen.append(module)
+        return call(*args, **kwargs)
+
+
+class Between(nn.Module):
+    """Another base class, which has a `__call__` of its own."""
+
+    calls = 0
+
+    def __call__(self, x: Tensor) -> Any:
+        type(self).calls += 1
+        return super().__call__(x)
+
+
+def test_known_modules_are_seen_without_a_change_of_all_classes() -> None:
+    one, other, x, passing = Bare(), Bare(), torch.randn(2), Passing()
+    with calls.intercepted(passing, [one]):
+        assert nn.Module.__call__ is calls._plain_call
+        for module in (one, other, Child(), nn.ReLU()):
+            module(x)
+        with calls.undisturbed():
+            one(x)
+    one(x)
+    assert passing.seen == [one]
+    assert "__call__" not in Bare.__dict__
+
+
+@pytest.mark.parametrize("cls", [Loud, Bare])
+def test_what_is_seen_may_change(cls: Any) -> None:
+    one, all_of_them = cls() if cls is Bare else cls(2, 2), Passing()
+    other, x = nn.ReLU(), torch.randn(2)
+    with calls.intercepted(all_of_them, [one]) as seen:
+        other(x)
+        one(x)
+        seen.see(None)
+        other(x)
+        one(x)
+        seen.see([other])
+        other(x)
+        one(x)
+    assert all_of_them.seen == [one, other, one, other]
+
+
+def test_a_class_made_later_that_inherits_from_two() -> None:
+    one, x, passing = Bare(), torch.randn(2), Passing()
+    with calls.intercepted(passing, [one]) as seen:
+
+        class Both(Bare, Between):
+            pass
+
+        both = Both()
+        assert torch.equal(both(x), 2 * x)
+        assert Both.calls == 1
+        seen.see([one, both])  # it has a `__call__` of its own, which may change
+        both(x)
+        one(x)
+    assert Both.calls == 2
+    assert passing.seen == [both, one]
+
+
+def test_contexts_of_one_class_on_two_threads() -> None:
+    one, x, mine, theirs = Bare(), torch.randn(2), Passing(), Passing()
+
+    def run() -> None:
+        with calls.intercepted(theirs, [one]):
+            one(x)
+
+    with calls.intercepted(mine, [one]):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        one(x)
+    assert (mine.seen, theirs.seen) == ([one], [one])
+
+
+def test_what_lasts_ends_with_the_models() -> None:
+    model, other, block, x = nn.Linear(2, 2), nn.Linear(2, 2), Bare(), torch.randn(2)
+    with calls.intercepted(Passing(), [block], lasts=True):
+        pass
+    assert not calls._ours  # as no model is attached
+    attached(model)
+    attached(other)
+    for _ in range(2):
+        with calls.intercepted(Passing(), [block], lasts=True):
+            block(x)
+        assert "__call__" in Bare.__dict__
+    attach.detach(other)
+    assert "__call__" not in Bare.__dict__
+    with calls.intercepted(Passing(), [block], lasts=True):
+        block(x)
+    del model
+    gc.collect()
+    assert not calls._ours

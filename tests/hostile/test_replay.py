@@ -22,9 +22,10 @@ import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.fitting.observations import NothingToDo
 from elbowroom.fitting.replayed import ReplayedForward
-from elbowroom.runtime import modules
+from elbowroom.plan import KeepAll
+from elbowroom.runtime import calls, modules
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.context import PROCESS
+from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
@@ -383,6 +384,42 @@ def test_a_script_is_written_while_its_plan_is_verified(share, known):
         net(x).square().mean().backward()
     assert isinstance(opener_of(net)._last, ReplayedForward)
     er.release(net)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_replay_sees_the_calls_of_recomputed_modules_alone(changes):
+    """Only the class of these is changed, until a forward differs from the script."""
+
+    class Block(nn.Sequential):
+        pass
+
+    class Seen(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append((nn.Module.__call__ is calls._plain_call, "__call__" in vars(Block)))
+            return x * len(self.extra) if self.extra else x
+
+    found: list[tuple[bool, bool]] = []
+    net = nn.Sequential(Block(nn.Linear(8, 8), nn.GELU()), Seen(), nn.Linear(8, 8), Seen())
+    net[1].extra = net[3].extra = ()
+    context = Context(learns=False)
+
+    def make() -> Saving:
+        return Saving(KeepAll(), min_nbytes=0, context=context, recompute=frozenset({"0"}))
+
+    x = torch.randn(4, 8, requires_grad=True)
+    script = written(lambda: net(x).sum(), make)
+    found.clear()
+    if changes:
+        net[1].extra = "ab"
+    replay = Following(script, make)
+    with replay:
+        loss = net(x).sum()
+    loss.backward()
+    assert replay.diverged == changes
+    assert found[0] == (True, True)
+    assert found[1] == (not changes, not changes)
+    assert "__call__" not in vars(Block)
+    assert nn.Module.__call__ is calls._plain_call
 
 
 def test_a_script_is_forgotten_with_its_plan(monkeypatch):

@@ -16,8 +16,11 @@ from elbowroom.measure.clocks import StepClock, Stopwatch
 from elbowroom.measure.rates import Rates
 from elbowroom.measure.record import least_times, record, run_recorded
 from elbowroom.plan import Exact
+from elbowroom.plan.build_problem import build_problem
+from elbowroom.plan.make import plain_peak
 from elbowroom.plan.menu import (
     ATTENTION_LOOK,
+    RESTORE,
     ROWS,
     fixed_name,
     preset_named,
@@ -169,6 +172,27 @@ def test_a_code_costs_its_fixed_part_and_its_bytes(profiled: Profile) -> None:
     assert made.backward_s == pytest.approx(0.003 + storage.nbytes / 1e9)
     again = option_of(profiled, storage, preset_named("dither, 16 levels"), again=1)
     assert again.backward_s == pytest.approx(2 * made.backward_s)  # also for what is made from it
+
+
+def test_a_second_forward_costs_python_beside_its_ops() -> None:
+    """As often a restored tensor's fixed seconds, and so much for each module inside."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    net, x = nn.Sequential(*blocks), torch.randn(4096, 64)
+    profile = replace(record(lambda: net(x).sum().backward()), rates={}, fixed_s={})
+    dear = replace(profile, fixed_s={RESTORE: 0.01})
+    free, priced = (build_problem(one, exact=True).problem.regions for one in (profile, dear))
+    more = {two.name: two.seconds - one.seconds for one, two in zip(free, priced, strict=True)}
+    assert [more["0"], more["1"]] == pytest.approx([0.01 * (6 + 2 * 0.2)] * 2)
+
+    def runs_again(profile: Profile) -> int:
+        budget = profile.static + int(0.7 * (plain_peak(profile) - profile.static))
+        return len(er.plan(profile, budget=budget, exact=True).recompute)
+
+    slow = replace(
+        profile, storages=tuple(replace(one, producer_s=0.1) for one in profile.storages)
+    )
+    assert runs_again(slow) > runs_again(replace(slow, fixed_s={RESTORE: 0.1})) == 0
 
 
 def test_predicted_seconds_are_what_a_step_of_known_costs_takes(

@@ -21,7 +21,7 @@ class ReplayedSaving(Replay):
     entry  the bytes held until then, in the ledger of `rest`
     """
 
-    bounded = True
+    bounded = lasts = True
 
     def __init__(self, fit: Fit, script: Script, after: "ReplayedForward | None" = None) -> None:
         super().__init__(script, fit.context)

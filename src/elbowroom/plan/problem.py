@@ -114,7 +114,7 @@ class Region:
     inside       items that are then not held
     inputs       items that its second forward starts from: held by options that it may start from
                  (`takes`), and inside no recomputed region (an earlier one is whole only later)
-    seconds      of its forward
+    seconds      of its forward, and of what is done to run it again
     workspace    bytes that its forward takes beyond what it saves
     extra        bytes of inputs that are no item, so held on top, from `born` to `start`
     born, start  the moments of its forward, and of its first need in backward

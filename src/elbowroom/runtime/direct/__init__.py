@@ -157,12 +157,11 @@ def direct_of(call: Call) -> Direct | None:
     It reads metadata only, so it works with stand-ins.
     """
     if call.func is F.scaled_dot_product_attention:
-        fits = all(map(_is_plain, (*call.args, *call.kwargs.values()))) and fits_attention(call)
-        if not fits:
+        if not (_are_plain(call) and fits_attention(call)):
             return None
         return _UNFUSED if is_unfused(call) and adds_nothing_up(call) else _FUSED
     found = _OPS.get(call.func)
-    if found is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
+    if found is None or not _are_plain(call):
         return None
     x = call.first
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -188,11 +187,14 @@ def may_run(call: Call, direct: Direct) -> bool:
     return type(first) is Tensor or (direct.always and type(first) in PLAIN)
 
 
-def _is_plain(argument: Any) -> bool:
-    return not isinstance(argument, Tensor) or not untouchable(argument)
+def _are_plain(call: Call) -> bool:
+    # No function for each argument: this is asked in every step, of every op that has a node here.
+    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    return not any(map(untouchable, tensors))
 
 
 def is_overridden() -> bool:
     """Returns whether another function mode than ours would see the call, too."""
-    modes = range(torch._C._len_torch_function_stack())
-    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes)
+    depth = torch._C._len_torch_function_stack()
+    at = torch._C._get_function_stack_at
+    return depth > 0 and any(type(at(i)) is not DeviceContext for i in range(depth))

@@ -132,10 +132,11 @@ class Replay(Observing):
     diverged  the forward was another one
     bounded   it may save no more elements than those that its script was written from,
               and `spare` more
+    lasts     as long as the model is fitted, other replays will follow
     began     autograd's number of the node that the call that runs would have made first
     """
 
-    bounded = False
+    bounded = lasts = False
     spare = sys.maxsize
 
     def __init__(self, script: Script, context: Context, others: tuple[Script, ...] = ()) -> None:
@@ -178,8 +179,9 @@ class Replay(Observing):
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
             if self.script.recomputes or any(one.recomputes for one in self._others):
-                only = self.script.recomputed
-                self._calls = opening.enter_context(intercepted(self._called, only))
+                self._calls = opening.enter_context(
+                    intercepted(self._called, self.script.recomputed, lasts=self.lasts)
+                )
             self._open = opening.pop_all()
         if self.script.state != state_of_torch():
             self._diverge()
@@ -196,7 +198,7 @@ class Replay(Observing):
         self._on_host, self._on_device = [], {}
         self.script, self._acts = script, script.compiled.acts
         if self._calls is not None:
-            self._calls.only = script.recomputed
+            self._calls.see(script.recomputed)
         self.slots, self.sources = [nowhere] * script.slots, [nowhere] * script.slots
         self.sizes = [UNSET] * script.sizes
         self.noted = [nowhere] * script.noted
@@ -539,6 +541,6 @@ class Replay(Observing):
             assert self._seeds is not None
             self.context.give_back(self._seeds, self.script.seeds, self._drawn)
             if self._calls is not None:
-                self._calls.only = None
+                self._calls.see(None)
             self.saving = self.look()
             self.saving.join(self._pack, self._outside)

@@ -305,16 +305,19 @@ class Script:
         found = (p for step in self.steps for p in _parameters_in((step.args, step.kwargs)))
         return tuple({id(p): p for p in found}.values())
 
+    @property
+    def recomputed(self) -> list[nn.Module]:
+        """The modules that are recomputed in backward, if they still exist."""
+        return [module for ref in self._recomputed if (module := ref()) is not None]
+
     @cached_property
-    def recomputed(self) -> frozenset[int]:
-        """The `id` of each module that is recomputed in backward, if it still exists."""
-        found = (step.module() for step in self.steps if step.module is not None)
-        return frozenset(map(id, found))
+    def _recomputed(self) -> tuple[weakref.ref[nn.Module], ...]:
+        return tuple(step.module for step in self.steps if step.module is not None)
 
     @cached_property
     def recomputes(self) -> bool:
         """True if modules are recomputed in backward."""
-        return any(step.module is not None for step in self.steps)
+        return bool(self._recomputed)
 
     @cached_property
     def acts_between(self) -> bool:

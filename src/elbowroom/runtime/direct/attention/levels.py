@@ -14,7 +14,7 @@ from elbowroom.plan import Need, Site
 from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
-from elbowroom.runtime.direct.attention.node import NAMES
+from elbowroom.runtime.direct.attention.node import given_to
 from elbowroom.runtime.normal import statistics_of_rows, var_mean
 from elbowroom.runtime.slot import Slot
 
@@ -91,7 +91,7 @@ def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None
 def levels_by_values(call: Call) -> Levels:
     """The fewest levels for codes of this call's q and k, and of its v."""
     if call.fewest is None:
-        q, k, v = (call.arg(i, NAMES[i]) for i in range(3))
+        (q, k, v, _), *_ = given_to(*call.args, **call.kwargs)
         logits = levels_for(spread(q, k, call.kwargs.get("scale")))
         call.fewest = Levels(logits, levels_for_values(spread_of_values(v)))
     return call.fewest

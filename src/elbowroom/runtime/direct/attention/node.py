@@ -39,8 +39,8 @@ from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
 from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.identity import PLAIN
 
+_DTYPES = (*FLOATS, torch.float64)
 _MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"
-NAMES = ("query", "key", "value", "attn_mask")
 _Grads = tuple[Tensor | None, ...]
 
 
@@ -101,31 +101,47 @@ def fits_attention(call: Call) -> bool:
     Other invalid tensors go to torch, for its own error. CUDA's dropout cannot be drawn again
     inside a graph that is being captured.
     """
-    q, k, v, mask = (call.arg(i, name) for i, name in enumerate(NAMES))
-    given = (q, k, v) if mask is None else (q, k, v, mask)
-    if not all(isinstance(x, Tensor) and type(x) in PLAIN and x.numel() for x in given):
+    # Without generators: this is asked in every step.
+    try:
+        (q, k, v, mask), p, causal, *_ = given_to(*call.args, **call.kwargs)
+    except TypeError:  # torch refuses them, too
         return False
-    if not torch.is_tensor(q) or q.dtype not in (*FLOATS, torch.float64) or q.dim() < 3:
+    needs_grad = False
+    for x in (q, k, v) if mask is None else (q, k, v, mask):
+        if not (isinstance(x, Tensor) and type(x) in PLAIN and x.numel()):
+            return False
+        needs_grad = needs_grad or x.requires_grad
+    if not needs_grad or q.dtype not in _DTYPES or q.dim() < 3 or q.shape[-1] != k.shape[-1]:
         return False
-    if not all(x.device == q.device and x.dim() == q.dim() for x in (k, v)):
+    if not k.device == v.device == q.device or not k.dim() == v.dim() == q.dim():
         return False
-    if len({x.dtype for x in _as_autocast((q, k, v)) if x is not None}) > 1:
+    cast: tuple[Any, ...] = _as_autocast((q, k, v))
+    if not cast[0].dtype == cast[1].dtype == cast[2].dtype:
         return False
-    if not any(x.requires_grad for x in given) or q.shape[-1] != k.shape[-1]:
-        return False
-    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
     if not isinstance(p, float | int) or not 0 <= p < 1 or not isinstance(causal, bool):
         return False
     return not (p and q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
+def given_to(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> tuple[tuple[Any, ...], Any, Any, Any, Any]:
+    """Returns the arguments of a call: the tensors, then those of `_backend`."""
+    return (query, key, value, attn_mask), dropout_p, is_causal, scale, enable_gqa
+
+
 def is_unfused(call: Call) -> bool:
     """Returns whether torch has no fused kernel for this call, and saves all intermediates."""
-    tensors = tuple(call.arg(i, name) for i, name in enumerate(NAMES))
-    p, causal = call.arg(4, "dropout_p", 0.0), call.arg(5, "is_causal", False)
-    scale, gqa = call.kwargs.get("scale"), call.kwargs.get("enable_gqa", False)
+    tensors, p, causal, scale, gqa = given_to(*call.args, **call.kwargs)
     q, mask = tensors[0], tensors[3]
-    assert q is not None
     if type(q) not in (Tensor, nn.Parameter):  # a stand-in, for which torch finds no kernel
         learned = mask is not None and mask.requires_grad
         return q.device.type == "cpu" and (p > 0 or q.dim() != 4 or learned)
@@ -141,10 +157,11 @@ def adds_nothing_up(call: Call) -> bool:
     If one tensor is several of them, its gradients are summed in their order of arrival. From a
     single node they arrive in another order, which gives other bits.
     """
+    tensors, *_ = given_to(*call.args, **call.kwargs)
     edges = set()
-    for i in range(3):
-        x = call.arg(i, NAMES[i])
-        edges.add(id(x) if x.grad_fn is None else (x.grad_fn, x.output_nr))
+    for x in tensors[:3]:
+        node = x.grad_fn
+        edges.add(id(x) if node is None else (node, x.output_nr))
     return len(edges) == 3
 
 
