@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, pairwise, product
 from math import inf, prod
 from random import Random
@@ -26,6 +26,7 @@ from elbowroom.plan.problem import (
     recomputed_items,
 )
 from elbowroom.plan.solve import BASELINES, SOLVERS, solve
+from elbowroom.plan.solve.greedy import _move as moved_by
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model
@@ -548,6 +549,45 @@ def test_a_draft_knows_what_a_move_does() -> None:
                 assert draft.level.tolist() == levels(problem, after).tolist()
                 gained = added_seconds(problem, after) - added_seconds(problem, before)
                 assert effect.seconds == pytest.approx(gained, abs=1e-12)
+
+
+def test_what_a_walk_knows_of_a_move_is_what_the_move_does() -> None:
+    for seed in range(30):
+        problem, limits = binding_case(seed)
+        draft = PartialSolution(problem, limits, keep_all(problem))
+        keys = [
+            *(
+                ("option", i, a)
+                for i, item in enumerate(problem.items)
+                for a in range(len(item.options))
+            ),
+            *(("region", r, 0) for r in range(len(problem.regions))),
+            *(("coded region", r, 0) for r in range(len(problem.regions))),
+        ]
+        random = Random(seed)
+        for _ in range(8):
+            for key in keys:
+                move = moved_by(draft, key)
+                known, anew = (
+                    draft.effect_of(key, partial(moved_by, draft, key)),
+                    draft.effect(move),
+                )
+                assert (known is None) == (anew is None), (seed, key)
+                if known is not None and anew is not None:
+                    assert (known.first, known.seconds) == (anew.first, anew.seconds), (seed, key)
+                    assert known.variance == anew.variance
+                    assert known.nbytes.tolist() == anew.nbytes.tolist()
+                    after = draft.level.copy()
+                    after[known.first : known.first + len(known.nbytes)] += known.nbytes
+                    excess = [
+                        int((level - limits.budget).clip(min=0).sum())
+                        for level in (draft.level, after)
+                    ]
+                    assert draft.excess == excess[0]
+                    assert draft.freed(known) == excess[0] - excess[1]
+            move = moved_by(draft, random.choice(keys))
+            if (effect := draft.effect(move)) is not None:
+                draft.make(move, effect)
 
 
 @pytest.mark.parametrize("solver", PROVING)

@@ -22,6 +22,7 @@ from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
 from elbowroom.measure import memory_curve
 from elbowroom.measure.rates import rates
 from elbowroom.plan import registered
+from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import levels_of, preset_named
 from elbowroom.plan.precision_floor import at_precision_floor
@@ -337,6 +338,31 @@ def test_the_least_budget_is_searched_for_only_where_it_is_named(
     asked.clear()
     make_plan(profile, fine.least_nbytes)
     assert "relaxed" not in asked
+
+
+def test_who_asks_for_a_plan_only_is_not_told_what_would_help(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tell it, the menu of codes would be weighed in vain."""
+    asked: list[object] = []
+    make_module = importlib.import_module("elbowroom.plan.make")
+    monkeypatch.setattr(make_module, "codes_help", lambda *given, **named: asked.append(given))
+    for finest in (1, inf):
+        with pytest.raises(BudgetTooSmall):
+            make_plan(profile, 1, exact=True, finest=finest)
+        assert len(asked) == 1
+
+
+def test_problems_with_and_without_modules_that_run_again_share_their_options(
+    profile: Profile,
+) -> None:
+    for exact in (True, False):
+        alone, both = (
+            build_problem(profile, exact=exact, recompute=again) for again in (False, True)
+        )
+        assert both.problem.items is alone.problem.items
+        assert both.problem.base == alone.problem.base
+        assert not alone.problem.regions
 
 
 def test_a_registered_codec_is_chosen(profile: Profile) -> None:

@@ -123,7 +123,8 @@ class States:
         if one.profile.noise is None:  # no limit is kept until it is known
             options = replace(options, noise=None)
         try:
-            finest = settings.options.budget_nbytes >> 8
+            # It is measured, so the search for the least peak is near enough.
+            finest = settings.options.budget_nbytes
             replace(settings, options=options, finest=finest).make(
                 one.profile, 0, exact=exact, recompute=recompute
             )

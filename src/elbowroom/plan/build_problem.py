@@ -97,6 +97,17 @@ def _built(
     codecs: tuple[Codec, ...] | None,
     apart: frozenset[int],
 ) -> BuiltProblem:
+    if recompute:  # which adds nothing but regions
+        alone = build_problem(
+            profile,
+            exact=exact,
+            recompute=False,
+            offload=offload,
+            whole=whole,
+            codecs=codecs,
+            apart=apart,
+        )
+        return _with_regions(alone, as_planned(profile, apart, exact=exact))
     menu = Menu(() if exact else codecs, _tier(profile, offload), whole=whole)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     again = _made_from(profile, exact=exact)
@@ -105,29 +116,42 @@ def _built(
     items = tuple(
         _item(profile, i, menu, again.get(i, 0), exact=exact, is_gated=i in norms) for i in planned
     )
-    base, floor = np.array(profile.level, np.int64), np.array(profile.floor, np.int64)
+    base = np.array(profile.level, np.int64)
     for i in planned:
         base -= profiled_level(profile.storages[i], len(base))
-        floor -= profiled_level(profile.storages[i], len(base), at_start=True)
-    at = {storage: item for item, storage in enumerate(planned)}
-    calls = _candidates(profile, at) if recompute else []
-    regions = tuple(_region(profile, call, at, base, floor, exact=exact) for call in calls)
     return BuiltProblem(
         Problem(
-            base=tuple(int(nbytes) for nbytes in base),
+            base=tuple(base.tolist()),
             starts_s=profile.starts_s,
             backward=profile.backward,
             seconds=profile.seconds,
             items=items,
-            regions=_nested(regions),
             links={} if offload is None else {offload: _link(profile, offload)},
             shared_s=() if exact else shared_s(profile),
             is_rough=not profile.measured,
         ),
         tuple(planned),
-        tuple(profile.modules.index(call) for call in calls),
+        (),
         exact,
         apart,
+    )
+
+
+def _with_regions(built: BuiltProblem, profile: Profile) -> BuiltProblem:
+    """Returns the problem in which modules may run again, too.
+
+    profile: as it is planned
+    """
+    base, floor = np.array(built.problem.base, np.int64), np.array(profile.floor, np.int64)
+    for i in built.storages:
+        floor -= profiled_level(profile.storages[i], len(floor), at_start=True)
+    at = {storage: item for item, storage in enumerate(built.storages)}
+    calls = _candidates(profile, at)
+    regions = tuple(_region(profile, call, at, base, floor, exact=built.exact) for call in calls)
+    return replace(
+        built,
+        problem=replace(built.problem, regions=_nested(regions)),
+        modules=tuple(profile.modules.index(call) for call in calls),
     )
 
 

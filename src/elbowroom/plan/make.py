@@ -64,7 +64,7 @@ def make_plan(
                None: as much as the budget asks for
     codecs     the settings of codes that are allowed; None: all that are registered
     finest     bytes to within which the least budget is searched for where no plan fits; inf: not
-               at all, for who does not ask for it
+               at all, and the error says nothing else either, for who asks for a plan only
 
     Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
     of `lossy_helps`, what to allow, if codes could help (`helps_anyway`: it does so in any case);
@@ -103,8 +103,10 @@ def make_plan(
             built, found, in_flight = freely, other, flies
     margin += in_flight  # of what is moved, one tensor or code is on its way at any time
     if not found.feasible:
+        if not asks:  # nobody reads what it says
+            raise _unplanned(budget, found.peak + margin)
         least_nbytes = found.peak
-        if asks and solver not in BASELINES:
+        if solver not in BASELINES:
             search = partial(
                 solve,
                 built.problem,
@@ -134,9 +136,14 @@ def make_plan(
             exact=bool(exact),
             noise=noise,
             least_is=least_is,
-            is_least=asks,
         )
     return _plan(profile, built, found, budget - margin + in_flight, in_flight, variance)
+
+
+def _unplanned(budget: int, peak: int) -> BudgetTooSmall:
+    """Returns the error for who asks for a plan and for nothing else: it names no least budget."""
+    said = f"no plan was found with which this step fits into {show_nbytes(budget)}"
+    return BudgetTooSmall(said, least_nbytes=peak)
 
 
 def _least(found: Solution, search: Callable[[int], Solution], finest: int) -> tuple[int, Solution]:
@@ -179,7 +186,6 @@ def _refusal(
     exact: bool,
     noise: float | None,
     least_is: str,
-    is_least: bool,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
     level = levels(built.problem, found.choice)
@@ -192,7 +198,7 @@ def _refusal(
         "saved for backward": saved,
     }
     within, ways = "", [*more_ways, "halve the batch"]
-    allows_codes = noise is not None and not exact and is_least
+    allows_codes = noise is not None and not exact
     freely = lowered(built.problem, Limits(0), found.choice) if allows_codes else found.choice
     if peak(built.problem, freely) < found.peak:
         within = f" with noise={noise:g}"

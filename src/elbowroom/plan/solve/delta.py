@@ -49,7 +49,7 @@ def delta(problem: Problem, limits: Limits, *, rule: Rule = "delta") -> Choice:
             return lowest
         solution = lower
     if rule == "delta":
-        solution.limits = limits
+        solution.keep_within(limits)
         _prefetch(solution)
     return solution.choice
 
@@ -63,7 +63,7 @@ def _lower(solution: PartialSolution, evict: _Evict) -> PartialSolution | None:
     problem, limits, choice = solution.problem, solution.limits, solution.choice
     top = _peak(solution)
     for halvings in _NEAR:
-        solution.limits = replace(limits, budget=top - max(top >> halvings, 1))
+        solution.keep_within(replace(limits, budget=top - max(top >> halvings, 1)))
         while _evicted(solution, evict):
             if _peak(solution) < top:
                 return solution

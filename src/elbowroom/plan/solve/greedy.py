@@ -17,7 +17,7 @@ from math import inf
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.limits import Limits, fits
-from elbowroom.plan.solve.partial import Move, PartialSolution
+from elbowroom.plan.solve.partial import Effect, Key, Move, PartialSolution
 from elbowroom.plan.solve.uniform import uniform_fitting
 
 _PRICES = (0.0, 0.01, 0.1, 1.0, 10.0)  # steps that all the allowed variance is worth
@@ -119,21 +119,24 @@ def _walk(solution: PartialSolution, price: float) -> None:
         if queue and score > queue[0][0]:
             heapq.heappush(queue, (score, key))
             continue
-        move = _move(solution, key)
-        effect = solution.effect(move)
+        effect = _effect(solution, key)
         assert effect is not None
-        solution.make(move, effect)
+        solution.make(_move(solution, key), effect)
         excess = solution.excess
 
 
-def _move(solution: PartialSolution, key: tuple[str, int, int]) -> Move:
+def _effect(solution: PartialSolution, key: Key) -> Effect | None:
+    return solution.effect_of(key, lambda: _move(solution, key))
+
+
+def _move(solution: PartialSolution, key: Key) -> Move:
     kind, index, option = key
     if kind == "coded region":
         return solution.recompute_from_codes(index)
     return solution.recompute(index) if kind == "region" else solution.hold(index, option)
 
 
-def _score(solution: PartialSolution, key: tuple[str, int, int], price: float) -> float:
+def _score(solution: PartialSolution, key: Key, price: float) -> float:
     """Returns the score of a move; inf: it may not be made, changes nothing, or frees nothing."""
     kind, index, option = key
     if kind != "option":
@@ -141,7 +144,7 @@ def _score(solution: PartialSolution, key: tuple[str, int, int], price: float) -
             return inf
     elif solution.options[index] == option or solution.gone(index):
         return inf
-    effect = solution.effect(_move(solution, key))
+    effect = _effect(solution, key)
     if effect is None or (freed := solution.freed(effect)) <= 0:
         return inf
     return (effect.seconds + price * effect.variance) / freed

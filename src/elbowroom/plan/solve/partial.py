@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from elbowroom.plan.problem import (
 from elbowroom.plan.solve.limits import Limits, outer
 
 _Traffic = dict[tuple[str, int], tuple[int, list[int]] | None]
+_NO_STEPS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class Move(NamedTuple):
@@ -35,11 +36,14 @@ class Move(NamedTuple):
     recomputed: frozenset[int]
 
 
+Key = tuple[str, int, int]  # of a move of a walk: "region" or "option", and which one (`greedy`)
+
+
 @dataclass
 class Effect:
     """The changes that a move makes.
 
-    nbytes    [moments] from `first` on
+    steps     (moments, bytes) from `first` on: so many moments in which the level changes alike
     seconds   added to the step
     variance  added
     traffic   (link, item): the bytes that travel, and the starts of the regions it is an input of;
@@ -47,12 +51,18 @@ class Effect:
     shared    by how many more options each of the problem's shared seconds is named
     """
 
-    first: int
-    nbytes: NDArray[np.int64]
     seconds: float
     variance: float
     traffic: _Traffic
+    first: int = 0
+    steps: tuple[NDArray[np.int64], NDArray[np.int64]] = _NO_STEPS
     shared: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> NDArray[np.int64]:
+        """Bytes [moments] from `first` on."""
+        moments, nbytes = self.steps
+        return np.repeat(nbytes, moments)
 
 
 class PartialSolution:
@@ -76,6 +86,17 @@ class PartialSolution:
                 self._named[n] += 1
         self._stall_s = {name: self._stalls(name, {}) for name in problem.links}
         self._spans: dict[tuple[int, int], list[Span]] = {}  # of options that no region starts from
+        self._made = 0  # moves
+        # After so many moves, by item, and by region behind them.
+        self._changed = np.zeros(len(problem.items) + len(problem.regions), np.int64)
+        self._effects: dict[Key, tuple[int, Effect | None]] = {}  # each after so many moves
+        self._find_excess()
+
+    def keep_within(self, limits: Limits) -> None:
+        """Goes on within other limits."""
+        self.limits = limits
+        self._effects.clear()
+        self._find_excess()
 
     @property
     def choice(self) -> Choice:
@@ -85,7 +106,7 @@ class PartialSolution:
     @property
     def excess(self) -> int:
         """Bytes over the budget, summed over all moments."""
-        return self._over(self.level)
+        return int(self._excess[-1])
 
     def gone(self, i: int) -> bool:
         """Returns whether an item is inside a recomputed region."""
@@ -102,11 +123,14 @@ class PartialSolution:
         the input itself.
         """
         region = self.problem.regions[r]
-        inside = {o for i in region.inside for o in self.regions_with[i]}
-        excluded = inside.union(outer(self.problem, r), self._within[r])
-        recomputed = (self.recomputed - excluded) | {r}
+        recomputed = (self.recomputed - self._excluded(r)) | {r}
         inputs = [i for i in region.inputs if not region.takes(self._option(i))]
         return Move(dict.fromkeys(inputs, 0), recomputed)
+
+    def _excluded(self, r: int) -> set[int]:
+        """Returns the regions that are not recomputed beside a region, and the region itself."""
+        inside = {o for i in self.problem.regions[r].inside for o in self.regions_with[i]}
+        return inside.union(outer(self.problem, r), self._within[r])
 
     def recompute_from_codes(self, r: int) -> Move:
         """Returns the move that recomputes a region from the smallest codes that it takes."""
@@ -126,6 +150,53 @@ class PartialSolution:
         """Returns the move that holds what is inside a region again."""
         return Move({}, self.recomputed - {r})
 
+    def effect_of(self, key: Key, move: Callable[[], Move]) -> Effect | None:
+        """Returns the effect of a walk's move; that of before if no move has changed it since.
+
+        A walk asks for the same moves again and again, since what they free depends on all others.
+        """
+        known = self._effects.get(key)
+        if known is not None and not self._has_changed(key, known[0]):
+            effect = known[1]
+            is_allowed = effect is None or self._may_add(effect.variance)
+            return effect if is_allowed else None
+        effect = self.effect(move())
+        self._effects[key] = self._made, effect
+        return effect
+
+    def _has_changed(self, key: Key, made: int) -> bool:
+        """Returns whether what the effect of a move depends on has changed after so many moves."""
+        kind, index, _ = key
+        if kind == "option":
+            return bool(self._changed[index] > made)
+        return bool(self._changed[self._around(index)].max() > made)
+
+    def _around(self, r: int) -> NDArray[np.int64]:
+        """Returns a region, those that it excludes, and the items that they hold or start from.
+
+        As in `_changed`.
+        """
+        if r not in self._near:
+            near: set[int] = set()
+            for other in {r, *self._excluded(r)}:
+                region = self.problem.regions[other]
+                near.update((*region.inside, *region.inputs, len(self.problem.items) + other))
+            self._near[r] = np.array(sorted(near), np.int64)
+        return self._near[r]
+
+    def _note_changes(self, move: Move, effect: Effect) -> None:
+        """Notes the regions and items whose moves may have other effects once a move is made."""
+        self._made += 1
+        if effect.traffic or effect.shared:
+            self._changed[:] = self._made
+            return
+        regions = {r for i in move.options for r in self._coded_from.get(i, ())}
+        changed = {*move.options, *(i for r in regions for i in self.problem.regions[r].inputs)}
+        for r in move.recomputed ^ self.recomputed:
+            region = self.problem.regions[r]
+            changed.update((*region.inside, *region.inputs, len(self.problem.items) + r))
+        self._changed[list(changed)] = self._made
+
     def effect(self, move: Move) -> Effect | None:
         """Returns the effect of a move; None if it breaks a limit other than the budget."""
         if move.recomputed is self.recomputed and len(move.options) == 1:
@@ -135,7 +206,7 @@ class PartialSolution:
         turned = [self.problem.regions[r] for r in sorted(move.recomputed ^ self.recomputed)]
         items = {*move.options, *(i for region in turned for i in (*region.inside, *region.inputs))}
         spans: list[Span] = []
-        effect = Effect(0, self.level[:0], 0.0, 0.0, {})
+        effect = Effect(0.0, 0.0, {})
         for signed, recomputed, options in (
             (-1, self.recomputed, {}),
             (1, move.recomputed, move.options),
@@ -163,7 +234,7 @@ class PartialSolution:
         """Returns the effect of holding one item by another option; None if a limit forbids it."""
         if not self._agrees(i, option, self.recomputed):
             return None
-        effect = Effect(0, self.level[:0], 0.0, 0.0, {})
+        effect = Effect(0.0, 0.0, {})
         if i in self._coded_from:
             self._add_noise(effect, self.recomputed, {}, (i,), -1)
             self._add_noise(effect, self.recomputed, {i: option}, (i,), 1)
@@ -229,7 +300,7 @@ class PartialSolution:
 
     def in_excess(self) -> Callable[[int], bool]:
         """Returns a function of an item: whether it is held while more than the budget is."""
-        over = np.concatenate([[0], np.cumsum(self.level > self.limits.budget)])
+        over = np.concatenate([[0], np.cumsum(self._above > 0)])
 
         def is_held_there(i: int) -> bool:
             item = self.problem.items[i]
@@ -240,15 +311,26 @@ class PartialSolution:
 
     def freed(self, effect: Effect) -> int:
         """Returns by how much an effect lowers the excess."""
-        window = self.level[effect.first : effect.first + len(effect.nbytes)]
-        return self._over(window) - self._over(window + effect.nbytes)
+        changes = effect.nbytes
+        first, after = effect.first, effect.first + len(changes)
+        changes += self._above[first:after]
+        left = np.maximum(changes, 0, out=changes).sum()
+        return int(self._excess[after] - self._excess[first] - left)
+
+    def _find_excess(self) -> None:
+        """Finds out by how much each moment is above the budget, and the sums of what is."""
+        self._above = self.level - self.limits.budget
+        self._excess = np.concatenate([[0], np.cumsum(np.maximum(self._above, 0))])
 
     def make(self, move: Move, effect: Effect) -> None:
         """Make a move, whose effect is known."""
+        self._note_changes(move, effect)
         for i, option in move.options.items():
             self.options[i] = option
         self.recomputed = move.recomputed
-        self.level[effect.first : effect.first + len(effect.nbytes)] += effect.nbytes
+        changes = effect.nbytes
+        self.level[effect.first : effect.first + len(changes)] += changes
+        self._find_excess()
         self.variance += effect.variance
         for n, more in effect.shared.items():
             self._named[n] += more
@@ -280,6 +362,10 @@ class PartialSolution:
         return {i: found for i, of in self._regions_from.items() if (found := [*coded & {*of}])}
 
     @cached_property
+    def _near(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
+    @cached_property
     def _within(self) -> list[set[int]]:
         within: list[set[int]] = [set() for _ in self.problem.regions]
         for r in range(len(within)):
@@ -295,9 +381,12 @@ class PartialSolution:
         return [self.problem.regions[r].start for r in regions if r in recomputed]
 
     def _sides_hold(self, effect: Effect) -> bool:
-        if effect.variance > 0 and not self.limits.allow_variance(self.variance + effect.variance):
+        if not self._may_add(effect.variance):
             return False
         return all(self._has_room(name, effect.traffic) for name in {n for n, _ in effect.traffic})
+
+    def _may_add(self, variance: float) -> bool:
+        return not variance > 0 or self.limits.allow_variance(self.variance + variance)
 
     def _has_room(self, name: str, traffic: _Traffic) -> bool:
         room = self.problem.links[name].room
@@ -324,9 +413,6 @@ class PartialSolution:
     def _within_any(self, i: int, recomputed: frozenset[int]) -> bool:
         return i in self.regions_with and not recomputed.isdisjoint(self.regions_with[i])
 
-    def _over(self, level: NDArray[np.int64]) -> int:
-        return int(np.maximum(level - self.limits.budget, 0).sum())
-
 
 def _signed(spans: Iterable[Span], sign: int) -> Iterator[Span]:
     return ((first, last, sign * nbytes) for first, last, nbytes in spans)
@@ -340,10 +426,7 @@ def _with_bytes(effect: Effect, spans: list[Span]) -> Effect:
             steps[last + 1] = steps.get(last + 1, 0) - nbytes
     moments = sorted(moment for moment, step in steps.items() if step)
     if moments:
-        effect.first, level = moments[0], np.zeros(moments[-1] - moments[0], np.int64)
-        held = 0
-        for first, after in pairwise(moments):
-            held += steps[first]
-            level[first - effect.first : after - effect.first] = held
-        effect.nbytes = level
+        effect.first = moments[0]
+        held = list(accumulate(steps[moment] for moment in moments[:-1]))
+        effect.steps = np.diff(moments), np.array(held, np.int64)
     return effect
