@@ -73,15 +73,15 @@ x = torch.randn(4, 8, requires_grad=True)
 gc.disable()
 with Saving(Exact(), min_nbytes=0, context=Context(learns=False), recompute=frozenset({"0"})):
     loss = net(x).sum()
-assert "torch._dynamo" in sys.modules
 loss.backward()
 del loss
+assert "torch._dynamo" not in sys.modules
 sys.exit(sum(ref() is not None for ref in made))
 """
 
 
 def test_the_first_one_leaves_nothing_to_the_collector() -> None:
-    """It imports torch._dynamo, which left a cycle with the frames of forward."""
+    """Nor does it import torch._dynamo, which takes seconds, and left a cycle with all frames."""
     done = subprocess.run(
         [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
     )
@@ -796,10 +796,7 @@ def test_statistics_that_are_updated_twice_would_be_seen(monkeypatch: pytest.Mon
 
 
 def test_a_mask_that_is_drawn_anew_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(*args, preserve_rng_state=False, **kwargs)
-
-    monkeypatch.setattr("elbowroom.runtime.recompute.checkpoint", careless)
+    monkeypatch.setattr("elbowroom.runtime.rerun._default_generators", lambda inputs: [])
     plain = step(conv_net, images(), nullcontext())
     found = plain.differences(step(conv_net, images(), recomputing("0")))
     assert {"rng", "grad 0.0.weight"} <= set(found)
@@ -858,9 +855,9 @@ def python_calls(run: Callable[[nn.Module, Tensor], Tensor]) -> int:
     return calls
 
 
-def test_it_calls_little_more_than_torchs_checkpoint() -> None:
-    """It called 2.5 times as many functions: most of them walked through the modules."""
-    assert python_calls(ours) <= 1.4 * python_calls(torchs)
+def test_it_calls_fewer_functions_than_torchs_checkpoint() -> None:
+    """It called 2.5 times as many: most of them walked through the modules, or saved a tensor."""
+    assert python_calls(ours) <= 0.55 * python_calls(torchs)
 
 
 class Ops(TorchDispatchMode):

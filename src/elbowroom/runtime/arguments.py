@@ -8,6 +8,9 @@ changes have no effect: a block appends keys to the same cache once. The copy is
 tensors, modules, functions, classes and generators of random numbers stand by reference. Objects
 that cannot be pickled (an iterator, an open file, a lock) cannot be passed twice, and neither can
 very large ones.
+
+Most calls are given tensors, numbers and tuples of these alone: nothing of them can change but the
+tensors, and no pickle is made.
 """
 
 import collections.abc
@@ -15,8 +18,9 @@ import io
 import pickle
 import types
 import weakref
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +28,7 @@ from torch import Tensor, nn
 from elbowroom.runtime.rewind import KINDS as RANDOM
 
 LARGEST = 1 << 20  # bytes of the copy, one of which is held for each call to be repeated
-_PLAIN = frozenset((str, int, float, bool, type(None), bytes, complex, tuple, list, dict, set))
+_CONSTANT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _BY_REFERENCE = (
     *(nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.ModuleType, types.GenericAlias, weakref.ref, ContextVar, torch.Stream, torch.Event),
@@ -48,17 +52,31 @@ class Arguments:
         self.why_not = ""
         self._others: list[Any] = []
         self._stand_ins: dict[int, Tensor] = {}
-        self._copy = b""
-        self._take((args, kwargs))
-        given = {id(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-        self.direct = [i for i, x in enumerate(self.tensors) if id(x) in given]
+        self._copy: Any = b""
+        places: dict[int, _Place] = {}
+        values = (*args, *kwargs.values())
+        simple = self._simple(values, places)
+        if simple is None:
+            self.tensors.clear()
+            self._take((args, kwargs))
+            given = set(map(id, values))
+            self.direct = [i for i, x in enumerate(self.tensors) if id(x) in given]
+        else:
+            self._copy = simple, len(args), tuple(kwargs)
+            self.direct = sorted({x.place for x in simple if type(x) is _Place})
 
     def again(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) as they were, in fresh objects, with these as the tensors."""
+        if self._stand_ins:
+            tensors = list(tensors)
+            for place, stand_in in self._stand_ins.items():
+                tensors.insert(place, stand_in)
+        if type(self._copy) is tuple:
+            simple, count, names = self._copy
+            values = _filled(simple, tensors)
+            return values[:count], dict(zip(names, values[count:], strict=True))
         loading = _Loading(io.BytesIO(self._copy))
-        loading.tensors, loading.others = list(tensors), self._others
-        for place, stand_in in self._stand_ins.items():
-            loading.tensors.insert(place, stand_in)
+        loading.tensors, loading.others = tensors, self._others
         args, kwargs = loading.load()
         return args, kwargs
 
@@ -85,7 +103,31 @@ class Arguments:
     @property
     def structure(self) -> Any:
         """Nesting of the arguments, and everything in them but tensors; to be compared."""
-        return self._copy, self.why_not, list(map(type, self._others))
+        # As words, in which 1, 1.0 and True are not equal, and nan is.
+        copy = repr(self._copy) if type(self._copy) is tuple else self._copy
+        return copy, self.why_not, list(map(type, self._others))
+
+    def _simple(self, values: tuple[Any, ...], places: "dict[int, _Place]") -> Any:
+        """Returns the values with places for their tensors; None: there are others to be copied."""
+        simple: list[Any] = []
+        for x in values:
+            kind = type(x)
+            if kind in _CONSTANT:
+                simple.append(x)
+            elif kind is Tensor or isinstance(x, Tensor):
+                place = places.get(id(x))
+                if place is None:
+                    place = places[id(x)] = _Place(len(self.tensors))
+                    self.tensors.append(x)
+                simple.append(place)
+            elif kind is tuple:
+                inner = self._simple(x, places)
+                if inner is None:
+                    return None
+                simple.append(inner)
+            else:
+                return None
+        return tuple(simple)
 
     def _take(self, values: Any) -> None:
         written = _Limited()
@@ -118,35 +160,51 @@ class _Saving(pickle.Pickler):
     others: list[Any]
     last = iterator = ""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._places: dict[int, tuple[bool, int]] = {}
+    def reducer_override(self, x: Any) -> Any:
+        """Returns how x is written: a tensor by its index, and what stands by reference likewise.
 
-    def persistent_id(self, x: Any) -> tuple[bool, int] | None:
-        """Returns whether x is a tensor, and its index among the tensors or the others."""
-        if type(x) in _PLAIN:
-            return None
+        It is asked for each object once, and not for numbers, words and containers.
+        """
         is_tensor = isinstance(x, Tensor)
-        if not is_tensor and not isinstance(x, _BY_REFERENCE):
-            if isinstance(x, collections.abc.Iterator):
-                self.iterator = type(x).__name__
-                raise pickle.PicklingError("an iterator cannot be copied")
-            self.last = type(x).__name__
-            return None
-        if id(x) not in self._places:
+        if x is not _taken and (is_tensor or isinstance(x, _BY_REFERENCE)):
             among = self.tensors if is_tensor else self.others
-            self._places[id(x)] = is_tensor, len(among)
             among.append(x)
-        return self._places[id(x)]
+            return _taken, (is_tensor, len(among) - 1)
+        if isinstance(x, collections.abc.Iterator):
+            self.iterator = type(x).__name__
+            raise pickle.PicklingError("an iterator cannot be copied")
+        self.last = type(x).__name__
+        return NotImplemented
 
 
 class _Loading(pickle.Unpickler):
     tensors: list[Tensor]
     others: list[Any]
 
-    def persistent_load(self, pid: tuple[bool, int]) -> Any:
-        is_tensor, place = pid
-        return (self.tensors if is_tensor else self.others)[place]
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what a name stands for; that of `_taken` for what it takes."""
+        if (module, name) == (__name__, _taken.__name__):
+            tensors, others = self.tensors, self.others  # not self, which will hold the function
+            return lambda is_tensor, place: (tensors if is_tensor else others)[place]
+        return super().find_class(module, name)
+
+
+def _taken(is_tensor: bool, place: int) -> Any:
+    """Stands in a pickle for what `_Loading` puts in its place."""
+    raise NotImplementedError
+
+
+class _Place(NamedTuple):
+    """Place of a tensor among simple arguments."""
+
+    place: int
+
+
+def _filled(simple: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple(
+        tensors[x.place] if type(x) is _Place else _filled(x, tensors) if type(x) is tuple else x
+        for x in simple
+    )
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """Recompute: a module's forward runs again in backward, so that its saved tensors are not held.
 
-PyTorch's own non-reentrant checkpoint does this: it saves placeholders in forward; when the first
-one is restored, the module runs again from its inputs, with RNG and autocast as they were. The
-inputs are saved through the hooks around it, so they can be kept, rebuilt or offloaded like
-anything else. A plan that may be lossy may hold them as codes, from the end of the first run on
-(`checkpoints.py`). This module handles what checkpoint leaves to its user:
+`rerun.py` does this, as PyTorch's non-reentrant checkpoint does, with RNG and autocast as they
+were. The inputs are saved through the hooks around it, so they can be kept, rebuilt or offloaded
+like anything else. A plan that may be lossy may hold them as codes, from the end of the first run
+on (`checkpoints.py`). This module handles what checkpoint leaves to its user:
 
     buffers      those that forward changes (BatchNorm's statistics, spectral_norm's vectors) get
                  their former values for the second run, which works on copies: statistics are
@@ -21,29 +20,27 @@ anything else. A plan that may be lossy may hold them as codes, from the end of 
     identity     arguments that are the same tensor remain so: attention checks whether q is k
 """
 
-import gc
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from operator import is_
-from types import TracebackType
+from contextlib import contextmanager
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
-from elbowroom.runtime.rewind import Attributes, Generators, modules_of
+from elbowroom.runtime.rerun import Region
+from elbowroom.runtime.rewind import Attributes, Generators, are_same, modules_of
 from elbowroom.runtime.storage import check_version, version_of, versions_of
 from elbowroom.runtime.unread import leave_out_unread, noting_unread
 
 # Bytes. Up to this size a buffer is always copied: BatchNorm writes to its statistics without
 # raising their version. Larger ones are not, and must not change.
 LARGEST_BUFFER = 1 << 16
+_COPY, _VALUES = methodcaller("copy"), methodcaller("values")
 
 
 def recomputed(
@@ -58,70 +55,32 @@ def recomputed(
 
     arguments: the same as they are now. begin: called once inputs are saved.
     """
-    _import_dynamo()
     with torch._C.DisableTorchFunction():  # not for ops of other code
         state = State(module, arguments.sources)
-    # Released after use: objects that are held until backward must not refer to outputs in a cache,
-    # whose graph refers to this one. Such a cycle would never be freed.
-    first = [(args, kwargs)]
-    del args, kwargs
-    run_first = (
-        call if leave_out_unread(module, arguments) else noting_unread(module, arguments, call)
-    )
-
-    def run(*tensors: Tensor) -> Any:
-        if first:
-            run_args, run_kwargs = first.pop()
-            return run_first(*run_args, **run_kwargs)
-        run_args, run_kwargs = arguments.again(list(tensors))
-        return call(*run_args, **run_kwargs)
-
+        large = state.take()
+        is_known = leave_out_unread(module, arguments)
+    first = call if is_known else noting_unread(module, arguments, call)
     tensors = arguments.let_go()
-    return checkpoint(
-        run, *tensors, use_reentrant=False, context_fn=lambda: (state.first(begin), _Again(state))
-    )
 
+    def again(tensors: list[Tensor]) -> None:
+        again_args, again_kwargs = arguments.again(tensors)
+        with state.again():
+            call(*again_args, **again_kwargs)
 
-def _import_dynamo() -> None:
-    """Imports what torch's checkpoint imports at its first call, and frees what that leaves.
-
-    `torch.fx.wrap`, at the top of some of these modules, holds its own frame in a variable. That
-    is a cycle, which refers to the frames of all functions that run now, and so to tensors of this
-    forward: as memory of this step and the next ones, until the collector runs.
-    """
-    if "torch._dynamo" not in sys.modules:
-        importlib.import_module("torch._dynamo")
-        gc.collect()
+    with torch._C.DisableTorchFunction():
+        region = Region(type(module).__name__, tensors, again)
+    del tensors
+    begin()
+    out = region.first(first, args, kwargs)
+    with torch._C.DisableTorchFunction():
+        state.ended(large)
+    return out
 
 
 def state_nbytes(module: nn.Module) -> int:
     """Bytes that are held for the second run besides its inputs: small buffers, the RNG's state."""
     sizes = [b.numel() * b.element_size() for b in module.buffers()]
     return torch.get_rng_state().nbytes + sum(n for n in sizes if n <= LARGEST_BUFFER)
-
-
-class _Again:
-    """Context `State.again` for any number of runs: checkpoint enters one object at each of them.
-
-    Twice under retain_graph and in double backward.
-    """
-
-    def __init__(self, state: "State") -> None:
-        self._state = state
-        self._open: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        again = self._state.again()
-        again.__enter__()
-        self._open.append(again)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._open.pop().__exit__(kind, error, trace)
 
 
 class State:
@@ -135,15 +94,14 @@ class State:
         self._name = type(module).__name__
         self._modules = modules_of(module)
         self._training = [child.training for child in self._modules]
-        parameters = [list(child._parameters.values()) for child in self._modules]
-        self._parameters = [p for some in parameters for p in some if p is not None]
-        self._versions = versions_of(self._parameters)
-        self._read: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (tensors, tensors.copy())
-            for owner in self._modules
-            for tensors in (owner._parameters, owner._buffers)
-            if tensors
+        parameters: list[Any] = [p for child in self._modules if (p := child._parameters)]
+        buffers: list[Any] = [b for child in self._modules if (b := child._buffers)]
+        self._tables = parameters + buffers
+        self._read: list[dict[str, Any]] = [*map(_COPY, self._tables)]
+        self._parameters = [
+            p for p in chain.from_iterable(map(_VALUES, parameters)) if p is not None
         ]
+        self._versions = versions_of(self._parameters)
         self.changed_buffer = ""
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._before: list[Tensor] = []  # their copies
@@ -155,6 +113,8 @@ class State:
         large, small = [], []
         for owner in self._modules:
             held = owner._buffers
+            if not held:
+                continue
             for name, buffer in held.items():
                 if buffer is None:
                     continue
@@ -164,22 +124,16 @@ class State:
                     small.append(buffer)
                 else:
                     large.append((name, buffer, version_of(buffer)))
-        self._before = copies_of(small)
+        if small:
+            self._before = copies_of(small)
         return large
 
-    @contextmanager
-    def first(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Context around the first run, which checks that large buffers do not change."""
-        with torch._C.DisableTorchFunction():
-            large = self.take()
-        begin()
-        yield
-        with torch._C.DisableTorchFunction():
-            self._generators.forget_unchanged()
-            self._attributes.forget_unchanged()
-            changed = [name for name, buffer, version in large if version_of(buffer) != version]
-        for name, buffer, _ in large:
-            if name in changed:
+    def ended(self, large: list[tuple[str, Tensor, int]]) -> None:
+        """Notes what the first run has changed. Raises PlanError if it was a large buffer."""
+        self._generators.forget_unchanged()
+        self._attributes.forget_unchanged()
+        for name, buffer, version in large:
+            if version_of(buffer) != version:
                 raise PlanError(
                     f"'{self._name}' changes its buffer '{name}' of "
                     f"{tuple(buffer.shape)} in forward, so it cannot be run a second time; "
@@ -193,24 +147,22 @@ class State:
             for parameter, version in zip(self._parameters, self._versions, strict=True):
                 check_version(parameter, version)
         now = [child.training for child in self._modules]
+        others = self._others()
         buffers = [held[name] for held, name in self._buffers]
-        others = [
-            (tensors, name, x, tensors[name])
-            for tensors, before in self._read
-            if not all(map(is_, tensors.values(), before.values()))
-            for name, x in before.items()
-            if name in tensors and tensors[name] is not x
-        ]
         try:
             for tensors, name, x, _ in others:
                 tensors[name] = x
             self._set_training(self._training)
-            lent = copies_of(self._before)
+            lent = copies_of(self._before) if buffers else []
             versions = versions_of(lent)
             for (held, name), copy in zip(self._buffers, lent, strict=True):
                 held[name] = copy
-            with undisturbed(), self._generators.replayed(), self._attributes.replayed():
-                yield
+            with undisturbed():
+                if self._generators.any or self._attributes.any:
+                    with self._generators.replayed(), self._attributes.replayed():
+                        yield
+                else:
+                    yield
             after = versions_of(lent)
             if after != versions:
                 every = zip(self._buffers, lent, versions, after, strict=True)
@@ -226,6 +178,17 @@ class State:
                 held[name] = buffer
             for tensors, name, _, x in others:
                 tensors[name] = x
+
+    def _others(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Returns parameters and buffers that are others now: where, what it was, what it is."""
+        if are_same(self._read, self._tables):
+            return []
+        return [
+            (tensors, name, x, tensors[name])
+            for tensors, before in zip(self._tables, self._read, strict=True)
+            for name, x in before.items()
+            if name in tensors and tensors[name] is not x
+        ]
 
     def _set_training(self, flags: list[bool]) -> None:
         for child, training in zip(self._modules, flags, strict=True):

@@ -13,11 +13,13 @@ RandomState). Generators that are kept elsewhere are not found
 import ctypes
 import random
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from operator import is_
+from itertools import chain, repeat
+from operator import is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,6 +160,7 @@ def _set_versions(tensors: list[tuple[Tensor, int]]) -> None:
 
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
+_TABLES, _VALUES = itemgetter(*_HOOKS), methodcaller("values")
 
 
 class _Held(NamedTuple):
@@ -197,11 +200,22 @@ class Attributes:
     """Attributes of modules, as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._values = [_read(module.__dict__) for module in modules]
+        held = [module.__dict__ for module in modules]
+        hooks = map(_hooks_of, held) if _has_hooks(held) else repeat({})
+        self._values = [*map(_Held, held, map(dict.copy, held), hooks)]
 
     def forget_unchanged(self) -> None:
         """Drops the attributes of modules where none has changed."""
-        self._values = [one for one in self._values if one.has_changed]
+        held, values, hooks = zip(*self._values, strict=True)
+        if any(hooks) or _has_hooks(held) or not are_same(held, values):
+            self._values = [one for one in self._values if one.has_changed]
+        else:
+            self._values = []
+
+    @property
+    def any(self) -> bool:
+        """True if there are attributes to be set."""
+        return bool(self._values)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -216,15 +230,29 @@ class Attributes:
                 one.restore()
 
 
+def _has_hooks(held: Iterable[dict[str, Any]]) -> bool:
+    """Returns whether a module has a forward hook. held: the `vars` of each."""
+    return any(chain.from_iterable(map(_TABLES, held)))
+
+
+def are_same(some: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> bool:
+    """Returns whether dictionaries have the same names, in order, for the same objects."""
+    one, other = (chain.from_iterable(map(_VALUES, each)) for each in (some, others))
+    names = [[*chain.from_iterable(each)] for each in (some, others)]
+    return names[0] == names[1] and all(map(is_, one, other))
+
+
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Returns a module and all modules inside it, each once, without torch's generators."""
-    found, seen = [module], {module}
-    for one in found:
-        for child in one._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
+    found = {module: None}
+    level = [module]
+    while level:
+        inside = [one._modules.values() for one in level if one._modules]
+        children: dict[Any, None] = dict.fromkeys(chain.from_iterable(inside))
+        children.pop(None, None)
+        level = [child for child in children if child not in found]
+        found.update(children)
+    return list(found)
 
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -246,6 +274,11 @@ class Generators:
         for source, state in self._states:
             _set_state(source, state)
 
+    @property
+    def any(self) -> bool:
+        """True if there are states to be set."""
+        return bool(self._states)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the generators as they were recorded, and on exit back to what they are now."""
@@ -260,10 +293,11 @@ class Generators:
 
 def _sources(modules: Iterable[nn.Module], given: Iterable[Any]) -> list[Any]:
     """Returns each generator once: modules that are functions of one state, or objects."""
-    # By type first: each class is asked once whether its instances are generators.
-    held: list[Any] = [x for x in given if _is_generator(x.__class__)]
-    for module in modules:
-        held += [x for x in module.__dict__.values() if type(x) not in _PLAIN]
+    own = [module.__dict__ for module in modules]
+    kinds = {*map(type, chain.from_iterable(map(dict.values, own)))}  # few, of many attributes
+    held: list[Any] = [*given]
+    if any(map(_may_be_generator, kinds - _PLAIN)):
+        held += [x for each in own for x in each.values() if type(x) not in _PLAIN]
     found: dict[int, Any] = {id(x): x for x in held if _is_generator(x.__class__)}
     return [random, np.random, *found.values()]
 
@@ -277,16 +311,25 @@ def _is_generator(kind: type) -> bool:
     return issubclass(kind, KINDS)
 
 
+@lru_cache(4096)
+def _may_be_generator(kind: type) -> bool:
+    """Returns whether an object of this type may be a generator, or stand for one as its proxy."""
+    says_other = any("__class__" in vars(base) for base in kind.__mro__[:-1])
+    return issubclass(kind, KINDS) or says_other or kind in weakref.ProxyTypes
+
+
 class _Known(NamedTuple):
-    """State of NumPy's global generator, and the memory of the MT19937 that it was read from."""
+    """State of a global generator, and the memory of the MT19937 that it was read from."""
 
     source: Any
     memory: bytes
     state: Any
 
 
-_UNKNOWN = _known = _Known(None, b"", None)
+_UNKNOWN = _Known(None, b"", None)
+_known: dict[Any, _Known] = {}  # of `random` and `np.random`
 _MT19937_NBYTES = 624 * 4 + 4  # its key (uint32) and position (int32)
+_MEMORY = ctypes.c_char * _MT19937_NBYTES
 
 
 def _state_of_numpy() -> Any:
@@ -295,23 +338,62 @@ def _state_of_numpy() -> Any:
     NumPy copies it number by number, in 60 us; its memory is compared in 1. Beside that memory
     there is a second normal number that waits to be drawn: where there is one, all is read.
     """
-    global _known
     source = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(source) is not np.random.MT19937:
         return np.random.get_state(legacy=False)
-    at = source.ctypes.state_address
-    memory, known = ctypes.string_at(at, _MT19937_NBYTES), _known
+    place = _place_of_numpy(source)
+    memory, known = place.raw, _known.get(np.random, _UNKNOWN)
     if known.source is source and known.memory == memory:
         return known.state
     state: Any = np.random.get_state(legacy=False)
-    if not state["has_gauss"] and ctypes.string_at(at, _MT19937_NBYTES) == memory:
-        _known = _Known(source, memory, state)  # no other thread has drawn meanwhile
+    if not state["has_gauss"] and place.raw == memory:
+        _known[np.random] = _Known(source, memory, state)  # no other thread has drawn meanwhile
     return state
+
+
+def _state_of_python() -> Any:
+    """Returns the state of Python's global generator, in the same way: to read it takes 35 us."""
+    source: Any = getattr(random.getstate, "__self__", None)
+    place = _place_of_python(source)
+    if place is None or source.gauss_next is not None:  # which waits to be drawn
+        return random.getstate()
+    memory, known = place.raw, _known.get(random, _UNKNOWN)
+    if known.source is source and known.memory == memory:
+        return known.state
+    state = random.getstate()
+    if state[-1] is None and place.raw == memory:
+        _known[random] = _Known(source, memory, state)
+    return state
+
+
+@lru_cache(4)  # which holds the generator, too
+def _place_of_numpy(source: Any) -> Any:
+    return _MEMORY.from_address(source.ctypes.state_address)
+
+
+@lru_cache(4)
+def _place_of_python(source: Any) -> Any:
+    """Returns the memory of a `random.Random`; None: it is not where CPython has had it.
+
+    There the position and the key follow the head of the object. As this is not documented, it is
+    compared with what the generator says of itself.
+    """
+    kind = random.Random.__base__
+    head = object.__basicsize__
+    if type(source) is not random.Random or kind is None:
+        return None
+    if kind.__basicsize__ < head + _MT19937_NBYTES:
+        return None
+    place = _MEMORY.from_address(id(source) + head)
+    *key, position = random.Random.getstate(source)[1]
+    return place if np.frombuffer(place.raw, np.uint32).tolist() == [position, *key] else None
 
 
 def _state_of(source: Any) -> Any:
     if source is np.random:
         return _state_of_numpy()
+    if source is random:
+        return _state_of_python()
     if isinstance(source, np.random.Generator):
         return source.bit_generator.state
     if isinstance(source, torch.Generator):
@@ -320,9 +402,8 @@ def _state_of(source: Any) -> Any:
 
 
 def _set_state(source: Any, state: Any) -> None:
-    global _known
     if source is np.random:
-        _known = _UNKNOWN  # another normal number may wait, at the same memory
+        _known.pop(source, None)  # another normal number may wait, at the same memory
     if isinstance(source, np.random.Generator):
         source.bit_generator.state = state
     elif hasattr(source, "setstate"):

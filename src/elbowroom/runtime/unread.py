@@ -7,8 +7,9 @@ runs again held them, no earlier block could run again, because what it has made
              directly, or gives back, count as read
     key      structure of the arguments, and metadata of their tensors: what is noted of one call
              holds for others like it
-    StandIn  takes the place of an unread tensor: its metadata without memory. An op that is given
-             one after all raises RestoreError, and modules of the class hold all from then on
+    StandIn  takes the place of an unread tensor: its metadata without memory, the same one for
+             each call with this key. An op that is given one after all raises RestoreError, and
+             modules of the class hold all from then on
 """
 
 import weakref
@@ -24,7 +25,7 @@ from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.nested import tensors_in
 
 _MOST_KEYS = 64  # of one module: lengths of sequences, say
-_Unread = dict[Any, frozenset[int]]
+_Unread = dict[Any, dict[int, Tensor]]  # stand-ins, by the indices of unread tensors
 _kept: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _known: "weakref.WeakKeyDictionary[nn.Module, _Unread]" = weakref.WeakKeyDictionary()
 
@@ -77,7 +78,7 @@ class Reads(TorchFunctionMode):
 
     def __init__(self, arguments: Arguments, tensors: list[Tensor]) -> None:
         super().__init__()
-        self._direct, self._tensors = arguments.direct, tensors
+        self._direct, self.tensors = arguments.direct, tensors
         self._found = set[int]()
 
     def __torch_function__(
@@ -92,7 +93,7 @@ class Reads(TorchFunctionMode):
 
     def unread(self, out: Any) -> frozenset[int]:
         """Returns the indices of tensors that no op was given, as the call has given `out`."""
-        return _unread(self._tensors, self._direct, lambda x: id(x) in self._found, out)
+        return _unread(self.tensors, self._direct, lambda x: id(x) in self._found, out)
 
 
 def unread(arguments: Arguments, is_read: Callable[[Tensor], bool], out: Any) -> frozenset[int]:
@@ -116,14 +117,11 @@ def _may_be_left(x: Tensor) -> bool:
 
 def leave_out_unread(module: nn.Module, arguments: Arguments) -> bool:
     """Leaves out the tensors that calls like this one do not read; returns whether it is known."""
-    if module in _kept:
+    if len(arguments.direct) == len(arguments.tensors) or module in _kept:
         return True
     found = _known.get(module, {}).get(_key(arguments))
     if found:
-        with torch._C.DisableTorchFunction():
-            arguments.leave_out(
-                {i: StandIn.of(arguments.tensors[i], module) for i in sorted(found)}
-            )
+        arguments.leave_out(found)
     return found is not None
 
 
@@ -137,7 +135,7 @@ def noting_unread(
     def noting(*args: Any, **kwargs: Any) -> Any:
         with reads.pop() as noted:  # what is held until backward must not hold the tensors
             out = call(*args, **kwargs)
-        _note(module, key, noted.unread(out))
+        _note(module, key, noted.tensors, noted.unread(out))
         return out
 
     return noting
@@ -158,17 +156,20 @@ def never_leave_out(module: nn.Module) -> None:
 
 def note_unread(module: nn.Module, arguments: Arguments, found: frozenset[int]) -> None:
     """Notes which tensors a call with these arguments has not read."""
-    _note(module, _key(arguments), found)
+    _note(module, _key(arguments), arguments.tensors, found)
 
 
-def _note(module: nn.Module, key: Any, found: frozenset[int]) -> None:
+def _note(module: nn.Module, key: Any, tensors: list[Tensor], found: frozenset[int]) -> None:
     known = _known.setdefault(module, {})
     if len(known) < _MOST_KEYS:
-        known[key] = found
+        with torch._C.DisableTorchFunction():
+            known[key] = {i: StandIn.of(tensors[i], module) for i in sorted(found)}
 
 
 def _key(arguments: Arguments) -> Any:
     copy, why_not, kinds = arguments.structure
     with torch._C.DisableTorchFunction():
-        tensors = [(x.shape, x.dtype, x.requires_grad) for x in arguments.tensors]
+        tensors = [
+            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in arguments.tensors
+        ]
     return copy, why_not, tuple(kinds), tuple(tensors)

@@ -1,0 +1,254 @@
+"""Tensors that a call saves are dropped, and made again by running the call once more in backward.
+
+As PyTorch's non-reentrant checkpoint does it, with three functions of Python for each saved tensor
+where that enters 25. A call saves the same tensors in the same order whenever it runs.
+
+    Dropped  what autograd holds in place of a saved tensor
+    Region   one call. The first Dropped that backward asks for runs it again, which fills all that
+             are alive; the run ends with the last of them. Each is given out once, so that nothing
+             outlives its use. A second backward (`retain_graph`) runs the call again: parameters
+             may have changed since
+    Ambient  torch's own state that the call depends on: autocast, the default device, and the
+             default generators of random numbers
+
+The inputs are saved through the hooks around the call. So regions may lie in checkpoints of the
+user's and these in regions: the inner one's inputs are tensors that the outer one saves. Backward
+may run inside of the call, on what it has saved so far.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import DeviceContext
+
+from elbowroom.errors import RestoreError
+from elbowroom.runtime.calls import dynamo_looks
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_backward_now = torch._C._current_graph_task_id
+_NO_BACKWARD = -1
+
+
+class Dropped:
+    """Place of a saved tensor.
+
+    tensor: as the call has made it again, until it is given out
+    """
+
+    __slots__ = ("__weakref__", "region", "tensor")
+
+    region: "Region"
+    tensor: Tensor | None
+
+
+class Region:
+    """A call whose saved tensors are dropped.
+
+    backward: number of the one for which it ran again last
+    """
+
+    __slots__ = ("_again", "_ambient", "_dropped", "_inputs", "_name", "backward")
+
+    def __init__(
+        self, name: str, inputs: Sequence[Tensor], again: Callable[[list[Tensor]], Any]
+    ) -> None:
+        """name: in errors. again: runs the call with its inputs, which are saved at once."""
+        self._name, self._again = name, again
+        self._ambient = Ambient(_default_generators(inputs))
+        self._inputs = save(inputs)
+        self._dropped: list[tuple[Any, torch.Size, torch.dtype, torch.device]] = []
+        self.backward = _NO_BACKWARD
+
+    def first(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls it for the first time, and drops what it saves."""
+        _push_hooks(self._drop, _unpack)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _pop_hooks()
+
+    def _drop(self, x: Tensor) -> Dropped:
+        held = Dropped()
+        held.region, held.tensor = self, None
+        self._dropped.append((weakref.ref(held), x.shape, x.dtype, x.device))
+        return held
+
+    def make(self, wanted: Dropped) -> Tensor:
+        """Runs the call again, and returns one of its tensors; the others wait in their places."""
+        dropped, at = self._dropped, -1
+        last = len(dropped) - 1
+        while dropped[last][0]() is None:  # it ends at `wanted`
+            last -= 1
+
+        def fill(x: Tensor) -> Tensor:
+            nonlocal at
+            at += 1
+            if x.requires_grad:  # without this run's graph, which would hold itself by its results
+                x = x.detach()
+            if at > last:  # the exception below was caught
+                raise _AllMade
+            ref, shape, dtype, device = dropped[at]
+            held = ref()
+            if held is not None:
+                if x.shape != shape or x.dtype is not dtype or x.device != device:
+                    now, then = (x.shape, x.dtype, x.device), (shape, dtype, device)
+                    raise self._differs(f"the tensor {at} is {_words(*now)}, not {_words(*then)}")
+                held.tensor = x
+            if at == last:
+                raise _AllMade
+            return x
+
+        inputs = self._inputs()
+        again: Any = self._again
+        if dynamo_looks():  # which would compile it: `backward` was called by compiled code
+            again = torch.compiler.disable(again)  # type: ignore[no-untyped-call]
+        before, gradients = self._ambient.replace(), torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        torch.autocast_increment_nesting()
+        _push_hooks(fill, _given)
+        try:
+            self._ambient.run(again, inputs)
+        except _AllMade:
+            pass
+        except Exception:
+            if at < last:  # else it is `_AllMade` as TorchScript passes it on
+                raise
+        finally:
+            _pop_hooks()
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+            torch._C._set_grad_enabled(gradients)
+            before.replace()
+        if at < last:
+            raise self._differs(f"{at + 1} tensors, not {last + 1} or more")
+        x, wanted.tensor = wanted.tensor, None
+        self.backward = _backward_now()
+        if self.backward == _NO_BACKWARD:  # somebody looks at one saved tensor
+            for ref, *_ in dropped:
+                if (held := ref()) is not None:
+                    held.tensor = None
+        assert x is not None
+        return x
+
+    def _differs(self, what: str) -> RestoreError:
+        return RestoreError(
+            f"'{self._name}' runs again in backward, and has saved other tensors than in forward: "
+            f"{what}. It must do the same for the same inputs; leave it out of what is recomputed"
+        )
+
+
+class _AllMade(BaseException):
+    """Ends a second run: it has saved all that is wanted.
+
+    It is not an Exception, so that no error handler inside of the call catches it.
+    """
+
+
+def _unpack(held: Dropped) -> Tensor:
+    x, region = held.tensor, held.region
+    if x is None or region.backward != _backward_now():
+        return region.make(held)
+    held.tensor = None
+    return x
+
+
+def _given(x: Tensor) -> Tensor:
+    """Returns x to a backward that runs inside of the second run, on its graph."""
+    return x
+
+
+def _words(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
+
+
+class _Saves(torch.autograd.Function):
+    """Saves tensors through the hooks that are open, as a node that has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def save(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Saves tensors through the hooks that are open; returns a function that restores them."""
+    make = getattr(torch._C._autograd, "_make_saved_tensor", None)
+    if make is None:  # in torch 2.11
+        saves: Any = _Saves
+        made = saves.apply(torch.empty(0, requires_grad=True), *tensors)
+        return lambda: list(made.grad_fn.saved_tensors)
+    saved = [make(x, is_output=False) for x in tensors]
+    return lambda: [one.unpack() for one in saved]
+
+
+class Ambient:
+    """State of torch that a call depends on, as it is now."""
+
+    __slots__ = ("_autocast", "_device", "_random")
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._random = [(one, one.get_state()) for one in generators]
+        self._autocast = _autocast()
+        self._device: torch.device | None = None
+        if torch._C._len_torch_function_stack():
+            lowest = torch._C._get_function_stack_at(0)  # where torch puts the default device
+            self._device = lowest.device if isinstance(lowest, DeviceContext) else None
+
+    def replace(self) -> "Ambient":
+        """Sets random numbers and autocast as they are here; returns what was there before."""
+        before = Ambient(one for one, _ in self._random)
+        for one, state in self._random:
+            one.set_state(state)
+        if self._autocast != before._autocast:
+            caches, *kinds = self._autocast
+            torch.set_autocast_cache_enabled(caches)
+            for kind, is_on, dtype in kinds:
+                torch.set_autocast_enabled(kind, is_on)
+                torch.set_autocast_dtype(kind, dtype)
+        return before
+
+    def run(self, call: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> None:
+        """Runs a call where its tensors were made."""
+        if self._device is None:
+            call(inputs)
+        else:
+            with DeviceContext(self._device):
+                call(inputs)
+
+
+def _autocast() -> tuple[Any, ...]:
+    """Returns whether autocast caches, and for each kind of device whether it is on, and dtype."""
+    kinds = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()
+    ]
+    return torch.is_autocast_cache_enabled(), *kinds
+
+
+@cache
+def _kinds() -> tuple[str, ...]:
+    """Returns the kinds of devices that this process has, and that have autocast."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    return tuple(sorted(filter(torch.amp.is_autocast_available, kinds)))
+
+
+def _default_generators(tensors: Iterable[Tensor]) -> list[torch.Generator]:
+    """Returns the generators that random numbers beside these tensors are drawn from."""
+    devices = {x.device for x in tensors}
+    return [torch.default_generator, *filter(None, map(_default_generator, devices))]
+
+
+@cache
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    generators: Any = torch.get_device_module(device.type).default_generators
+    found: torch.Generator = generators[device.index or 0]
+    return found
