@@ -537,6 +537,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "_Refused": (Unseen,),  # likewise
         "_Hostile": (Exception,),  # in a snapshot: test_snapshot.py
         "_NoRoomError": (Exception,),  # inside the simulator of evictions: test_eviction.py
+        "_AllMade": (BaseException,),  # ends the second run of a module: test_rerun.py
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough
     }
 

@@ -117,6 +117,16 @@ def guarded(weight: Tensor, x: Tensor) -> Tensor:
         return (weight * x).cos().sin()
 
 
+def swallows(weight: Tensor, x: Tensor) -> Tensor:
+    y = weight * x
+    for _ in range(3):
+        try:
+            y = y.exp()
+        except BaseException:
+            y = y.sin().cos()
+    return y
+
+
 def with_a_backward_inside(weight: Tensor, x: Tensor) -> Tensor:
     y = (weight * x).sin()
     (force,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -135,7 +145,7 @@ def with_a_checkpoint(weight: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "does",
-    [guarded, with_a_backward_inside, with_a_finished_backward_inside, with_a_checkpoint],
+    [guarded, swallows, with_a_backward_inside, with_a_finished_backward_inside, with_a_checkpoint],
 )
 def test_gradients_are_those_of_plain_autograd(does: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert_plain(does)

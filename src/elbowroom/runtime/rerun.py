@@ -91,7 +91,7 @@ class Region:
             if x.requires_grad:  # without this run's graph, which would hold itself by its results
                 x = x.detach()
             if at > last:  # the exception below was caught
-                raise _Enough
+                raise _AllMade
             ref, shape, dtype, device = dropped[at]
             held = ref()
             if held is not None:
@@ -100,7 +100,7 @@ class Region:
                     raise self._differs(f"the tensor {at} is {_words(*now)}, not {_words(*then)}")
                 held.tensor = x
             if at == last:
-                raise _Enough
+                raise _AllMade
             return x
 
         inputs = self._inputs()
@@ -113,10 +113,10 @@ class Region:
         _push_hooks(fill, _given)
         try:
             self._ambient.run(again, inputs)
-        except _Enough:
+        except _AllMade:
             pass
         except Exception:
-            if at < last:  # else it is `_Enough` as TorchScript passes it on
+            if at < last:  # else it is `_AllMade` as TorchScript passes it on
                 raise
         finally:
             _pop_hooks()
@@ -142,7 +142,7 @@ class Region:
         )
 
 
-class _Enough(BaseException):
+class _AllMade(BaseException):
     """Ends a second run: it has saved all that is wanted.
 
     It is not an Exception, so that no error handler inside of the call catches it.
