@@ -340,3 +340,37 @@ def test_a_large_vocabulary_takes_its_logits_once(exact: bool | None) -> None:
     plain, peak = run(None)
     ours, _ = run(int(0.55 * peak))
     assert all(map(torch.equal, plain, ours))
+
+
+class Deep(nn.Module):
+    """A model whose blocks need codes, below as many logits as the budget can hold once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 64), nn.Linear(64, 2048)
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
+                for _ in range(6)
+            )
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.words(x))), y)
+
+
+def test_logits_are_kept_where_a_plan_encodes_other_tensors() -> None:
+    torch.manual_seed(0)
+    x, y, model = torch.randint(0, 64, (2048,)), torch.randint(0, 2048, (2048,)), Deep()
+    peak = weights_nbytes(model) + er.peak(lambda: model(x, y).backward())
+    model.zero_grad()
+    budget = int(0.34 * peak)
+    er.fit(model, budget=budget, exact=False)
+
+    def step() -> None:
+        model(x, y).backward()
+        model.zero_grad()
+
+    collections.deque((step() for _ in range(4)), maxlen=0)
+    assert not er.summary(model).exact
+    assert weights_nbytes(model) + er.peak(step) <= budget

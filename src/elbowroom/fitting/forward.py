@@ -266,6 +266,10 @@ class FittedSaving(Saving):
         plan = self._plan
         return plan is not None and plan.is_shared(name)
 
+    def _encodes(self, consumer: str) -> bool:
+        plan = self._plan
+        return plan is None or plan.encodes(self._module, consumer)
+
     def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
         held = self.ledger.held_nbytes
         if held + site.nbytes <= allowed_nbytes:

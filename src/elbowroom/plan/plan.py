@@ -146,7 +146,7 @@ class Plan:
         return frozenset(
             (name.module, name.consumer)
             for name, known in self.sites.items()
-            if not preset_named(known.preset).exact
+            if "float" in known.dtype and not preset_named(known.preset).exact
         )
 
     def _preset_for(self, site: Site) -> Preset | None:

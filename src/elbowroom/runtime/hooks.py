@@ -425,11 +425,11 @@ class Saving:
         """Returns whether nothing that a node of ours saves for this call gets a lossy code."""
         if direct.again and self.context.runs_again:
             return self.context.keeps_bits
-        if self.is_exact():
-            return True
-        if direct.again or not isinstance(self.policy, Plan):
-            return False
-        return not self.policy.encodes(self._module, call.name)
+        return self.is_exact() or not (direct.again or self._encodes(call.name))
+
+    def _encodes(self, consumer: str) -> bool:
+        """Returns whether what this op of the running module saves may get a lossy code."""
+        return not isinstance(self.policy, Plan) or self.policy.encodes(self._module, consumer)
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may be used in this context."""
