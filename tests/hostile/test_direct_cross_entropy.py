@@ -2,13 +2,15 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import elbowroom as er
+from elbowroom.errors import RestoreError
 from elbowroom.measure import memory_curve
 
 ROWS, CLASSES = 300, 200
@@ -148,6 +150,66 @@ def test_logits_that_somebody_holds_stay_as_they_are() -> None:
         del logits
     loss.backward()
     assert torch.equal(part, before[7])
+
+
+def halve(x: Tensor) -> None:
+    with torch.no_grad():
+        x.div_(2)
+
+
+def through_numpy(x: Tensor) -> None:
+    x.detach().numpy()[5:] = 0
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "no_grad": halve,
+    "tracked": lambda x: x.div_(2),
+    "an op in place": F.relu_,
+    "data": lambda x: x.data.zero_(),
+    "some rows of data": lambda x: x.data[200:].zero_(),
+    "numpy": through_numpy,
+    "detached": lambda x: x.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_logits_may_be_changed_after_the_loss(
+    change: Callable[[Tensor], object], bias: bool, inside: bool
+) -> None:
+    """torch saves their log-probabilities, so it allows this."""
+    torch.manual_seed(0)
+    head, labels = nn.Linear(16, CLASSES, bias=bias), torch.randint(0, CLASSES, (ROWS,))
+    x = torch.randn(3, ROWS // 3, 16)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        head.zero_grad()
+        given = x.clone().requires_grad_()
+        with context:
+            logits = head(given * 1)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels)
+            if inside:
+                change(logits)
+        if not inside:
+            change(logits)
+        loss.backward()
+        return [given.grad, *(p.grad for p in head.parameters())]
+
+    plain = run(contextlib.nullcontext())
+    for _ in range(3):
+        assert all(map(torch.equal, plain, run(er.saving(min_nbytes=0))))
+
+
+def test_changed_logits_that_cannot_be_made_again_are_an_error() -> None:
+    _, _, labels = data()
+    for change in (halve, CHANGES["data"]):
+        with er.saving(min_nbytes=0):
+            logits = (torch.randn(ROWS, CLASSES) * 1).requires_grad_() * 2
+            loss = F.cross_entropy(logits, labels)
+        change(logits)
+        with pytest.raises(RestoreError, match="were changed after its loss"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -12,6 +12,11 @@ where that cannot be read again: nothing else holds it, and the graph is being f
 Where the saved tensor may get a lossy code, it is logp, from -24 up (`plan/precision_floor.py`):
 exp would make a factor of an error in logits. Then logp is made as a whole.
 
+A program may change its logits after the loss: torch has no need of them any more. Their version
+says so, or the log-probabilities of the labels, which forward has noted: those that backward makes
+have to be the same. Then the linear layer that made the logits makes them again, from what it has
+saved, under the same test.
+
 There are two nodes, as torch has them. The tensor between them has no memory: the second node
 computes its own gradient of logp.
 """
@@ -24,9 +29,10 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.errors import RestoreError
 from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.consumers import RESHAPES, Call
 from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
@@ -40,6 +46,11 @@ _PARTS = 16  # of the rows, within these bytes of one
 _PART_NBYTES = 1 << 16, 1 << 20  # what a processor's cache holds
 _LAUNCHED_PART_NBYTES = 1 << 24, 1 << 62
 _NO_CLASS = -(1 << 62)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHANGED = (
+    "the logits of a cross entropy were changed after its loss was computed, and they cannot be "
+    "made again: change a copy of them (logits.clone()) instead"
+)
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as torch numbers them
 
 
@@ -118,7 +129,7 @@ def _has_bits_of_torch(device: torch.device, dtype: torch.dtype, classes: int) -
     (loss, _), (whole, total) = ours.made, torchs.made  # type: ignore[misc]
     came = _Came(torch.ones_like(whole), target, None, total)
     by_row, at_once = (
-        _gradient(ours, came, x, torch.empty_like(x), each, ours.normalized)
+        _gradient(ours, came, torch.empty_like(x), each, lambda part: ours.normalized(x[part]))
         for each in (parts, [slice(rows)])
     )
     return torch.equal(loss, whole) and torch.equal(by_row, at_once)
@@ -166,27 +177,37 @@ class _Labels:
             logp, self.target, self.weight, self.reduction, self.ignore_index
         )
 
-    def loss_of_rows(self, x: Tensor, parts: Iterable[slice]) -> None:
+    def loss_of_rows(self, x: Tensor, parts: Iterable[slice]) -> Tensor:
         """Computes the loss of logits, of which one part of the rows is normalized at a time.
 
-        torch's own kernel adds up the log-probabilities of the labels, as those of a single class:
-        the order of its sum depends on the rows alone.
+        Returns the log-probabilities of the labels [rows, 1]; of rows without one, that of class 0.
+        torch's own kernel adds them up, as those of a single class: the order of its sum depends on
+        the rows alone.
         """
         target = self.target
         assert target is not None
+        asked = self.asked(target, x.shape[1])
         if self.weight is not None:
-            self.loss(self.normalized(x))
-            return
-        is_class = (target != self.ignore_index) & (target >= 0) & (target < x.shape[1])
-        asked, picked = target.where(is_class, 0)[:, None], x.new_empty(len(x), 1, dtype=self.dtype)
+            self.loss(logp := self.normalized(x))
+            return logp.gather(1, asked)
+        picked = x.new_empty(len(x), 1, dtype=self.dtype)
         for rows in parts:
             torch.gather(self.normalized(x[rows]), 1, asked[rows], out=picked[rows])
         only, ignored = 0, self.ignore_index
+        is_class = self._is_class(target, x.shape[1])
         if ignored == only:
             target, ignored = target.where(target != ignored, _NO_CLASS), _NO_CLASS
         # A number that is no class stays, for torch's own error.
         target = torch.where(is_class, only, target)
         self.made = _aten.nll_loss_forward(picked, target, None, self.reduction, ignored)
+        return picked
+
+    def asked(self, target: Tensor, classes: int) -> Tensor:
+        """The labels as indices of classes [rows, 1]; 0 for what is none."""
+        return target.where(self._is_class(target, classes), 0)[:, None]
+
+    def _is_class(self, target: Tensor, classes: int) -> Tensor:
+        return (target != self.ignore_index) & (target >= 0) & (target < classes)
 
     def gradient(self, came: _Came, logp: Tensor, rows: slice | None = None) -> Tensor:
         """The gradient of logp, whose values do not matter; rows: it is of these only."""
@@ -228,7 +249,8 @@ class _Logits(Node):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
-        labels.loss_of_rows(x, _parts(x))
+        ctx.picked = labels.loss_of_rows(x, _parts(x))
+        ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.labels = labels
@@ -245,9 +267,8 @@ class _Logits(Node):
             (x,) = ctx.saved_tensors
             logp = labels.normalized(x)
             return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype).to(x.dtype), None
-        x, is_private = _restored(ctx)
-        made = x if is_private else torch.empty_like(x)
-        return _gradient(labels, came, x, made, _parts(x), labels.normalized), None
+        logits = _Checked(ctx, came.target)
+        return _gradient(labels, came, logits.place(), _parts(logits.x), logits.normalized), None
 
 
 class _LogProbabilities(Node):
@@ -278,27 +299,96 @@ class _LogProbabilities(Node):
         is_coded = isinstance(held, View) and not held.slot.exact
         logp, is_private = _restored(ctx)
         made = logp if is_private else torch.empty_like(logp, dtype=ctx.dtype)
-        normalized = _normalized if is_coded else None
-        return _gradient(labels, came, logp, made, _parts(logp), normalized).to(ctx.dtype), None
+
+        def rows_of(rows: slice) -> Tensor:
+            return _normalized(logp[rows]) if is_coded else logp[rows]
+
+        return _gradient(labels, came, made, _parts(logp), rows_of).to(ctx.dtype), None
 
 
 coded_cross_entropy = partial(cross_entropy, node=_LogProbabilities)
 
 
+class _Checked:
+    """Logits that are those of forward, part by part."""
+
+    def __init__(self, ctx: Any, target: Tensor) -> None:
+        self._ctx, self._labels, self._picked = ctx, ctx.labels, ctx.picked
+        self._is_again = False
+        try:
+            self.x, self._is_private = _restored(ctx)
+        except RestoreError:
+            self._make_again()
+        self._asked = self._labels.asked(target, self.x.shape[1])
+
+    def place(self) -> Tensor:
+        """Memory for the gradient: that of the logits, where nobody else has them."""
+        return self.x if self._is_private else torch.empty_like(self.x)
+
+    def normalized(self, rows: slice) -> Tensor:
+        """Their log-probabilities."""
+        logp: Tensor = self._labels.normalized(self.x[rows])
+        bits = _BITS[logp.element_size()]
+        now, then = (
+            picked.view(bits) for picked in (logp.gather(1, self._asked[rows]), self._picked[rows])
+        )
+        if logp.device.type != "cpu":  # the host does not wait
+            torch._assert_async((now == then).all(), _CHANGED)
+        elif not torch.equal(now, then):
+            self._make_again()
+            return self.normalized(rows)
+        return logp
+
+    def _make_again(self) -> None:
+        x = None if self._is_again else _product(self._ctx.next_functions[0][0])
+        shape, dtype = self._ctx.shape, self._ctx.dtype
+        if x is None or x.numel() != shape.numel():
+            raise RestoreError(_CHANGED)
+        self.x, self._is_private, self._is_again = x.view(shape).to(dtype), True, True
+
+
+def _product(node: Any) -> Tensor | None:
+    """What a linear layer has computed, once more from what it has saved.
+
+    None for any other node, if its weight is frozen, and for a bias that is no parameter.
+    """
+    while node is not None and node.name().startswith((*RESHAPES, "ToCopy")):
+        node = node.next_functions[0][0]
+    name = "" if node is None else node.name()
+    if name == "MmBackward0":
+        x, weight = node._saved_self, _weight(node._saved_mat2, node.next_functions[1][0])
+        return None if x is None or weight is None else torch.mm(x, weight).detach()
+    if name != "AddmmBackward0":
+        return None
+    x, weight = node._saved_mat1, _weight(node._saved_mat2, node.next_functions[2][0])
+    bias = getattr(node.next_functions[0][0], "variable", None)
+    if x is None or weight is None or bias is None:
+        return None
+    scales = {"beta": node._saved_beta, "alpha": node._saved_alpha}
+    return torch.addmm(bias, x, weight, **scales).detach()
+
+
+def _weight(saved: Tensor | None, node: Any) -> Tensor | None:
+    """The transposed weight of a linear layer, which saves it only if its input has a gradient."""
+    if saved is not None or node is None or node.name() != "TBackward0":
+        return saved
+    weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return None if weight is None else weight.t()
+
+
 def _gradient(
     labels: _Labels,
     came: _Came,
-    saved: Tensor,
     made: Tensor,
     parts: Iterable[slice],
-    normalized: Callable[[Tensor], Tensor] | None,
+    logp_of: Callable[[slice], Tensor],
 ) -> Tensor:
-    """Returns the gradient of the logits in `made`, which may be the memory of `saved`.
+    """Returns the gradient of the logits in `made`, which may be the memory of what was saved.
 
-    normalized: makes log-probabilities of rows of what was saved, if they are none
+    logp_of: log-probabilities of a part
     """
     for rows in parts:
-        logp = saved[rows] if normalized is None else normalized(saved[rows])
+        logp = logp_of(rows)
         of_logp = labels.gradient(came, logp, rows)
         made[rows] = _aten._log_softmax_backward_data(of_logp, logp, 1, logp.dtype)
     return made
