@@ -201,6 +201,33 @@ def test_logits_may_be_changed_after_the_loss(
         assert all(map(torch.equal, plain, run(er.saving(min_nbytes=0))))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("policy", [{}, {"policy": "dither", "levels": 256}], ids=str)
+def test_several_gradients_at_once(policy: dict, reduction: str) -> None:
+    x, weight, labels = data()
+
+    def run(context: contextlib.AbstractContextManager[object]) -> Tensor:
+        with context:
+            loss = F.cross_entropy(F.linear(x, weight), labels, reduction=reduction)
+        some = torch.linspace(1, 2, 3 * loss.numel()).view(3, *loss.shape)
+        (found,) = torch.autograd.grad(loss, weight, some, is_grads_batched=True)
+        return found
+
+    truth, ours = run(contextlib.nullcontext()), run(er.saving(**policy, min_nbytes=0))
+    error = (ours - truth).square().sum() / truth.square().sum()
+    assert error < 0.01 if policy else torch.equal(truth, ours)
+
+
+def test_changed_logits_have_no_gradient_of_the_gradient() -> None:
+    x, weight, labels = data()
+    with er.saving(min_nbytes=0):
+        logits = F.linear(x, weight)
+        loss = F.cross_entropy(logits, labels)
+    logits.data.zero_()
+    with pytest.raises(RestoreError, match="were changed after its loss"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
 def test_changed_logits_that_cannot_be_made_again_are_an_error() -> None:
     _, _, labels = data()
     for change in (halve, CHANGES["data"]):

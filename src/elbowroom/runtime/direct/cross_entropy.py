@@ -32,10 +32,12 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.errors import RestoreError
 from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
-from elbowroom.runtime.consumers import RESHAPES, Call
+from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
+from elbowroom.runtime.direct.linear_again import linear_again
 from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
+from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage
 
@@ -238,9 +240,9 @@ class _NegativeLogLikelihood(Node):
         if grad is None:
             return (None,) * 4
         nothing, came = grad.new_zeros(()).expand(ctx.shape), _Came(grad, target, weight, total)
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted
-            return ctx.labels.gradient(came, nothing), None, None, None
         ctx.labels.came = came
+        if _is_whole(grad):
+            return ctx.labels.gradient(came, nothing), None, None, None
         return nothing, None, None, None
 
 
@@ -263,9 +265,11 @@ class _Logits(Node):
         came, labels.came = labels.came, None
         if grad is None:
             return None, None
-        if came is None:
+        if _is_whole(grad):
             (x,) = ctx.saved_tensors
             logp = labels.normalized(x)
+            if not _is_known(logp, labels.asked(came.target, x.shape[1]), ctx.picked):
+                raise RestoreError(_CHANGED)
             return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype).to(x.dtype), None
         logits = _Checked(ctx, came.target)
         return _gradient(labels, came, logits.place(), _parts(logits.x), logits.normalized), None
@@ -291,7 +295,7 @@ class _LogProbabilities(Node):
         came, labels.came = labels.came, None
         if grad is None:
             return None, None
-        if came is None:
+        if _is_whole(grad):
             (logp,) = ctx.saved_tensors
             made: Tensor = _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype)
             return made.to(ctx.dtype), None
@@ -307,6 +311,14 @@ class _LogProbabilities(Node):
 
 
 coded_cross_entropy = partial(cross_entropy, node=_LogProbabilities)
+
+
+def _is_whole(grad: Tensor) -> bool:
+    """Returns whether the gradient has to come from torch's ops as a whole.
+
+    A gradient of the gradient is wanted, or there are several at once (`is_grads_batched`).
+    """
+    return torch.is_grad_enabled() or bool(untouchable(grad))
 
 
 class _Checked:
@@ -328,52 +340,30 @@ class _Checked:
     def normalized(self, rows: slice) -> Tensor:
         """Their log-probabilities."""
         logp: Tensor = self._labels.normalized(self.x[rows])
-        bits = _BITS[logp.element_size()]
-        now, then = (
-            picked.view(bits) for picked in (logp.gather(1, self._asked[rows]), self._picked[rows])
-        )
-        if logp.device.type != "cpu":  # the host does not wait
-            torch._assert_async((now == then).all(), _CHANGED)
-        elif not torch.equal(now, then):
+        if not _is_known(logp, self._asked[rows], self._picked[rows]):
             self._make_again()
             return self.normalized(rows)
         return logp
 
     def _make_again(self) -> None:
-        x = None if self._is_again else _product(self._ctx.next_functions[0][0])
+        x = None if self._is_again else linear_again(self._ctx.next_functions[0][0])
         shape, dtype = self._ctx.shape, self._ctx.dtype
         if x is None or x.numel() != shape.numel():
             raise RestoreError(_CHANGED)
         self.x, self._is_private, self._is_again = x.view(shape).to(dtype), True, True
 
 
-def _product(node: Any) -> Tensor | None:
-    """What a linear layer has computed, once more from what it has saved.
+def _is_known(logp: Tensor, asked: Tensor, picked: Tensor) -> bool:
+    """Returns whether the log-probabilities of the labels are, bit by bit, those of forward.
 
-    None for any other node, if its weight is frozen, and for a bias that is no parameter.
+    On a GPU it is the device that ends the program, since the host does not wait for it.
     """
-    while node is not None and node.name().startswith((*RESHAPES, "ToCopy")):
-        node = node.next_functions[0][0]
-    name = "" if node is None else node.name()
-    if name == "MmBackward0":
-        x, weight = node._saved_self, _weight(node._saved_mat2, node.next_functions[1][0])
-        return None if x is None or weight is None else torch.mm(x, weight).detach()
-    if name != "AddmmBackward0":
-        return None
-    x, weight = node._saved_mat1, _weight(node._saved_mat2, node.next_functions[2][0])
-    bias = getattr(node.next_functions[0][0], "variable", None)
-    if x is None or weight is None or bias is None:
-        return None
-    scales = {"beta": node._saved_beta, "alpha": node._saved_alpha}
-    return torch.addmm(bias, x, weight, **scales).detach()
-
-
-def _weight(saved: Tensor | None, node: Any) -> Tensor | None:
-    """The transposed weight of a linear layer, which saves it only if its input has a gradient."""
-    if saved is not None or node is None or node.name() != "TBackward0":
-        return saved
-    weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-    return None if weight is None else weight.t()
+    bits = _BITS[logp.element_size()]
+    now, then = logp.gather(1, asked).view(bits), picked.view(bits)
+    if logp.device.type != "cpu":
+        torch._assert_async((now == then).all(), _CHANGED)
+        return True
+    return torch.equal(now, then)
 
 
 def _gradient(
