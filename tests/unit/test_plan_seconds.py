@@ -183,7 +183,7 @@ def test_a_second_forward_costs_python_beside_its_ops() -> None:
     dear = replace(profile, fixed_s={RESTORE: 0.01})
     free, priced = (build_problem(one, exact=True).problem.regions for one in (profile, dear))
     more = {two.name: two.seconds - one.seconds for one, two in zip(free, priced, strict=True)}
-    assert [more["0"], more["1"]] == pytest.approx([0.01 * (6 + 2 * 0.2)] * 2)
+    assert [more["0"], more["1"]] == pytest.approx([0.01 * (3 + 2 * 0.1)] * 2)
 
     def runs_again(profile: Profile) -> int:
         budget = profile.static + int(0.7 * (plain_peak(profile) - profile.static))

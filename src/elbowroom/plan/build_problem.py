@@ -38,10 +38,9 @@ _TIMES = 4  # the bytes of its inputs that a module saves at least, to start fro
 _SMALLEST_REGION = 1 << 18  # bytes inside; less is not worth a second forward
 
 # Python of a second forward, besides that of its ops: as often the fixed seconds of a restored
-# tensor, and so much more for each module inside. Measured between other work, as those are, of 1
-# to 16 modules of one op: 1,085 us, and 26 to 30 for each more, where a tensor took 165. It is not
-# measured anew for each profile, since torch's checkpoint imports torch.compile when first called.
-_SECOND_RUN, _EACH_MODULE = 6.0, 0.2
+# tensor, and so much more for each module inside. Measured between other work, as those are, of 1,
+# 4 and 16 modules of one op: 206, 246 and 292 us, where a tensor took 69.
+_SECOND_RUN, _EACH_MODULE = 3.0, 0.1
 
 
 @dataclass(frozen=True)
