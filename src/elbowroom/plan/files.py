@@ -108,9 +108,14 @@ def read(path: str | Path, kind: str, version: int, make: Callable[[dict[str, An
         found = data.pop(f"elbowroom_{kind}", None)
         other = next((key for key in data if found is None and key.startswith("elbowroom_")), "")
         if other:
-            raise DataError(f"{path} is a {other.removeprefix('elbowroom_')}, not a {kind}")
+            raise DataError(
+                f"{path} is a {other.removeprefix('elbowroom_')}, not a {kind}; "
+                f"`elbowroom {kind}` makes one"
+            )
         if found is None:
-            raise DataError(f"{path} is not a {kind} written by elbowroom")
+            raise DataError(
+                f"{path} is not a {kind} written by elbowroom; `elbowroom {kind}` makes one"
+            )
         if found != version:
             raise DataError(
                 f"{path} is a {kind} of version {found}; this elbowroom reads version {version}. "

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
-from elbowroom.errors import RestoreError
+from elbowroom.errors import NothingHeld, RestoreError
 from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
@@ -170,7 +170,7 @@ class _Labels:
         self.came: _Came | None = None
 
     def normalized(self, x: Tensor) -> Tensor:
-        """Log-probabilities of logits."""
+        """Returns the log-probabilities of rows of logits [rows, classes]."""
         return torch.log_softmax(x.to(self.dtype), 1)
 
     def loss(self, logp: Tensor) -> None:
@@ -329,27 +329,32 @@ class _Checked:
         self._is_again = False
         try:
             self.x, self._is_private = _restored(ctx)
-        except RestoreError:
-            self._make_again()
+        except NothingHeld:
+            raise
+        except RestoreError as error:  # the logits were changed in place
+            self._make_again(error)
         self._asked = self._labels.asked(target, self.x.shape[1])
 
     def place(self) -> Tensor:
-        """Memory for the gradient: that of the logits, where nobody else has them."""
+        """Returns memory for the gradient: that of the logits, where nobody else has them."""
         return self.x if self._is_private else torch.empty_like(self.x)
 
     def normalized(self, rows: slice) -> Tensor:
-        """Their log-probabilities."""
+        """Returns the log-probabilities of some rows [rows, classes].
+
+        Raises RestoreError if the logits were changed, and cannot be made again.
+        """
         logp: Tensor = self._labels.normalized(self.x[rows])
         if not _is_known(logp, self._asked[rows], self._picked[rows]):
             self._make_again()
             return self.normalized(rows)
         return logp
 
-    def _make_again(self) -> None:
+    def _make_again(self, cause: RestoreError | None = None) -> None:
         x = None if self._is_again else linear_again(self._ctx.next_functions[0][0])
         shape, dtype = self._ctx.shape, self._ctx.dtype
         if x is None or x.numel() != shape.numel():
-            raise RestoreError(_CHANGED)
+            raise RestoreError(_CHANGED) from cause
         self.x, self._is_private, self._is_again = x.view(shape).to(dtype), True, True
 
 

@@ -13,9 +13,10 @@ from elbowroom.runtime.consumers import RESHAPES
 
 
 def linear_again(node: Any) -> Tensor | None:
-    """What a linear layer has computed, once more from what it has saved.
+    """Returns what a linear layer has computed, once more, from what its node has saved.
 
-    None for any other node, if its weight is frozen, and for a bias that is no parameter.
+    node: of the layer, or of a reshape or cast of its result. None for any other node, if its
+    weight is frozen, and for a bias that is no parameter.
     """
     while node is not None and node.name().startswith((*RESHAPES, "ToCopy")):
         node = node.next_functions[0][0]
@@ -34,7 +35,10 @@ def linear_again(node: Any) -> Tensor | None:
 
 
 def _weight(saved: Tensor | None, node: Any) -> Tensor | None:
-    """The transposed weight of a linear layer, which saves it only if its input has a gradient."""
+    """Returns the transposed weight of a linear layer, or None.
+
+    The layer saves it only if its input has a gradient. Else its parameter is looked up.
+    """
     if saved is not None or node is None or node.name() != "TBackward0":
         return saved
     weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
