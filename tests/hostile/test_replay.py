@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.fitting.observations import NothingToDo
 from elbowroom.fitting.replayed import ReplayedForward
-from elbowroom.plan import KeepAll
+from elbowroom.plan import Exact, KeepAll
 from elbowroom.runtime import calls, modules
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS, Context
@@ -420,6 +421,74 @@ def test_a_replay_sees_the_calls_of_recomputed_modules_alone(changes):
     assert found[1] == (not changes, not changes)
     assert "__call__" not in vars(Block)
     assert nn.Module.__call__ is calls._plain_call
+
+
+class Chosen(nn.Module):
+    """A module whose op may change between steps."""
+
+    def __init__(self, op: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.op, self.fails = op, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError
+        return self.op(x)
+
+
+class Notes(TorchFunctionMode):
+    """A mode of the user's, which notes the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def recomputing(policy: Any) -> Make:
+    context = Context(learns=False)
+    return lambda: Saving(policy, min_nbytes=0, context=context, recompute=frozenset({"1"}))
+
+
+@pytest.mark.parametrize("op", [F.gelu, torch.tanh])
+@pytest.mark.parametrize(("policy", "is_closed"), [(KeepAll(), True), (Exact(), False)])
+def test_what_a_recomputed_module_calls_is_seen_only_if_something_is_made_again_of_it(
+    op, policy, is_closed
+):
+    """Else another op inside is no other step: what it saves is not held, whatever it is."""
+    net, x = nn.Sequential(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8)), torch.randn(4, 8)
+    wanted, make = list(net.parameters()), recomputing(policy)
+    script = written(lambda: net(x).square().mean(), make)
+    assert [step.is_closed for step in script.steps if step.module is not None] == [is_closed]
+    assert any(step.func == F.gelu for step in script.steps) != is_closed
+    net[1].op = op
+    plain = grads(lambda: net(x).square().mean(), wanted)
+    replay = Following(script, make)
+    assert same(grads(lambda: net(x).square().mean(), wanted, replay), plain)
+    assert replay.diverged == (op is not F.gelu and not is_closed)
+
+
+def test_modes_of_the_users_stay_open_in_a_recomputed_module():
+    net, x, notes = nn.Sequential(nn.Linear(8, 8), Chosen()), torch.randn(4, 8), Notes()
+    wanted, make = list(net.parameters()), recomputing(KeepAll())
+
+    def forward() -> Tensor:
+        with notes:
+            return net(x).square().mean()
+
+    script = written(forward, make)
+    notes.seen.clear()
+    replay = Following(script, make)
+    assert same(grads(forward, wanted, replay), grads(lambda: net(x).square().mean(), wanted))
+    assert not replay.diverged
+    assert F.linear in notes.seen
+    assert F.gelu in notes.seen
+    net[1].fails = True
+    with pytest.raises(ValueError), Following(script, make):  # noqa: PT011  # ours has no words
+        forward()
 
 
 def test_a_script_is_forgotten_with_its_plan(monkeypatch):

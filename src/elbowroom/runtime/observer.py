@@ -179,6 +179,9 @@ class Listener:
     def region_saved(self) -> None:
         """Called when the inputs of the module are saved, and it runs."""
 
+    def region_ended(self) -> None:
+        """Called when the module has run."""
+
     def does(
         self,
         slot: Slot,

@@ -244,6 +244,7 @@ class NotedOp:
     copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
     compared: bool = False
     is_between: bool = False  # no call, but what is saved between two
+    inside: int = 0  # of a recomputed module: the number of ops that it called
     numel: int = 0  # of all that it has saved
 
     @property

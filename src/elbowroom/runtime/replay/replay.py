@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import Observing, why_not_again
+from elbowroom.runtime.repeats import Observing, unobserved, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
@@ -374,7 +374,8 @@ class Replay(Observing):
             self._holds, self._saved, self._is_inside = outer
 
         try:
-            return recomputed(module, call, args, kwargs, arguments, begin)
+            with unobserved() if act.is_closed else nullcontext():
+                return recomputed(module, call, args, kwargs, arguments, begin)
         finally:
             self._holds, self._saved, self._is_inside = outer
 

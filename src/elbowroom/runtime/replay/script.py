@@ -198,6 +198,7 @@ class Step:
     copies  arguments, by position, of which a slot gets a copy: constants
     before, after  instructions to be done then
     module  it is no call of torch's, but of this module, which runs again in backward
+    is_closed  nothing is done with what this module calls, so that the script has no steps of it
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
     stands  what `run` is of, be it asked again or not
@@ -217,6 +218,7 @@ class Step:
     before: tuple[Instruction, ...] = ()
     after: tuple[Instruction, ...] = ()
     module: weakref.ref[nn.Module] | None = None
+    is_closed: bool = False
     inputs: bool = False
     numel: int | None = 0
     stands: Direct | None = None

@@ -76,6 +76,7 @@ class Tracer(Listener):
         self._progress = Progress()
         self._stack: list[int] = []
         self._inputs: int | None = None  # the op that represents tensors saved between two calls
+        self._region: int | None = None  # the op that represents the recomputed module that runs
         self._when = BEFORE
         self._done: list[NotedInstruction] = []
         self._seeds_before = 0
@@ -185,7 +186,8 @@ class Tracer(Listener):
         if self.why:
             return
         self._append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
-        self._stack.append(len(self._ops) - 1)
+        self._region = len(self._ops) - 1
+        self._stack.append(self._region)
         self._when, self._inputs = BEFORE, None
 
     def saves(self) -> None:
@@ -198,6 +200,11 @@ class Tracer(Listener):
             return
         self._stack.pop()
         self._when = AT_SAVE if self._stack else BEFORE
+
+    def region_ended(self) -> None:
+        """Records that a recomputed module has run."""
+        if not self.why and self._region is not None:
+            self._ops[self._region].inside = len(self._ops) - self._region - 1
 
     def failed(self) -> None:
         """Records that the call has raised."""

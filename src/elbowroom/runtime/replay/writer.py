@@ -116,6 +116,7 @@ class Writer:
             self._step(at, op, of_op.get(at, []), frees.get(at, ()))
             for at, op in enumerate(self._ops)
         )
+        steps = self._with_closed_regions(steps)
         if not any(step.inputs and step.acts for step in steps):  # as many as there may be
             numel += sum(step.numel or 0 for step in steps if step.inputs)
             steps = tuple(step for step in steps if not step.inputs)
@@ -125,6 +126,18 @@ class Writer:
         counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE), since)
         numel += sum(step.numel or 0 for step in steps)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
+
+    def _with_closed_regions(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """Returns the steps without those of recomputed modules in which nothing is done."""
+        left, end = [], 0
+        for at, (step, op) in enumerate(zip(steps, self._ops, strict=True)):
+            if at < end:
+                continue
+            inside = steps[at + 1 : at + 1 + op.inside]
+            if inside and all(one.is_plain for one in inside):
+                step, end = replace(step, is_closed=True), at + 1 + op.inside
+            left.append(step)
+        return tuple(left)
 
     def _leave_out_ended(self) -> None:
         """Leaves out what was done with slots that have ended, where it need not be done again.
