@@ -162,14 +162,6 @@ def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-class Trace(Protocol):
-    """Remembers a slot after its end."""
-
-    def ends(self, slot: "Slot") -> None:
-        """Called as the slot ends, with all that it still holds."""
-        ...
-
-
 class MadeAgain:
     """The last few restored tensors that wait for more readers; the others are freed.
 
@@ -222,7 +214,7 @@ class Slot:
                      it
     shape_is_enough  so far every op needs the geometry only
     most_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
-    trace            of a recorded forward: is told what the slot was, once that ends
+    when_ended       of a slot of a recorded forward: is called at its end, with all that it holds
     """
 
     # Most slots of a step have these values, so they are class attributes.
@@ -234,7 +226,7 @@ class Slot:
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
     shared: MadeAgain | None = None
-    trace: "Trace | None" = None
+    when_ended: "Callable[[Slot], None] | None" = None
 
     def __init__(
         self,
@@ -489,8 +481,8 @@ class CountedSlot(Slot):
 
     def __del__(self) -> None:
         self.entry.close()
-        if self.trace is not None:
-            self.trace.ends(self)
+        if self.when_ended is not None:
+            self.when_ended(self)
 
 
 class View:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from elbowroom.plan.site import CHECKPOINT, RECOMPUTE
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.handles.rebuild import Ready
+from elbowroom.runtime.handles import RebuildHandle
+from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.identity import Origin, untouchable
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Ledger
@@ -39,10 +41,11 @@ from elbowroom.runtime.replay.notes import (
     NotedInstruction,
     NotedNorm,
     NotedOp,
+    NotedRecipe,
     NotedSave,
     OnceUnwritable,
     Place,
-    Progress,
+    Remains,
     Trace,
     Unwritable,
     made_of,
@@ -61,6 +64,10 @@ from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 _NOTHING = Geometry((), (), 0)  # of what is only kept
 
 
+def _gone() -> None:
+    """Link to a slot of the forward that the script was written from."""
+
+
 class Tracer(Listener):
     """Listener that records one forward of a learning context, and writes its script.
 
@@ -73,7 +80,8 @@ class Tracer(Listener):
         self.script: Script | None = None
         self.why, self.once = "", False
         self._ops: list[NotedOp] = []
-        self._progress = Progress()
+        self._makers: dict[int, tuple[weakref.ref[Op], int]] = {}  # of recipes, by id of their op
+        self._traces: dict[int, Trace] = {}  # of slots, by id, while they exist
         self._stack: list[int] = []
         self._inputs: int | None = None  # the op that represents tensors saved between two calls
         self._region: int | None = None  # the op that represents the recomputed module that runs
@@ -101,8 +109,7 @@ class Tracer(Listener):
         self.why = self.why or why
         self._ops, self._stack, self._done = [], [], []
         self._storages, self._inputs = {}, None
-        self._progress.is_over = True
-        self._progress.makers.clear()
+        self._makers, self._traces = {}, {}
 
     def begins(self, call: Call) -> None:
         """Records that a call begins, and nothing of it has happened yet."""
@@ -114,8 +121,8 @@ class Tracer(Listener):
             kwargs = tuple([(key, self._described(x, operands)) for key, x in call.kwargs.items()])
         except Unwritable:
             args, kwargs = (Unwritable,), ()
-        self._append(NotedOp(call.func, call.name, args, kwargs, operands))
-        self._stack.append(len(self._ops) - 1)
+        self._stack.append(len(self._ops))
+        self._ops.append(NotedOp(call.func, call.name, args, kwargs, operands))
         self._when, self._inputs = BEFORE, None
 
     def compares(self) -> None:
@@ -131,8 +138,8 @@ class Tracer(Listener):
         if self._stack:
             self.refuse("a checkpoint, or a function of the user's, inside of one of torch's own")
             return
-        self._append(NotedOp(checkpoint, name, (), (), [], is_between=True))
-        self._inputs, self._when = len(self._ops) - 1, BEFORE
+        self._inputs, self._when = len(self._ops), BEFORE
+        self._ops.append(NotedOp(checkpoint, name, (), (), [], is_between=True))
 
     def leaves(self) -> None:
         """Records the end of the forward; the tensors that wait for it are decided on."""
@@ -157,10 +164,9 @@ class Tracer(Listener):
         """Records a result of the call with its origin, which may have a recipe."""
         recipe = origin.recipe
         if recipe is not None and self._stack:
-            makers = self._progress.makers
-            known = makers.get(id(recipe.op))
+            known = self._makers.get(id(recipe.op))
             if known is None or known[0]() is None:
-                makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
+                self._makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
 
     def ended(self, call: Call, out: Any) -> None:
         """Records that the call has ended, and all is decided on."""
@@ -172,22 +178,18 @@ class Tracer(Listener):
             held = None if saved.held is None else saved.held()
             view = held.held if type(held) is Deferred else held
             if type(view) is View:
-                saved.seen = Trace.of(view.slot, self._progress), view.need
+                saved.seen = self._trace_of(view.slot), view.need
         if type(out) is Tensor:
             op.out = self._place_of(out)
         self._when = AT_SAVE if self._stack else BEFORE
-
-    def _append(self, op: NotedOp) -> None:
-        self._ops.append(op)
-        self._progress.ops += 1
 
     def begins_region(self, module: nn.Module) -> None:
         """Records that a call of a recomputed module begins."""
         if self.why:
             return
-        self._append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
-        self._region = len(self._ops) - 1
+        self._region = len(self._ops)
         self._stack.append(self._region)
+        self._ops.append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
         self._when, self._inputs = BEFORE, None
 
     def saves(self) -> None:
@@ -252,8 +254,55 @@ class Tracer(Listener):
             at, when = NOWHERE, LAST
         else:
             save = len(self._ops[at].saves)
-        trace = Trace.of(slot, self._progress)
+        trace = self._trace_of(slot)
         self._done.append(NotedInstruction(at, when, save, trace, *what, kept, where))
+
+    def _trace_of(self, slot: Slot) -> Trace:
+        trace = self._traces.get(id(slot))
+        if trace is None:
+            trace = self._traces[id(slot)] = Trace(weakref.ref(slot))
+            slot.when_ended = self._note_remains
+        return trace
+
+    def _note_remains(self, slot: Slot) -> None:
+        """Notes what a slot was, which ends while a script may be written."""
+        trace = self._traces.pop(id(slot), None)
+        if trace is None:
+            return
+        # It may end between two calls: what is asked here is no op of the model.
+        with torch._C.DisableTorchFunction():
+            held, recipe = slot.value, None
+            if isinstance(held, RebuildHandle):
+                with suppress(Unwritable):
+                    recipe = self.noted(held.ready)
+            trace.remains = replace(Remains.of(slot), recipe=recipe, ended=len(self._ops))
+
+    def noted(self, ready: Ready) -> NotedRecipe:
+        """Returns the notes of a recipe. Raises Unwritable if no script may hold it."""
+        op, makers = ready.op, []
+        for one in (op, *op.beside):
+            known = self._makers.get(id(one))
+            if known is None or known[0]() is not one:
+                raise Unwritable("a recipe of no op")
+            makers.append(known[1])
+        if op.given and op.bound is None:
+            raise Unwritable("a recipe that reads what only this forward has")
+
+        def operand(one: Slot | Ready) -> Trace | NotedRecipe:
+            return self.noted(one) if isinstance(one, Ready) else self._trace_of(one)
+
+        others = tuple((_gone, seen) for _, seen in op.others)
+        bare = replace(op, given=(), others=others, beside=())
+        if op.bound is not None:  # which makes what reads statistics
+            bare = replace(bare, lossy=None, affine=None)
+        given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]
+        return NotedRecipe(
+            *(bare, tuple(makers), operand(ready.source), ready.seen, ready.made, ready.bits),
+            None if ready.noise is None else self._trace_of(ready.noise),
+            tuple([operand(one) for one in ready.others]),
+            tuple(given),
+            op.works_lossy,
+        )
 
     def _where(self, norm: Statistics) -> NotedNorm:
         mean, rstd = ((self._place_of(x), Geometry.of(x)) for x in (norm.mean, norm.rstd))
@@ -310,7 +359,7 @@ class Tracer(Listener):
         if ledger.was_asked:
             self.refuse("a backward has run inside")
         if not self.why:
-            writer = Writer(self._ops, self._done, self._progress, self._state)
+            writer = Writer(self._ops, self._done, self.noted, self._state)
             try:
                 script = writer.script(ledger, self._mark, self._numel, selects=self._selects)
                 seen = tuple((weakref.ref(module), n) for module, n in calls.items())
@@ -318,5 +367,4 @@ class Tracer(Listener):
             except Unwritable as error:
                 self.refuse(str(error), once=isinstance(error, OnceUnwritable))
         self._ops, self._done, self._storages = [], [], {}
-        self._progress.is_over = True
-        self._progress.makers.clear()
+        self._makers, self._traces = {}, {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from elbowroom.plan import Encode, Keep
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle
+from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.ledger import Ledger, Mark
 from elbowroom.runtime.replay.notes import (
     AFTER,
@@ -36,7 +37,6 @@ from elbowroom.runtime.replay.notes import (
     NotedSave,
     OnceUnwritable,
     Place,
-    Progress,
     Remains,
     Seen,
     Trace,
@@ -64,10 +64,10 @@ class Writer:
         self,
         ops: list[NotedOp],
         done: list[NotedInstruction],
-        progress: Progress,
+        noted: Callable[[Ready], NotedRecipe],
         state: tuple[Any, ...],
     ) -> None:
-        self._ops, self._progress, self._state = ops, progress, state
+        self._ops, self._note, self._state = ops, noted, state
         self._done = [(one, slot) for one in done if (slot := one.slot()) is not None]
         self._numbers: dict[int, int] = {}  # of slots, by id
         self._slots: list[Slot | Remains] = []
@@ -254,7 +254,7 @@ class Writer:
         action, mask, recipe = one.action, NOWHERE, None
         if one.ready is not None:
             ready = one.ready()
-            noted = None if ready is None else NotedRecipe.of(ready, self._progress)
+            noted = None if ready is None else self._note(ready)
             if noted is None and isinstance(slot, Remains):
                 noted = slot.recipe
             if noted is None:
