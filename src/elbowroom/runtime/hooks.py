@@ -588,7 +588,7 @@ class Saving:
         if call is not None and call.would_rerun:
             looks = self.recorder is not None or not self.is_exact()
             reading = attention_reading(x, call, slot, reading, looks=looks)
-        request = classify(slot, x, call, reading, name, origin)
+        request = classify(slot, x, geometry, call, reading, name, origin)
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:

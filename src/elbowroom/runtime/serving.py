@@ -177,7 +177,7 @@ class Serving:
         if not why:
             self._act(request)
             return
-        slot, x, call, _, name, _ = request
+        slot, x, _, call, _, name, _ = request
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
@@ -247,7 +247,7 @@ class Serving:
 
     def _act(self, request: Request) -> None:
         """Asks the policy, and performs its action; or lets the tensor wait."""
-        slot, x, call, reading, name, _ = request
+        slot, x, _, call, reading, name, _ = request
         need, (site, ready) = reading.need, self._site(request)
         whole = slot.base.on(x)
         action = self._chosen(request, site, ready)
@@ -577,7 +577,7 @@ def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> N
         return None if statistics is None else Normalized(statistics, keep_zeros)
     x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
     mean, rstd = of_rows(x, keep_zeros=keep_zeros)
-    layout = layout_of(x, mean.shape)
+    layout = layout_of(x.shape, x.stride(), mean.shape)
     assert layout is not None
     order, inner, shares = layout
     of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)
