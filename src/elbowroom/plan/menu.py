@@ -42,7 +42,7 @@ from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
 from elbowroom.plan.samples import samples_at_once
-from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site
+from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site, coded_rows
 
 KEEP = Preset("keep", KeepAll(), exact=True)
 EXACT_MENU = (Preset("exact", Exact(), exact=True),)
@@ -467,7 +467,7 @@ def _set_held(
                 codec = action.gated
             rows = None if site.consumer in NORMS else site.rows
             if rows is not None:
-                codec, rows = rows.coded(codec, by_size=site.by_size)
+                codec, rows = coded_rows(rows, codec, by_size=site.by_size)
             held.nbytes = (
                 beside_mask(codec, prod(site.shape))
                 if isinstance(codec, Sided) and is_gated

@@ -63,14 +63,21 @@ So the inputs of a checkpoint, and of a module that a plan runs again, get at le
 a recurrent layer are as smooth as SiLU.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, Rebuildable, Site
+from elbowroom.plan.site import (
+    AGAIN,
+    NORMS,
+    Formula,
+    Rebuildable,
+    Site,
+    coded_rows,
+)
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
@@ -152,12 +159,12 @@ def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
     rows = site.rows
     if rows is None or normalized or not (site.by_size or site.consumer == "layer_norm"):
         return True
-    return rows.coded(codec, by_size=site.by_size) == (codec, None)
+    return coded_rows(rows, codec, by_size=site.by_size) == (codec, None)
 
 
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
-    if site.consumer in (CHECKPOINT, RECOMPUTE):
+    if site.consumer in AGAIN:
         return LEAST_AGAIN
     if site.formula is Formula.MATRIX and site.facts.has_zeros:
         # One that is rebuilt has its zeros by bits, and the levels of its source.
@@ -178,7 +185,8 @@ def _sums_few(site: Site) -> bool:
     return len(site.shape) > 1 and summed_over(site.shape, site.consumer) < FEW
 
 
-def summed_over(shape: Sequence[int], consumer: str) -> int:
+@lru_cache(4096)
+def summed_over(shape: tuple[int, ...], consumer: str) -> int:
     """Returns how many elements of an x of this shape one element of a gradient sums over.
 
     Of a linear layer it is the number of rows: 16 for images of 16 x 16 x 16 that are flattened to

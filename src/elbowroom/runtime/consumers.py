@@ -26,11 +26,10 @@ from torch import Tensor
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
 from elbowroom.plan.site import (
-    CHECKPOINT,
+    AGAIN,
     LEAST_FEATURES,
     LEAST_WIDTH,
     NORMS,
-    RECOMPUTE,
     RECURRENT,
     Formula,
     Reads,
@@ -594,5 +593,5 @@ _READERS: dict[str, Callable[[Tensor, Call], Reading]] = {
     **dict.fromkeys((*CURVED, *RECURRENT), _curved),
     ATTENTION: _attention,
     "dropout": _unknown,
-    **dict.fromkeys((CHECKPOINT, RECOMPUTE), _input_of_second_run),
+    **dict.fromkeys(AGAIN, _input_of_second_run),
 }

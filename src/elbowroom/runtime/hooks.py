@@ -33,7 +33,7 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.site import CHECKPOINT, FINE, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -373,8 +373,6 @@ class Saving:
         """
         with self._looking():
             listener, pieces = self._listener, self._serving.pieces
-            if self.ledger.was_asked:
-                listener.refuse("a backward has run inside")
             listener.begins(call)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
                 body = opened.opened(call.func, self._consumers)
@@ -461,10 +459,10 @@ class Saving:
         """True if codes add errors, in this forward or in those for which it is profiled."""
         return self.recorder is not None or not self.is_exact()
 
-    @property
-    def _skims(self) -> bool:
-        """True if slots need not be recorded: neither for a plan, nor for planning."""
-        return hasattr(self.policy, "rebuild") and self.recorder is None
+    def _skims(self, x: Tensor) -> bool:
+        """Returns whether x needs no slot: neither for a plan, nor for planning."""
+        is_small = storage_nbytes(x) < self.min_nbytes
+        return is_small and hasattr(self.policy, "rebuild") and self.recorder is None
 
     @property
     def _codes_checkpoints(self) -> bool:
@@ -501,7 +499,7 @@ class Saving:
         if kept is not None:
             return kept
         pieces = self._serving.pieces
-        is_input = call is not None and call.name in (CHECKPOINT, RECOMPUTE)
+        is_input = call is not None and call.name in AGAIN
         if pieces.waiting and (pieces.has_begun or not is_input):
             pieces.end()
         if is_input or call is None:
@@ -558,8 +556,7 @@ class Saving:
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
-        many = call is not None and call.name in RECURRENT and self._skims
-        if many and storage_nbytes(x) < self.min_nbytes:
+        if call is not None and call.name in RECURRENT and self._skims(x):
             return self._many.keep(x, self.ledger, self._module, self._consumer)
         return None
 
@@ -579,9 +576,10 @@ class Saving:
             slot = self._new_slot(x, name, geometry)
             slot.is_unseen = call is None
             known.slots[key] = weakref.ref(slot)
-        copied = None if call is None else note_copy(x, call, self._identity)
-        if copied is not None:
-            self._listener.makes(copied)
+        if call is not None and x is not call.first:
+            copied = note_copy(x, call, self._identity)
+            if copied is not None:
+                self._listener.makes(copied)
         origin = known.origins.get(key)
         if name.consumer == RECOMPUTE and not self._codes_input(name):
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
@@ -603,15 +601,15 @@ class Saving:
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
-            # In a recomputed module, no op of the graph reads it that could be probed.
-            readable = call.name not in (CHECKPOINT, RECOMPUTE)
-            if self._watch is not None and need is Need.LOSSY and readable:
+            if self._watch is not None and need is Need.LOSSY and call.name not in AGAIN:
+                # In a recomputed module, no op of the graph reads it that could be probed.
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
         """Returns the profile's record of a save before any action: its site and sources."""
-        ready, call = request.ready(), request.call
+        origin, call = request.origin, request.call
+        ready = None if origin is None else origin.ready()
         if ready is not None:
             depth = ready.most_depth
             if depth > DEEPEST_READY:

@@ -149,6 +149,9 @@ class NoEntry:
     def move_away(self, nbytes: int) -> None:
         """Ignores the bytes that are elsewhere from now on."""
 
+    def ask(self) -> None:
+        """Does nothing when backward requests the storage."""
+
     def close(self) -> None:
         """Does nothing when the slot is not used any more."""
 
@@ -302,7 +305,8 @@ class Ledger(Account):
             entry.born = self._clock
             self._entries[entry.born] = entry
             self._plain_nbytes += before_nbytes
-            self._note_fullest()
+            if self._plain_nbytes > self.before_nbytes:
+                self._note_fullest()
         return entry
 
     @property
@@ -372,8 +376,6 @@ class Ledger(Account):
                 self._dead += 1
 
     def _note_fullest(self) -> None:
-        if self._plain_nbytes <= self.before_nbytes:
-            return
         if self._dead:
             self._entries = {born: entry for born, entry in self._entries.items() if not entry.died}
             self._dead = 0

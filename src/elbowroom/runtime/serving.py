@@ -42,7 +42,15 @@ from elbowroom.plan.precision_floor import (
     LEAST_LOG_PROBABILITY,
     at_precision_floor,
 )
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, SiteKey, key_of
+from elbowroom.plan.site import (
+    AGAIN,
+    NORMS,
+    RECOMPUTE,
+    Formula,
+    SiteKey,
+    coded_rows,
+    key_of,
+)
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
 from elbowroom.runtime.context import Context
@@ -80,7 +88,6 @@ from elbowroom.runtime.tiers import tier_for
 
 _MOST_WAITING = 8  # of a kind
 _NOWHERE = SiteName("", "")
-_AGAIN = (CHECKPOINT, RECOMPUTE)  # ops that recompute a piece of forward from what they save
 
 
 def _is_same(whole: Tensor, ready: Ready) -> bool:
@@ -262,7 +269,7 @@ class Serving:
             self._listener.does(slot, name, need, None)
         elif need is Need.MASK and isinstance(action, Encode):
             self._hold_mask(slot, whole, name, covers=covers)
-        elif call is not None and call.name in _AGAIN and is_lossy(action, need):
+        elif call is not None and call.name in AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
         elif reading.part is not Part.NONE and self._waits(reading, action):
@@ -319,7 +326,8 @@ class Serving:
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be rebuilt for it."""
-        ready = request.ready() if self._rebuilds else None
+        origin = request.origin
+        ready = None if origin is None or not self._rebuilds else origin.ready()
         site = site_of(request, ready)
         if ready is not None and not self._may_rebuild(request, site, ready):
             return replace(site, rebuildable=Rebuildable.NO), None
@@ -369,7 +377,7 @@ class Serving:
         request.slot.sites.append(site)
         action = self._decide(site, ready)
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
-            codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
+            codec, rows = coded_rows(site.rows, action.codec, by_size=site.by_size)
             action = replace(action, codec=codec, rows=rows)
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
             least = None if action.codec.lossless else LEAST_LOG_PROBABILITY
@@ -506,7 +514,7 @@ def perform(
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
             coder = None  # whose code is one run of bytes, which is not moved
-            if context is not None and action.moved is None and not would_wait(base):
+            if context is not None and action.moved is None:
                 coder = context.coders.of(codec, x, facts)
             drops = is_examined if context is None else context.drops_codecs
             if drops and not is_own(type(codec)):

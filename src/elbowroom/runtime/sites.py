@@ -60,10 +60,6 @@ class Request(NamedTuple):
     name: SiteName
     origin: Origin | None = None
 
-    def ready(self) -> Ready | None:
-        """Returns how x could be rebuilt now."""
-        return None if self.origin is None else self.origin.ready()
-
 
 def classify(
     slot: Slot,
@@ -245,13 +241,9 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
 
 def facts_of(x: Tensor, call: Call | None) -> Facts:
     """Returns facts about x from the saving op: the range of indices, or a mask's single value."""
-    if call is None:
+    if call is None or (find := _FACTS.get(call.name)) is None:
         return NOTHING
-    if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
-        return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
-    if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
-        return _INDEX_FACTS[call.name](call)
-    return NOTHING
+    return find(x, call)
 
 
 @lru_cache(256)
@@ -295,6 +287,13 @@ def _node_of(x: Tensor) -> str:
             return node.name()
         node = node.next_functions[0][0] if node.next_functions else None
     return ""
+
+
+def _dropout_facts(x: Tensor, call: Call) -> Facts:
+    """Dropout saves its factors: 0, and one other value."""
+    if x.grad_fn is not None or not x.is_floating_point():
+        return NOTHING
+    return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
 
 
 @lru_cache
@@ -378,4 +377,14 @@ _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     "__getitem__": _place_facts,
     "cross_entropy": _label_facts,
     "nll_loss": _label_facts,
+}
+
+
+def _if_indices(find: Callable[[Call], Facts]) -> Callable[[Tensor, Call], Facts]:
+    return lambda x, call: find(call) if x.dtype is torch.int64 else NOTHING
+
+
+_FACTS: dict[str, Callable[[Tensor, Call], Facts]] = {
+    "dropout": _dropout_facts,
+    **{name: _if_indices(find) for name, find in _INDEX_FACTS.items()},
 }

@@ -132,11 +132,7 @@ class Geometry(NamedTuple):
 
     def on(self, x: Tensor) -> Tensor:
         """The tensor of this geometry on x's storage: x itself, if it has it."""
-        if (
-            x.shape == self.shape
-            and x.stride() == self.stride
-            and x.storage_offset() == self.offset
-        ):
+        if self == (x.shape, x.stride(), x.storage_offset()):
             return x
         return x.detach().as_strided(self.shape, self.stride, self.offset)
 
@@ -499,8 +495,7 @@ class View:
     def restore(self) -> Tensor:
         """Returns the saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot
-        if isinstance(slot.entry, Entry):
-            slot.entry.ask()
+        slot.entry.ask()
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
         if not torch.is_grad_enabled():
@@ -518,8 +513,7 @@ class View:
     def restore_alone(self) -> Tensor:
         """Returns the saved tensor in memory that its caller may overwrite."""
         slot = self.slot
-        if isinstance(slot.entry, Entry):
-            slot.entry.ask()
+        slot.entry.ask()
         return self.geometry.within(slot.base, slot.restore_private())
 
     def _restored(self) -> Tensor:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.codecs.compact import Coder
-from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import (
@@ -446,7 +445,7 @@ def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
 
     def encode(replay: Replay, whole: Tensor) -> Handle:
         if not coders:
-            coders.append(None if would_wait(whole) else Coder.of(codec, whole, facts))
+            coders.append(Coder.of(codec, whole, facts))
         coder = coders[0]
         if coder is None:
             return perform_it(replay, whole)

@@ -61,7 +61,7 @@ from elbowroom.runtime.replay.writer import Writer
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
-_NOTHING = Geometry((), (), 0)  # of what is only kept
+_NOTHING = Geometry((), (), 0)
 
 
 def _gone() -> None:
@@ -220,15 +220,10 @@ class Tracer(Listener):
             return
         op = self._ops[at]
         op.numel += x.numel()
-        nbytes, place = storage_nbytes(x), self._place_of(x)
-        if type(held) is View:
-            geometry = held.geometry
-        elif isinstance(held, View | Deferred):
-            geometry = Geometry.of(x)
-        else:
-            op.saves.append(NotedSave(_NOTHING, x.dtype, nbytes, place, None))
-            return
-        op.saves.append(NotedSave(geometry, x.dtype, nbytes, place, weakref.ref(held)))
+        is_seen = isinstance(held, View | Deferred)  # else it is only kept
+        geometry, ref = (Geometry.of(x), weakref.ref(held)) if is_seen else (_NOTHING, None)
+        place = self._place_of(x)
+        op.saves.append(NotedSave(geometry, x.dtype, storage_nbytes(x), place, ref))
 
     def does(
         self,
