@@ -1,6 +1,7 @@
 """One forward of a fitted model: it follows its plan or its preset, and climbs if necessary."""
 
 import weakref
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -81,15 +82,9 @@ class FittedSaving(Saving):
 
         after: the context of an earlier forward of the same step, which this one continues.
         """
-        decide = weakref.WeakMethod(self._decide_site)  # avoids a reference cycle in each step
-
-        def policy(site: Site) -> Action:
-            decided = decide()
-            assert decided is not None  # another object refers to this one
-            return decided(site)
-
         super().__init__(
-            policy,
+            # By a proxy: no reference cycle in each step.
+            partial(FittedSaving._decide_site, weakref.proxy(self)),
             min_nbytes=(
                 fit.options.least_nbytes if fit.context.takes_small else fit.options.min_nbytes
             ),

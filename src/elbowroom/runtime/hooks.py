@@ -175,10 +175,9 @@ class Saving:
             self._watch = self.observer.begin() if after is None else after._watch
         self._listener = self.tracer or NOBODY
         known = self.policy, self.context, self.min_nbytes, self._identity
-        self._serving = Serving(
-            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
-            lets_wait=self.recorder is None,
-        )
+        is_exact = partial(type(self).is_exact, weakref.proxy(self))  # no reference cycle
+        told = self._listener, self._watch, is_exact
+        self._serving = Serving(*known, *told, lets_wait=self.recorder is None)
         self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)

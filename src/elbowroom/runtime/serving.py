@@ -143,13 +143,13 @@ class Serving:
         identity: Identity,
         listener: Listener,
         watch: Watch | None,
-        is_exact: Callable[[], Callable[[], bool] | None],
+        is_exact: Callable[[], bool],
         *,
         lets_wait: bool,
     ) -> None:
         """min_nbytes: storages smaller than this are kept. watch: is told of what codes replace.
 
-        is_exact: a weak reference to a function that returns whether no code adds errors
+        is_exact: returns whether no code adds errors
         lets_wait: results that saturate may wait; not in a step that is profiled
         """
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
@@ -358,14 +358,9 @@ class Serving:
 
         A recipe that can only run on an exact source keeps its source exact.
         """
-        if need is not Need.LOSSY or ready.works_lossy or self._codes_are_exact():
+        if need is not Need.LOSSY or ready.works_lossy or self._is_exact():
             return False
         return any(slot.sites and not slot.pinned for slot in ready.slots)
-
-    def _codes_are_exact(self) -> bool:
-        is_exact = self._is_exact()
-        assert is_exact is not None  # a site is needed
-        return is_exact()
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the policy's action, as far as this tensor allows it."""
@@ -387,7 +382,7 @@ class Serving:
         return action
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
-        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._codes_are_exact():
+        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact():
             # Its source may be a code that is too coarse, or become one.
             action = self._policy(replace(site, rebuildable=Rebuildable.NO))
             if isinstance(action, Encode):  # whatever the policy: by the logits of this step

@@ -147,13 +147,12 @@ class Tracer(Listener):
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
         """Records that the call runs as `run`."""
-        if self.why:
-            return
-        op = self._ops[self._stack[-1]]
-        if call.name in opened.NAMES and run is not call.func:
-            op.opens = True
-        elif run is not call.func:
-            op.run, op.direct = run, direct
+        if not self.why and run is not call.func:
+            op = self._ops[self._stack[-1]]
+            if call.name in opened.NAMES:
+                op.opens = True
+            else:
+                op.run, op.direct = run, direct
         self._when = AT_SAVE
 
     def ends(self) -> None:
