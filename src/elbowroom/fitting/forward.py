@@ -297,15 +297,15 @@ class FittedSaving(Saving):
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
-        presets = self._presets
         while not self.too_much and self._is_over(site, allowed):
+            strictest = len(self._presets) - 1
             if not self._may_climb:
                 self.too_much = True
-            elif self.preset < len(presets) - 1:
+            elif self.preset < strictest:
                 # No preset but the strictest is sure to hold less than a plan.
-                self.preset = self.preset + 1 if self._followed is None else len(presets) - 1
+                self.preset = self.preset + 1 if self._followed is None else strictest
                 self.climbed = True
-                self.tighten(presets[self.preset].policy)
+                self.tighten(self._presets[self.preset].policy)
             else:
                 break
         if self.ledger.held_nbytes > surely_allowed:

@@ -383,8 +383,7 @@ def _action_by(preset: Preset | None, site: Site, known: PlanEntry | None) -> Ac
 
 
 def _matches(known: PlanEntry, site: Site) -> bool:
-    same = known.dtype == str(site.dtype).removeprefix("torch.")
-    return same and site.nbytes <= known.nbytes
+    return site.nbytes <= known.nbytes and f"torch.{known.dtype}" == str(site.dtype)
 
 
 def _plan(data: dict[str, Any]) -> Plan:
