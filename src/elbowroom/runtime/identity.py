@@ -137,9 +137,6 @@ class Identity:
             known = self._storages[at] = Stored(x)
         return known
 
-    def remember(self, x: Tensor, slot: Slot) -> None:
-        self.stored(x).slots[version_of(x), x.dtype] = weakref.ref(slot)
-
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """Returns the origin of x's storage at this version (default: x's own)."""
         known = self._storages.get(x.untyped_storage()._cdata)
