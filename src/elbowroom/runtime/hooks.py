@@ -372,6 +372,8 @@ class Saving:
         """
         with self._looking():
             listener, pieces = self._listener, self._serving.pieces
+            if self.ledger.was_asked:  # a context may stay open for a whole training
+                listener.refuse("a backward has run inside")
             listener.begins(call)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
                 body = opened.opened(call.func, self._consumers)

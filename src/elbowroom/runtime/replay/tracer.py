@@ -240,7 +240,7 @@ class Tracer(Listener):
         """Records an action on a slot."""
         if self.why:
             return
-        what = name, need, action, bits, covers, drawn - self._seeds_before
+        what = self._trace_of(slot), name, need, action, bits, covers, drawn - self._seeds_before
         kept = None if ready is None else weakref.ref(ready)  # its slots must not be kept alive
         where = None if norm is None else self._where(norm)
         at, when, save = self._stack[-1] if self._stack else self._inputs, self._when, 0
@@ -248,8 +248,7 @@ class Tracer(Listener):
             at, when = NOWHERE, LAST
         else:
             save = len(self._ops[at].saves)
-        trace = self._trace_of(slot)
-        self._done.append(NotedInstruction(at, when, save, trace, *what, kept, where))
+        self._done.append(NotedInstruction(at, when, save, *what, kept, where))
 
     def _trace_of(self, slot: Slot) -> Trace:
         trace = self._traces.get(id(slot))
