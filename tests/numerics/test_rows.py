@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.codecs import Dither, Group
-from elbowroom.plan.site import Rows
+from elbowroom.plan.site import Rows, coded_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BAR = 0.06  # 0.057 of a copy with 16 levels; the loss holds its operand exactly
@@ -103,7 +103,7 @@ def test_groups_that_fill_rows_keep_these_apart(
 ) -> None:
     rows = Rows((4, width), (width, 1))
     expected = (codec, rows) if size is None else (replace(codec, group_size=size), None)
-    assert rows.coded(codec, by_size=by_size) == expected
+    assert coded_rows(rows, codec, by_size=by_size) == expected
 
 
 @pytest.mark.parametrize("width", [64, 80, 96])
