@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.codecs import Dither, Group
-from elbowroom.plan.site import Rows, coded_rows
+from elbowroom.plan.precision_floor import coded_rows
+from elbowroom.plan.site import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BAR = 0.06  # 0.057 of a copy with 16 levels; the loss holds its operand exactly

@@ -36,13 +36,13 @@ from elbowroom.plan.composed import (
 )
 from elbowroom.plan.offload_rest import OffloadRest, Tier
 from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
-from elbowroom.plan.precision_floor import ATTENTION, keeps_rows_apart, suffices
+from elbowroom.plan.precision_floor import ATTENTION, coded_rows, keeps_rows_apart, suffices
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
 from elbowroom.plan.samples import samples_at_once
-from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site, coded_rows
+from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site
 
 KEEP = Preset("keep", KeepAll(), exact=True)
 EXACT_MENU = (Preset("exact", Exact(), exact=True),)

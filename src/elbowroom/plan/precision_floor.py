@@ -70,13 +70,14 @@ from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
+from elbowroom.kernels.layout import GROUP_SIZES
 from elbowroom.plan.site import (
     AGAIN,
     NORMS,
     Formula,
     Rebuildable,
+    Rows,
     Site,
-    coded_rows,
 )
 
 ATTENTION = "scaled_dot_product_attention"
@@ -149,6 +150,34 @@ def at_precision_floor(codec: Codec, site: Site) -> Codec:
 def suffices(codec: Codec, site: Site) -> bool:
     """Returns whether the site, too, may read what this codec holds."""
     return at_precision_floor(codec, site) == codec
+
+
+def coded_rows(rows: Rows, codec: Codec, *, by_size: bool) -> tuple[Codec, Rows | None]:
+    """The codec to take for these rows, and they themselves if they are to be normalized.
+
+    by_size: the reader divides by the size of each row
+    """
+    if codec.lossless or (isinstance(codec, Cast) and not codec.to.startswith("fp8")):
+        return codec, None  # what it adds to an element depends on this element alone
+    size, by_group = getattr(codec, "group_size", 0), isinstance(codec, Cast | Group)
+    # The values of a tile of a dither share more than the range of their group.
+    may_differ = isinstance(codec, Group) or not by_size
+    filling = _filling(rows, size, stays=by_group, may_differ=may_differ)
+    if not filling:
+        return codec, rows
+    return codec if filling == size else replace(codec, group_size=filling), None  # type: ignore[call-arg]
+
+
+@lru_cache(1024)
+def _filling(rows: Rows, size: int, *, stays: bool, may_differ: bool) -> int:
+    """Returns the size of groups of which each row has whole ones; 0: there is none.
+
+    stays: `size` may be it. may_differ: a smaller one may be, too
+    """
+    if stays and size and rows.are_filled(size):
+        return size
+    filled = (n for n in GROUP_SIZES if n <= size and rows.are_filled(n))
+    return max(filled, default=0) if may_differ else 0
 
 
 def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:

@@ -5,17 +5,15 @@ What is known of it is known without looking at a value.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from elbowroom.codecs import Cast, Codec, Facts, Group
-from elbowroom.kernels.layout import GROUP_SIZES
+from elbowroom.codecs import Facts
 
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
 SMALL = "small"  # why a storage is kept that is not worth an action
@@ -146,34 +144,9 @@ class Rows(NamedTuple):
         """Bytes of what the rows are normalized by."""
         return _NBYTES * prod(self.shape[:-1])
 
-    def are_kept_apart(self, codec: Codec) -> bool:
-        """Returns whether what the codec adds to a row depends on this row alone."""
-        if codec.lossless or (isinstance(codec, Cast) and not codec.to.startswith("fp8")):
-            return True
-        return isinstance(codec, Cast | Group) and self.are_filled(codec.group_size)
-
     def are_filled(self, group_size: int) -> bool:
         """Returns whether each row has whole groups."""
         return self.stride[-1] == 1 and self.shape[-1] % group_size == 0
-
-
-@lru_cache(1024)
-def coded_rows(rows: Rows, codec: Codec, *, by_size: bool) -> tuple[Codec, Rows | None]:
-    """The codec to take for these rows, and they themselves if they are to be normalized.
-
-    by_size: the reader divides by the size of each row
-    """
-    if rows.are_kept_apart(codec):
-        return codec, None
-    size = getattr(codec, "group_size", 0)
-    filling = [n for n in GROUP_SIZES if n <= size and rows.are_filled(n)]
-    # The values of a tile of a dither share more than the range of their group.
-    if filling and (isinstance(codec, Group) or not by_size):
-        largest = max(filling)
-        if largest == size:
-            return codec, None
-        return replace(codec, group_size=largest), None  # type: ignore[call-arg]
-    return codec, rows
 
 
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]

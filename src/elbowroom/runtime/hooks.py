@@ -643,10 +643,8 @@ class Saving:
         base = dense_base(x)
         dtype = str(x.dtype).removeprefix("torch.")
         entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
-        known = geometry if base is None or base is x else None
-        slot = CountedSlot(
-            x if base is None else base, entry, is_window=base is None, geometry=known
-        )
+        whole, known = (x, geometry) if base is None or base is x else (base, None)
+        slot = CountedSlot(whole, entry, is_window=base is None, geometry=known)
         slot.shared = self._made_again if self._may_wait(name) else None
         return slot
 

@@ -41,6 +41,7 @@ from elbowroom.plan.precision_floor import (
     ATTENTION,
     LEAST_LOG_PROBABILITY,
     at_precision_floor,
+    coded_rows,
 )
 from elbowroom.plan.site import (
     AGAIN,
@@ -48,7 +49,6 @@ from elbowroom.plan.site import (
     RECOMPUTE,
     Formula,
     SiteKey,
-    coded_rows,
     key_of,
 )
 from elbowroom.runtime.checkpoints import Pieces
@@ -412,10 +412,8 @@ class Serving:
         need, norm = site.need, slot.statistics
         outlived = partial(self._context.learn_keep, key_of(site))
         try:
-            handle = perform(
-                *(action, whole, need, ready, seed, outlived, norm, name, self._context),
-                is_examined=True,
-            )
+            what = need, ready, seed, outlived, norm, name, self._context
+            handle = perform(action, whole, *what, is_examined=True)
         except CodecError as error:
             dtype = str(site.dtype).removeprefix("torch.")
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
@@ -508,9 +506,9 @@ def perform(
             x = base if action.least is None else _from(action.least, base)
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
-            coder = None  # whose code is one run of bytes, which is not moved
-            if context is not None and action.moved is None:
-                coder = context.coders.of(codec, x, facts)
+            # Of one run of bytes, which is not moved.
+            coders = None if context is None or action.moved is not None else context.coders
+            coder = None if coders is None else coders.of(codec, x, facts)
             drops = is_examined if context is None else context.drops_codecs
             if drops and not is_own(type(codec)):
                 room = _room(context, (name, codec, base.numel()), base)
