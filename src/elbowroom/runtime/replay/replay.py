@@ -5,6 +5,9 @@ its arguments are compared with the script: kinds, shapes, strides, numbers, and
 forward in which a tensor lies. This is done before the op runs. A mismatch ends the script: a
 learning context examines the rest of the forward. Earlier actions stay valid, because they concern
 tensors of ops that did match.
+
+A module that is recomputed in backward saves its inputs alone. While its forward runs, no function
+mode is open if nothing is done with what it calls.
 """
 
 from __future__ import annotations
