@@ -344,12 +344,11 @@ class Saving:
 
         consumers.call, self._region = region, name
         self._listener.saves()
+        ended = self._listener.region_ended
         try:
-            out = recomputed(module, call, args, kwargs, arguments, begin)
+            return recomputed(module, call, args, kwargs, arguments, begin, ended)
         finally:
             begin()
-        self._listener.region_ended()
-        return out
 
     def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
         """Warns that a module cannot be recomputed, and holds its saved tensors."""

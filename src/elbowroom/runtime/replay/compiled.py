@@ -69,7 +69,7 @@ class Act:
 
     __slots__ = (
         *("after", "before", "copies", "ends", "frees", "func", "guard", "holds", "inputs"),
-        *("is_closed", "is_plain", "module", "most", "numel", "opens", "place", "run", "saves"),
+        *("inside", "is_plain", "module", "most", "numel", "opens", "place", "run", "saves"),
     )
 
     def __init__(self, step: Step, flat: Flat, most: int = 0, *, is_exact: bool = True) -> None:
@@ -92,7 +92,7 @@ class Act:
         self.frees = step.frees
         self.ends = bool(step.place != NOWHERE or step.copies or step.after or step.frees)
         self.module: weakref.ref[nn.Module] | None = step.module
-        self.is_closed = step.is_closed
+        self.inside = step.inside
         self.inputs, self.numel, self.most = step.inputs, step.numel, most
 
 

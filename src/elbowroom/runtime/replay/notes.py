@@ -174,7 +174,8 @@ class NotedOp:
     copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
     compared: bool = False
     is_between: bool = False  # no call, but what is saved between two
-    inside: int = 0  # of a recomputed module: the number of ops that it called
+    calls: int = 0  # of a recomputed module: the number of ops that it called
+    dropped: int = 0  # of tensors that it saved
     numel: int = 0  # of all that it has saved
 
     @property

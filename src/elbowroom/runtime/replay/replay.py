@@ -376,11 +376,20 @@ class Replay(Observing):
                 self._diverge()
             self._holds, self._saved, self._is_inside = outer
 
+        inside = act.inside
+
+        def ended(saves: int) -> None:
+            nonlocal inside
+            inside = None if inside == saves else inside
+
         try:
-            with unobserved() if act.is_closed else nullcontext():
-                return recomputed(module, call, args, kwargs, arguments, begin)
+            with nullcontext() if inside is None else unobserved():
+                out = recomputed(module, call, args, kwargs, arguments, begin, ended)
         finally:
             self._holds, self._saved, self._is_inside = outer
+        if inside is not None:  # its second run will hold more, or less
+            self._diverge()
+        return out
 
     def _pack(self, x: Tensor) -> Any:
         """Return what is held of x, which autograd saves."""

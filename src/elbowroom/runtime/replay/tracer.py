@@ -202,10 +202,11 @@ class Tracer(Listener):
         self._stack.pop()
         self._when = AT_SAVE if self._stack else BEFORE
 
-    def region_ended(self) -> None:
+    def region_ended(self, saves: int) -> None:
         """Records that a recomputed module has run."""
         if not self.why and self._region is not None:
-            self._ops[self._region].inside = len(self._ops) - self._region - 1
+            region = self._ops[self._region]
+            region.calls, region.dropped = len(self._ops) - self._region - 1, saves
 
     def failed(self) -> None:
         """Records that the call has raised."""

@@ -133,9 +133,9 @@ class Writer:
         for at, (step, op) in enumerate(zip(steps, self._ops, strict=True)):
             if at < end:
                 continue
-            inside = steps[at + 1 : at + 1 + op.inside]
+            inside = steps[at + 1 : at + 1 + op.calls]
             if inside and all(one.is_plain for one in inside):
-                step, end = replace(step, is_closed=True), at + 1 + op.inside
+                step, end = replace(step, inside=op.dropped), at + 1 + op.calls
             left.append(step)
         return tuple(left)
 
