@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elbowroom.codecs.compact import Coders
 from elbowroom.kernels import fakes
 from elbowroom.runtime import capacities, late
 from elbowroom.runtime.capacities import Capacities
@@ -112,6 +113,7 @@ def pretended(questions: int = 3) -> Iterator[None]:
     """Inside, host memory is a device's. questions: until a copy is found done."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PROCESS, "capacities", Capacities())
+        patch.setattr(PROCESS, "coders", Coders())
         patch.setattr(capacities, "_POOLS", {})
         patch.setattr(fakes, "READ_AT_ONCE", set())
         patch.setattr(late, "pinned", lambda n: torch.empty(n, dtype=torch.uint8))

@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.fitting.observations import NothingToDo
 from elbowroom.fitting.replayed import ReplayedForward
-from elbowroom.plan import KeepAll
+from elbowroom.plan import Exact, KeepAll
 from elbowroom.runtime import calls, modules
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS, Context
@@ -420,6 +421,77 @@ def test_a_replay_sees_the_calls_of_recomputed_modules_alone(changes):
     assert found[1] == (not changes, not changes)
     assert "__call__" not in vars(Block)
     assert nn.Module.__call__ is calls._plain_call
+
+
+class Chosen(nn.Module):
+    """A module whose op may change between steps."""
+
+    def __init__(self, op: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.op, self.fails = op, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError
+        return self.op(x)
+
+
+class Notes(TorchFunctionMode):
+    """A mode of the user's, which notes the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def recomputing(policy: Any) -> Make:
+    context = Context(learns=False)
+    return lambda: Saving(policy, min_nbytes=0, context=context, recompute=frozenset({"1"}))
+
+
+@pytest.mark.parametrize(
+    ("op", "saves_more"), [(F.gelu, False), (torch.tanh, False), (lambda x: F.gelu(x).tanh(), True)]
+)
+@pytest.mark.parametrize(("policy", "is_seen"), [(KeepAll(), False), (Exact(), True)])
+def test_what_a_recomputed_module_calls_is_seen_only_if_something_is_made_again_of_it(
+    op, saves_more, policy, is_seen
+):
+    """Else the number of tensors that it saves tells another step: its second run holds them."""
+    net, x = nn.Sequential(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8)), torch.randn(4, 8)
+    wanted, make = list(net.parameters()), recomputing(policy)
+    script = written(lambda: net(x).square().mean(), make)
+    inside = [step.inside for step in script.steps if step.module is not None]
+    assert inside == [None if is_seen else 1]
+    assert any(step.func == F.gelu for step in script.steps) == is_seen
+    net[1].op = op
+    plain = grads(lambda: net(x).square().mean(), wanted)
+    replay = Following(script, make)
+    assert same(grads(lambda: net(x).square().mean(), wanted, replay), plain)
+    assert replay.diverged == (saves_more or (is_seen and op is not F.gelu))
+
+
+def test_modes_of_the_users_stay_open_in_a_recomputed_module():
+    net, x, notes = nn.Sequential(nn.Linear(8, 8), Chosen()), torch.randn(4, 8), Notes()
+    wanted, make = list(net.parameters()), recomputing(KeepAll())
+
+    def forward() -> Tensor:
+        with notes:
+            return net(x).square().mean()
+
+    script = written(forward, make)
+    notes.seen.clear()
+    replay = Following(script, make)
+    assert same(grads(forward, wanted, replay), grads(lambda: net(x).square().mean(), wanted))
+    assert not replay.diverged
+    assert F.linear in notes.seen
+    assert F.gelu in notes.seen
+    net[1].fails = True
+    with pytest.raises(ValueError), Following(script, make):  # noqa: PT011  # ours has no words
+        forward()
 
 
 def test_a_script_is_forgotten_with_its_plan(monkeypatch):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.codecs import Dither, Group
+from elbowroom.plan.precision_floor import coded_rows
 from elbowroom.plan.site import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +104,7 @@ def test_groups_that_fill_rows_keep_these_apart(
 ) -> None:
     rows = Rows((4, width), (width, 1))
     expected = (codec, rows) if size is None else (replace(codec, group_size=size), None)
-    assert rows.coded(codec, by_size=by_size) == expected
+    assert coded_rows(rows, codec, by_size=by_size) == expected
 
 
 @pytest.mark.parametrize("width", [64, 80, 96])

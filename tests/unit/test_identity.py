@@ -1,5 +1,7 @@
 """Is it ours to touch, and have we seen it before?"""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,11 +24,15 @@ def slot_of(x):
     return Slot(x, Ledger().open("", "", "", 0))
 
 
+def remember(seen, x, slot):
+    seen.stored(x).slots[x._version, x.dtype] = weakref.ref(slot)
+
+
 def test_one_slot_for_all_views_of_a_storage_at_one_version():
     seen, x = Identity(), torch.randn(4, 6)
     assert seen.slot(x) is None
     slot = slot_of(x)
-    seen.remember(x, slot)
+    remember(seen, x, slot)
     for view in (x, x.t(), x[1:], x.detach(), x.view(24), x.expand(2, 4, 6)):
         assert seen.slot(view) is slot
     assert seen.slot(x.clone()) is None
@@ -37,11 +43,11 @@ def test_one_slot_for_all_views_of_a_storage_at_one_version():
 def test_a_change_in_place_is_another_content():
     seen, x = Identity(), torch.randn(4)
     first = slot_of(x)
-    seen.remember(x, first)
+    remember(seen, x, first)
     x.add_(1)
     assert seen.slot(x) is None
     second = slot_of(x)
-    seen.remember(x, second)
+    remember(seen, x, second)
     assert seen.slot(x) is second
     assert set(seen.slots()) == {first, second}
 
@@ -49,7 +55,7 @@ def test_a_change_in_place_is_another_content():
 def test_a_slot_is_forgotten_with_its_last_view():
     seen, x = Identity(), torch.randn(4)
     slot = slot_of(x)
-    seen.remember(x, slot)
+    remember(seen, x, slot)
     del slot
     assert seen.slot(x) is None
     assert seen.slots() == []
@@ -63,7 +69,7 @@ def test_an_address_used_again_is_not_mistaken():
         assert seen.slot(x) is None
         assert seen.origin(x) is None
         kept.append(slot_of(x))
-        seen.remember(x, kept[-1])
+        remember(seen, x, kept[-1])
         seen.made(x, Origin("relu"))
         del x
 
@@ -83,7 +89,7 @@ def test_what_is_held_for_a_dead_storage_is_not_purged():
     for _ in range(1000):  # each was made smaller, and its tensor died
         x = torch.randn(64)
         kept.append(slot_of(x))
-        seen.remember(x, kept[-1])
+        remember(seen, x, kept[-1])
         del x
     assert set(seen.slots()) == set(kept)
     del kept[500:]

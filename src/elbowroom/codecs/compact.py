@@ -23,6 +23,7 @@ from elbowroom.codecs.dither import Dither
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.group import Group
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import groups, packed_nbytes, tiles
 
 _watchers = torch._C._len_torch_dispatch_stack
@@ -70,7 +71,7 @@ class Coder:
     @classmethod
     def of(cls, codec: Codec, x: Tensor, facts: Facts) -> "Coder | None":
         """Returns the coder of tensors like x; None: there is none, and `codec` encodes them."""
-        if type(codec) not in (Dither, Group):  # a subclass may encode otherwise
+        if type(codec) not in (Dither, Group) or would_wait(x):  # a subclass may encode otherwise
             return None
         assert isinstance(codec, Dither | Group)
         kernels = ops.by_address(x)

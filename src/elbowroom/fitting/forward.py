@@ -1,6 +1,7 @@
 """One forward of a fitted model: it follows its plan or its preset, and climbs if necessary."""
 
 import weakref
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -81,15 +82,9 @@ class FittedSaving(Saving):
 
         after: the context of an earlier forward of the same step, which this one continues.
         """
-        decide = weakref.WeakMethod(self._decide_site)  # avoids a reference cycle in each step
-
-        def policy(site: Site) -> Action:
-            decided = decide()
-            assert decided is not None  # another object refers to this one
-            return decided(site)
-
         super().__init__(
-            policy,
+            # By a proxy: no reference cycle in each step.
+            partial(FittedSaving._decide_site, weakref.proxy(self)),
             min_nbytes=(
                 fit.options.least_nbytes if fit.context.takes_small else fit.options.min_nbytes
             ),
@@ -302,15 +297,15 @@ class FittedSaving(Saving):
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)
-        presets = self._presets
         while not self.too_much and self._is_over(site, allowed):
+            strictest = len(self._presets) - 1
             if not self._may_climb:
                 self.too_much = True
-            elif self.preset < len(presets) - 1:
+            elif self.preset < strictest:
                 # No preset but the strictest is sure to hold less than a plan.
-                self.preset = self.preset + 1 if self._followed is None else len(presets) - 1
+                self.preset = self.preset + 1 if self._followed is None else strictest
                 self.climbed = True
-                self.tighten(presets[self.preset].policy)
+                self.tighten(self._presets[self.preset].policy)
             else:
                 break
         if self.ledger.held_nbytes > surely_allowed:

@@ -36,7 +36,7 @@ from elbowroom.plan.composed import (
 )
 from elbowroom.plan.offload_rest import OffloadRest, Tier
 from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
-from elbowroom.plan.precision_floor import ATTENTION, keeps_rows_apart, suffices
+from elbowroom.plan.precision_floor import ATTENTION, coded_rows, keeps_rows_apart, suffices
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
@@ -467,7 +467,7 @@ def _set_held(
                 codec = action.gated
             rows = None if site.consumer in NORMS else site.rows
             if rows is not None:
-                codec, rows = rows.coded(codec, by_size=site.by_size)
+                codec, rows = coded_rows(rows, codec, by_size=site.by_size)
             held.nbytes = (
                 beside_mask(codec, prod(site.shape))
                 if isinstance(codec, Sided) and is_gated

@@ -99,26 +99,23 @@ class Plan:
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
     parted_nbytes: int = field(default=0, compare=False, repr=False)
 
-    def __call__(self, site: Site) -> Action:
-        """Returns the plan's action at a site, as a policy."""
-        return self.action_for(site)
-
     def __hash__(self) -> int:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
 
     def action_for(self, site: Site) -> Action:
         """Returns the action for the tensor that this site saves."""
-        if self._preset_for(site) is None:
+        known = self.sites.get(site.name)
+        preset = self._preset_for(site, known)
+        if preset is None:
             self.strangers[site.name] += 1
-        return self.look_up(site)
+        return _action_by(preset, site, known)
+
+    __call__ = action_for  # a plan is a policy
 
     def look_up(self, site: Site) -> Action:
         """Returns the action for this site, without counting unknown sites in `strangers`."""
-        known, preset = self.sites.get(site.name), self._preset_for(site) or EXACT_MENU[0]
-        if known is None:
-            return preset.policy(site)
-        # Whatever a fine formula reads is made of here is known to be, and has a code for that.
-        return preset.policy(replace(site, curved=known.curved or site.formula.is_fine))
+        known = self.sites.get(site.name)
+        return _action_by(self._preset_for(site, known), site, known)
 
     def is_shared(self, name: SiteName) -> bool:
         """Returns whether the tensor of this site, once restored, waits for its next reader."""
@@ -149,9 +146,8 @@ class Plan:
             if "float" in known.dtype and not preset_named(known.preset).exact
         )
 
-    def _preset_for(self, site: Site) -> Preset | None:
+    def _preset_for(self, site: Site, known: PlanEntry | None) -> Preset | None:
         """Returns the setting that decides for a site; None for a site that is not in the plan."""
-        known = self.sites.get(site.name)
         if known is not None and _matches(known, site):
             return preset_named(known.preset)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
@@ -377,9 +373,17 @@ def _preset(plan: Plan, name: SiteName) -> str:
     return "-" if known is None else known.preset
 
 
+def _action_by(preset: Preset | None, site: Site, known: PlanEntry | None) -> Action:
+    """Returns the action for a site. preset, known: what the plan has for it."""
+    policy = EXACT_MENU[0].policy if preset is None else preset.policy
+    if known is None:
+        return policy(site)
+    # Whatever a fine formula reads is made of here is known to be, and has a code for that.
+    return policy(replace(site, curved=known.curved or site.formula.is_fine))
+
+
 def _matches(known: PlanEntry, site: Site) -> bool:
-    same = known.dtype == str(site.dtype).removeprefix("torch.")
-    return same and site.nbytes <= known.nbytes
+    return site.nbytes <= known.nbytes and f"torch.{known.dtype}" == str(site.dtype)
 
 
 def _plan(data: dict[str, Any]) -> Plan:

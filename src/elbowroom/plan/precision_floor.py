@@ -63,14 +63,22 @@ So the inputs of a checkpoint, and of a module that a plan runs again, get at le
 a recurrent layer are as smooth as SiLU.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, Rebuildable, Site
+from elbowroom.kernels.layout import GROUP_SIZES
+from elbowroom.plan.site import (
+    AGAIN,
+    NORMS,
+    Formula,
+    Rebuildable,
+    Rows,
+    Site,
+)
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
@@ -144,6 +152,34 @@ def suffices(codec: Codec, site: Site) -> bool:
     return at_precision_floor(codec, site) == codec
 
 
+def coded_rows(rows: Rows, codec: Codec, *, by_size: bool) -> tuple[Codec, Rows | None]:
+    """The codec to take for these rows, and they themselves if they are to be normalized.
+
+    by_size: the reader divides by the size of each row
+    """
+    if codec.lossless or (isinstance(codec, Cast) and not codec.to.startswith("fp8")):
+        return codec, None  # what it adds to an element depends on this element alone
+    size, by_group = getattr(codec, "group_size", 0), isinstance(codec, Cast | Group)
+    # The values of a tile of a dither share more than the range of their group.
+    may_differ = isinstance(codec, Group) or not by_size
+    filling = _filling(rows, size, stays=by_group, may_differ=may_differ)
+    if not filling:
+        return codec, rows
+    return codec if filling == size else replace(codec, group_size=filling), None  # type: ignore[call-arg]
+
+
+@lru_cache(1024)
+def _filling(rows: Rows, size: int, *, stays: bool, may_differ: bool) -> int:
+    """Returns the size of groups of which each row has whole ones; 0: there is none.
+
+    stays: `size` may be it. may_differ: a smaller one may be, too
+    """
+    if stays and size and rows.are_filled(size):
+        return size
+    filled = (n for n in GROUP_SIZES if n <= size and rows.are_filled(n))
+    return max(filled, default=0) if may_differ else 0
+
+
 def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
     """Returns whether a held code is near enough to each row whose size the site reads.
 
@@ -152,12 +188,12 @@ def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
     rows = site.rows
     if rows is None or normalized or not (site.by_size or site.consumer == "layer_norm"):
         return True
-    return rows.coded(codec, by_size=site.by_size) == (codec, None)
+    return coded_rows(rows, codec, by_size=site.by_size) == (codec, None)
 
 
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
-    if site.consumer in (CHECKPOINT, RECOMPUTE):
+    if site.consumer in AGAIN:
         return LEAST_AGAIN
     if site.formula is Formula.MATRIX and site.facts.has_zeros:
         # One that is rebuilt has its zeros by bits, and the levels of its source.
@@ -178,7 +214,8 @@ def _sums_few(site: Site) -> bool:
     return len(site.shape) > 1 and summed_over(site.shape, site.consumer) < FEW
 
 
-def summed_over(shape: Sequence[int], consumer: str) -> int:
+@lru_cache(4096)
+def summed_over(shape: tuple[int, ...], consumer: str) -> int:
     """Returns how many elements of an x of this shape one element of a gradient sums over.
 
     Of a linear layer it is the number of rows: 16 for images of 16 x 16 x 16 that are flattened to

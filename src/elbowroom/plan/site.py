@@ -5,7 +5,7 @@ What is known of it is known without looking at a value.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from operator import attrgetter
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from elbowroom.codecs import Cast, Codec, Facts, Group
-from elbowroom.kernels.layout import GROUP_SIZES
+from elbowroom.codecs import Facts
 
 NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")  # as consumers
 SMALL = "small"  # why a storage is kept that is not worth an action
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # as consumers
 CHECKPOINT = "checkpoint"  # as the consumer of what a checkpoint of the user's saves
 RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
+AGAIN = CHECKPOINT, RECOMPUTE  # ops that run a piece of forward again from what they save
 LEAST_WIDTH = 8  # elements: what is shorter is no row of a norm, and 6 bytes for each cost too much
 LEAST_FEATURES = 32  # ... of readers that do not divide by the size themselves
 _NBYTES = 6  # of a row: a mean in float32, 1 / std in bfloat16
@@ -144,30 +144,7 @@ class Rows(NamedTuple):
         """Bytes of what the rows are normalized by."""
         return _NBYTES * prod(self.shape[:-1])
 
-    def are_kept_apart(self, codec: Codec) -> bool:
-        """Returns whether what the codec adds to a row depends on this row alone."""
-        if codec.lossless or (isinstance(codec, Cast) and not codec.to.startswith("fp8")):
-            return True
-        return isinstance(codec, Cast | Group) and self._are_filled(codec.group_size)
-
-    def coded(self, codec: Codec, *, by_size: bool) -> "tuple[Codec, Rows | None]":
-        """The codec to take for these rows, and they themselves if they are to be normalized.
-
-        by_size: the reader divides by the size of each row
-        """
-        if self.are_kept_apart(codec):
-            return codec, None
-        size = getattr(codec, "group_size", 0)
-        filling = [n for n in GROUP_SIZES if n <= size and self._are_filled(n)]
-        # The values of a tile of a dither share more than the range of their group.
-        if filling and (isinstance(codec, Group) or not by_size):
-            largest = max(filling)
-            if largest == size:
-                return codec, None
-            return replace(codec, group_size=largest), None  # type: ignore[call-arg]
-        return codec, self
-
-    def _are_filled(self, group_size: int) -> bool:
+    def are_filled(self, group_size: int) -> bool:
         """Returns whether each row has whole groups."""
         return self.stride[-1] == 1 and self.shape[-1] % group_size == 0
 

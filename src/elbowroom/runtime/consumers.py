@@ -14,6 +14,7 @@ statistics.
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from math import prod
@@ -25,11 +26,10 @@ from torch import Tensor
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
 from elbowroom.plan.site import (
-    CHECKPOINT,
+    AGAIN,
     LEAST_FEATURES,
     LEAST_WIDTH,
     NORMS,
-    RECOMPUTE,
     RECURRENT,
     Formula,
     Reads,
@@ -56,10 +56,6 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 _GROUP_NORM = "NativeGroupNormBackward0"
 BUFFERS = dict.fromkeys(("batch_norm", "instance_norm"), _RUNNING)  # saved, but the module's own
-_AT_ONCE = frozenset(
-    (*TOLERANT, *MASKED_OUTPUT, *MASKED_INPUT, *CAPPED, "dropout", RECOMPUTE, CHECKPOINT)
-)
-_MASKED = frozenset((*MASKED_OUTPUT, *MASKED_INPUT, *CAPPED))
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
 _TENSOR_CLASSES = (Tensor, torch._C.TensorBase, object)
 _TORCH_MODULES = (
@@ -133,46 +129,50 @@ class Levels(NamedTuple):
         return all(has is None or (asks is not None and asks <= has) for has, asks in pairs)
 
 
+@dataclass(eq=False)
 class Call:
     """One call from Python to a torch function, while it runs.
 
+    saved        slots of what it has saved so far
+    at_end       is called with its result: tensors that wait for its statistics
+    deferred     saved tensors that are decided on when it has ended
+    fine         the sources of what it reads with a fine formula
+    small        its statistics among what it has saved, which a recipe may need
     reads        the form of the saved tensor that its backward reads
     rounds       whether it runs as a node of ours whose backward rounds in another way
     would_rerun  attention: whether a node of ours may run it again; reruns: whether it does
     levels       the levels that attention needs of the code of the tensor that it saves now
     fewest       the fewest levels for attention's codes (`direct/attention/`)
     samples      the number of samples that a convolution's backward takes at once
+    cast         slot of a cast of its first argument, by autocast
     began        the sequence number of autograd that the call's own nodes begin with
     first        its first argument; version: the version of that as the call began
     """
 
-    # Most calls have these values, so they are class attributes.
-    reads = Reads.RESTORED
-    rounds = reruns = would_rerun = False
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str = ""
+    saved: list[Slot] = field(default_factory=list)
+    at_end: "list[Callable[[Call, Any], None]]" = field(default_factory=list)
+    deferred: list[tuple[Deferred, Tensor]] = field(default_factory=list)
+    fine: list[Slot] = field(default_factory=list)
+    small: list[Tensor] = field(default_factory=list)
+    reads: Reads = Reads.RESTORED
+    rounds: bool = False
+    reruns: bool = False
+    would_rerun: bool = False
     levels: int | None = 16
     fewest: Levels | None = None
-    samples = 0
-    cast: Slot | None = None  # of its first argument, by autocast
+    samples: int = 0
+    cast: Slot | None = None
+    began: int = field(default_factory=torch._C._autograd._get_sequence_nr)
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str = "",
-    ) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.name = name or _name(func)
-        self.saved: list[Slot] = []  # what it has saved so far
-        self.at_end: list[Callable[[Call, Any], None]] = []  # tensors that wait for its statistics
-        self.deferred: list[tuple[Deferred, Tensor]] = []  # decided on when it has ended
-        self.fine: list[Slot] = []  # the sources of what it reads with a fine formula
-        self.small: list[Tensor] = []  # its statistics among them, which a recipe may need
-        self.began = torch._C._autograd._get_sequence_nr()
-        self.first: Any = args[0] if args else kwargs.get("input")
+    def __post_init__(self) -> None:
+        self.name = self.name or _name(self.func)
+        first: Any = self.args[0] if self.args else self.kwargs.get("input")
         # A subclass may raise for any attribute (an uninitialized parameter does).
-        is_plain = type(self.first) in PLAIN
-        self.version = version_of(self.first) if is_plain else 0  # type: ignore[arg-type]
+        self.first, self.version = first, version_of(first) if type(first) in PLAIN else 0
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, by position or keyword."""
@@ -198,16 +198,14 @@ class Call:
 
         Otherwise the nodes of the ended call show it.
         """
-        return self.name in _AT_ONCE or self.reads not in (Reads.RESTORED, Reads.PLACE)
+        return self.name in _READERS or self.reads not in (Reads.RESTORED, Reads.PLACE)
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""
         self.saved.append(slot)
         if self.cast is None and _is_cast(x, self.first):
             self.cast = slot
-        # group_norm's statistics are outputs of its node; those of the others have none.
-        no_data = not x.requires_grad if x.grad_fn is None else x.grad_fn.name() == _GROUP_NORM
-        if no_data and x.is_floating_point() and slot.value is not None:
+        if self.name in NORMS and slot.value is not None and _is_statistic(x):
             self.small.append(x.detach())
 
 
@@ -264,6 +262,13 @@ class Consumers(Observing):
         return out
 
 
+def _is_statistic(x: Tensor) -> bool:
+    """Returns whether x may be a statistic that a norm has saved: group_norm's have a node."""
+    made = x.grad_fn
+    is_made = not x.requires_grad if made is None else made.name() == _GROUP_NORM
+    return is_made and x.is_floating_point()
+
+
 def _is_cast(x: Tensor, of: Any) -> bool:
     """Returns whether x is, or is a view of, a copy of this argument in another dtype.
 
@@ -317,32 +322,55 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     """Returns how the op that saves x reads it, for ops that are recognized immediately."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
-    if call.name in (CHECKPOINT, RECOMPUTE):
-        if x.is_floating_point() and x.requires_grad:
-            width = features_of(x)  # which a norm inside may read
-            return Reading(Need.LOSSY, Formula.CURVED, width=width, by_size=width > 0)
-        return Reading(Need.EXACT, Formula.UNKNOWN, "an input that wants no gradient")
-    masked = call.name in _MASKED and (call.name not in CAPPED or is_capped(call))
-    if masked and x.is_floating_point():
-        return Reading(Need.MASK, Formula.COMPARED)
-    if call.name not in TOLERANT:
-        return Reading(
-            Need.EXACT, Formula.UNKNOWN, f"'{call.name}' is not known to tolerate errors"
-        )
+    return _READERS.get(call.name, _unknown)(x, call)
+
+
+def _unknown(x: Tensor, call: Call) -> Reading:
+    return Reading(Need.EXACT, Formula.UNKNOWN, f"'{call.name}' is not known to tolerate errors")
+
+
+def _input_of_second_run(x: Tensor, call: Call) -> Reading:
+    if x.is_floating_point() and x.requires_grad:
+        width = features_of(x)  # which a norm inside may read
+        return Reading(Need.LOSSY, Formula.CURVED, width=width, by_size=width > 0)
+    return Reading(Need.EXACT, Formula.UNKNOWN, "an input that wants no gradient")
+
+
+def _mask(x: Tensor, call: Call) -> Reading:
+    is_mask = x.is_floating_point() and (call.name not in CAPPED or is_capped(call))
+    return Reading(Need.MASK, Formula.COMPARED) if is_mask else _unknown(x, call)
+
+
+def _tolerant(x: Tensor, call: Call, formula: Formula, width: int) -> Reading:
+    """Returns how an op reads x, of whose arguments some may carry an error."""
     if not x.is_floating_point():
         return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
-    if call.name == ATTENTION and not call.reruns:
-        why = "attention's logsumexp and output are those of the exact q, k and v"
-        return Reading(Need.EXACT, Formula.DIFFERENCE, why)
     if tolerant_arguments(x, call) or _is_layer_output(x, call):
-        is_curved = call.name in (*CURVED, *RECURRENT)
-        formula, is_norm = Formula.CURVED if is_curved else Formula.SUMMED, call.name in NORMS
-        if call.name == "layer_norm":
-            width = prod(call.arg(1, "normalized_shape"))
-        else:
-            width = 0 if is_norm or call.name.startswith("conv") else features_of(x, call)
         return Reading(Need.LOSSY, formula, width=width)
     return Reading(Need.EXACT, Formula.STATISTIC, f"a weight or statistic of '{call.name}'")
+
+
+def _maps(x: Tensor, call: Call) -> Reading:
+    return _tolerant(x, call, Formula.SUMMED, 0)
+
+
+def _normalized(x: Tensor, call: Call) -> Reading:
+    return _tolerant(x, call, Formula.SUMMED, prod(call.arg(1, "normalized_shape")))
+
+
+def _features(x: Tensor, call: Call) -> Reading:
+    return _tolerant(x, call, Formula.SUMMED, features_of(x, call))
+
+
+def _curved(x: Tensor, call: Call) -> Reading:
+    return _tolerant(x, call, Formula.CURVED, features_of(x, call))
+
+
+def _attention(x: Tensor, call: Call) -> Reading:
+    if call.reruns or not x.is_floating_point():
+        return _features(x, call)
+    why = "attention's logsumexp and output are those of the exact q, k and v"
+    return Reading(Need.EXACT, Formula.DIFFERENCE, why)
 
 
 def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Reading:
@@ -553,3 +581,17 @@ def _is_layer_output(x: Tensor, call: Call) -> bool:
     """Returns whether a recurrent layer made x for the layer above it in the same call."""
     of_layer = x.grad_fn is not None and x.grad_fn.name() == "_RunAgainBackward"
     return call.name in RECURRENT and of_layer
+
+
+# How functions that are recognized immediately read what they save.
+_READERS: dict[str, Callable[[Tensor, Call], Reading]] = {
+    **dict.fromkeys((*MASKED_OUTPUT, *MASKED_INPUT, *CAPPED), _mask),
+    **dict.fromkeys((name for name in TOLERANT if name.startswith("conv")), _maps),
+    **dict.fromkeys((name for name in NORMS if name != "layer_norm"), _maps),
+    "layer_norm": _normalized,
+    "linear": _features,
+    **dict.fromkeys((*CURVED, *RECURRENT), _curved),
+    ATTENTION: _attention,
+    "dropout": _unknown,
+    **dict.fromkeys(AGAIN, _input_of_second_run),
+}

@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
 
-import torch
-from torch import nn
+from torch import distributed, nn
 
 from elbowroom.codecs.compact import Coders
 from elbowroom.plan.site import SiteKey
@@ -181,10 +180,8 @@ def _first_seed_of(seed: int, rank: int) -> int:
 
 
 def _rank() -> int:
-    distributed = torch.distributed
-    return (
-        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    )
+    is_one_of_many = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if is_one_of_many else 0
 
 
 PROCESS = Context(learns=False)

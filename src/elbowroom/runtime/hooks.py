@@ -33,7 +33,7 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.site import CHECKPOINT, FINE, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula, Reads
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -175,10 +175,9 @@ class Saving:
             self._watch = self.observer.begin() if after is None else after._watch
         self._listener = self.tracer or NOBODY
         known = self.policy, self.context, self.min_nbytes, self._identity
-        self._serving = Serving(
-            *(*known, self._listener, self._watch, weakref.WeakMethod(self.is_exact)),
-            lets_wait=self.recorder is None,
-        )
+        is_exact = partial(type(self).is_exact, weakref.proxy(self))  # no reference cycle
+        told = self._listener, self._watch, is_exact
+        self._serving = Serving(*known, *told, lets_wait=self.recorder is None)
         self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
@@ -345,8 +344,9 @@ class Saving:
 
         consumers.call, self._region = region, name
         self._listener.saves()
+        ended = self._listener.region_ended
         try:
-            return recomputed(module, call, args, kwargs, arguments, begin)
+            return recomputed(module, call, args, kwargs, arguments, begin, ended)
         finally:
             begin()
 
@@ -371,7 +371,7 @@ class Saving:
         """
         with self._looking():
             listener, pieces = self._listener, self._serving.pieces
-            if self.ledger.was_asked:
+            if self.ledger.was_asked:  # a context may stay open for a whole training
                 listener.refuse("a backward has run inside")
             listener.begins(call)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
@@ -459,10 +459,10 @@ class Saving:
         """True if codes add errors, in this forward or in those for which it is profiled."""
         return self.recorder is not None or not self.is_exact()
 
-    @property
-    def _skims(self) -> bool:
-        """True if slots need not be recorded: neither for a plan, nor for planning."""
-        return hasattr(self.policy, "rebuild") and self.recorder is None
+    def _skims(self, x: Tensor) -> bool:
+        """Returns whether x needs no slot: neither for a plan, nor for planning."""
+        is_small = storage_nbytes(x) < self.min_nbytes
+        return is_small and hasattr(self.policy, "rebuild") and self.recorder is None
 
     @property
     def _codes_checkpoints(self) -> bool:
@@ -499,7 +499,7 @@ class Saving:
         if kept is not None:
             return kept
         pieces = self._serving.pieces
-        is_input = call is not None and call.name in (CHECKPOINT, RECOMPUTE)
+        is_input = call is not None and call.name in AGAIN
         if pieces.waiting and (pieces.has_begun or not is_input):
             pieces.end()
         if is_input or call is None:
@@ -556,8 +556,7 @@ class Saving:
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
-        many = call is not None and call.name in RECURRENT and self._skims
-        if many and storage_nbytes(x) < self.min_nbytes:
+        if call is not None and call.name in RECURRENT and self._skims(x):
             return self._many.keep(x, self.ledger, self._module, self._consumer)
         return None
 
@@ -577,16 +576,17 @@ class Saving:
             slot = self._new_slot(x, name, geometry)
             slot.is_unseen = call is None
             known.slots[key] = weakref.ref(slot)
-        copied = None if call is None else note_copy(x, call, self._identity)
-        if copied is not None:
-            self._listener.makes(copied)
+        if call is not None and x is not call.first:
+            copied = note_copy(x, call, self._identity)
+            if copied is not None:
+                self._listener.makes(copied)
         origin = known.origins.get(key)
         if name.consumer == RECOMPUTE and not self._codes_input(name):
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
         if call is not None and call.would_rerun:
             looks = self.recorder is not None or not self.is_exact()
             reading = attention_reading(x, call, slot, reading, looks=looks)
-        request = classify(slot, x, call, reading, name, origin)
+        request = classify(slot, x, geometry, call, reading, name, origin)
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:
@@ -601,15 +601,15 @@ class Saving:
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
-            # In a recomputed module, no op of the graph reads it that could be probed.
-            readable = call.name not in (CHECKPOINT, RECOMPUTE)
-            if self._watch is not None and need is Need.LOSSY and readable:
+            if self._watch is not None and need is Need.LOSSY and call.name not in AGAIN:
+                # In a recomputed module, no op of the graph reads it that could be probed.
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
     def _noted(self, request: Request) -> tuple[Site, Sequence[Slot]]:
         """Returns the profile's record of a save before any action: its site and sources."""
-        ready, call = request.ready(), request.call
+        origin, call = request.origin, request.call
+        ready = None if origin is None else origin.ready()
         if ready is not None:
             depth = ready.most_depth
             if depth > DEEPEST_READY:
@@ -642,10 +642,8 @@ class Saving:
         base = dense_base(x)
         dtype = str(x.dtype).removeprefix("torch.")
         entry = self.ledger.open(name.module, name.consumer, dtype, storage_nbytes(x))
-        known = geometry if base is None or base is x else None
-        slot = CountedSlot(
-            x if base is None else base, entry, is_window=base is None, geometry=known
-        )
+        whole, known = (x, geometry) if base is None or base is x else (base, None)
+        slot = CountedSlot(whole, entry, is_window=base is None, geometry=known)
         slot.shared = self._made_again if self._may_wait(name) else None
         return slot
 

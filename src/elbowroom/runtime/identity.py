@@ -137,9 +137,6 @@ class Identity:
             known = self._storages[at] = Stored(x)
         return known
 
-    def remember(self, x: Tensor, slot: Slot) -> None:
-        self.stored(x).slots[version_of(x), x.dtype] = weakref.ref(slot)
-
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """Returns the origin of x's storage at this version (default: x's own)."""
         known = self._storages.get(x.untyped_storage()._cdata)
@@ -426,15 +423,11 @@ def covering(x: Tensor) -> Tensor | None:
     Where neither does, x's version does not cover some parts of the storage: the pieces of
     `unsafe_chunk` (a GRU's gates) share a storage, and each counts its own changes.
     """
-    nbytes = storage_nbytes(x)
-    for candidate in (x, x._base):
-        if (
-            candidate is not None
-            and candidate.dtype is x.dtype
-            and candidate.numel() * candidate.element_size() == nbytes
-            and is_dense(candidate)
-        ):
-            return candidate
+    base, nbytes = x._base, storage_nbytes(x)
+    if x.nbytes == nbytes and is_dense(x):
+        return x
+    if base is not None and base.dtype is x.dtype and base.nbytes == nbytes and is_dense(base):
+        return base
     return None
 
 

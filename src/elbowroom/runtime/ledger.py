@@ -39,6 +39,7 @@ class Row:
     away_nbytes: int = 0
 
 
+@dataclass(eq=False)
 class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now.
 
@@ -46,17 +47,17 @@ class Entry:
     counts: whether it counts the held bytes
     """
 
+    _ledger: "weakref.ref[Ledger]"  # no cycle: garbage of each step would start the collector
+    module: str
+    consumer: str
+    dtype: str
+    before_nbytes: int
+
+    # Not fields: most entries have these values when they are made.
     counts = True
     action = why = ""
     after_nbytes = away_nbytes = 0
     born = died = 0  # by the ledger's clock; 0: not yet
-
-    def __init__(
-        self, ledger: "Ledger", module: str, consumer: str, dtype: str, before_nbytes: int
-    ) -> None:
-        self._ledger = ledger._weak  # no cycle: garbage of each step would start the collector
-        self.module, self.consumer, self.dtype = module, consumer, dtype
-        self.before_nbytes = before_nbytes
 
     def hold(self, nbytes: int) -> None:
         """Sets the bytes that are held, here or away."""
@@ -148,6 +149,9 @@ class NoEntry:
 
     def move_away(self, nbytes: int) -> None:
         """Ignores the bytes that are elsewhere from now on."""
+
+    def ask(self) -> None:
+        """Does nothing when backward requests the storage."""
 
     def close(self) -> None:
         """Does nothing when the slot is not used any more."""
@@ -296,13 +300,14 @@ class Ledger(Account):
 
     def open(self, module: str, consumer: str, dtype: str, before_nbytes: int) -> Entry:
         """A new entry for a storage of `before_nbytes`."""
-        entry = Entry(self, module, consumer, dtype, before_nbytes)
+        entry = Entry(self._weak, module, consumer, dtype, before_nbytes)
         with self._lock:
             self._clock += 1
             entry.born = self._clock
             self._entries[entry.born] = entry
             self._plain_nbytes += before_nbytes
-            self._note_fullest()
+            if self._plain_nbytes > self.before_nbytes:
+                self._note_fullest()
         return entry
 
     @property
@@ -372,8 +377,6 @@ class Ledger(Account):
                 self._dead += 1
 
     def _note_fullest(self) -> None:
-        if self._plain_nbytes <= self.before_nbytes:
-            return
         if self._dead:
             self._entries = {born: entry for born, entry in self._entries.items() if not entry.died}
             self._dead = 0

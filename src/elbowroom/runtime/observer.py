@@ -179,6 +179,9 @@ class Listener:
     def region_saved(self) -> None:
         """Called when the inputs of the module are saved, and it runs."""
 
+    def region_ended(self, saves: int) -> None:
+        """Called when the module has run. saves: number of its saved tensors, none of them held."""
+
     def does(
         self,
         slot: Slot,

@@ -50,10 +50,12 @@ def recomputed(
     kwargs: dict[str, Any],
     arguments: Arguments,
     begin: Callable[[], None] = lambda: None,
+    ended: Callable[[int], None] = lambda saves: None,
 ) -> Any:
     """Calls call(*args, **kwargs), which runs again in backward.
 
-    arguments: the same as they are now. begin: called once inputs are saved.
+    arguments: the same as they are now. begin: called once inputs are saved. ended: called when it
+    has run, with the number of tensors that it has saved, none of which is held
     """
     with torch._C.DisableTorchFunction():  # not for ops of other code
         state = State(module, arguments.sources)
@@ -74,6 +76,7 @@ def recomputed(
     out = region.first(first, args, kwargs)
     with torch._C.DisableTorchFunction():
         state.ended(large)
+    ended(region.saves)
     return out
 
 

@@ -50,7 +50,7 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
         return arguments.why_not
     if will_be_tested(module):
         _left[module] = _left.get(module, TESTED_CALLS) - 1
-        with _unobserved():
+        with unobserved():
             why, leaves = _tested(module, call, arguments)
             if why and leaves:  # code that function modes do not see may read them
                 never_leave_out(module)
@@ -70,7 +70,7 @@ class Observing(TorchFunctionMode):
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
+def unobserved() -> Iterator[None]:
     """Takes the modes that examine the forward off the stack; the user's stay, in their order."""
     modes = _all_popped()
     for mode in modes:

@@ -72,6 +72,11 @@ class Region:
         finally:
             _pop_hooks()
 
+    @property
+    def saves(self) -> int:
+        """Number of tensors that the call has saved."""
+        return len(self._dropped)
+
     def _drop(self, x: Tensor) -> Dropped:
         held = Dropped()
         held.region, held.tensor = self, None

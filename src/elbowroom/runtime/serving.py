@@ -41,8 +41,16 @@ from elbowroom.plan.precision_floor import (
     ATTENTION,
     LEAST_LOG_PROBABILITY,
     at_precision_floor,
+    coded_rows,
 )
-from elbowroom.plan.site import CHECKPOINT, NORMS, RECOMPUTE, Formula, SiteKey, key_of
+from elbowroom.plan.site import (
+    AGAIN,
+    NORMS,
+    RECOMPUTE,
+    Formula,
+    SiteKey,
+    key_of,
+)
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
 from elbowroom.runtime.context import Context
@@ -80,7 +88,6 @@ from elbowroom.runtime.tiers import tier_for
 
 _MOST_WAITING = 8  # of a kind
 _NOWHERE = SiteName("", "")
-_AGAIN = (CHECKPOINT, RECOMPUTE)  # ops that recompute a piece of forward from what they save
 
 
 def _is_same(whole: Tensor, ready: Ready) -> bool:
@@ -136,13 +143,13 @@ class Serving:
         identity: Identity,
         listener: Listener,
         watch: Watch | None,
-        is_exact: Callable[[], Callable[[], bool] | None],
+        is_exact: Callable[[], bool],
         *,
         lets_wait: bool,
     ) -> None:
         """min_nbytes: storages smaller than this are kept. watch: is told of what codes replace.
 
-        is_exact: a weak reference to a function that returns whether no code adds errors
+        is_exact: returns whether no code adds errors
         lets_wait: results that saturate may wait; not in a step that is profiled
         """
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
@@ -177,7 +184,7 @@ class Serving:
         if not why:
             self._act(request)
             return
-        slot, x, call, _, name, _ = request
+        slot, x, _, call, _, name, _ = request
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
@@ -247,7 +254,7 @@ class Serving:
 
     def _act(self, request: Request) -> None:
         """Asks the policy, and performs its action; or lets the tensor wait."""
-        slot, x, call, reading, name, _ = request
+        slot, x, _, call, reading, name, _ = request
         need, (site, ready) = reading.need, self._site(request)
         whole = slot.base.on(x)
         action = self._chosen(request, site, ready)
@@ -262,7 +269,7 @@ class Serving:
             self._listener.does(slot, name, need, None)
         elif need is Need.MASK and isinstance(action, Encode):
             self._hold_mask(slot, whole, name, covers=covers)
-        elif call is not None and call.name in _AGAIN and is_lossy(action, need):
+        elif call is not None and call.name in AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
         elif reading.part is not Part.NONE and self._waits(reading, action):
@@ -319,7 +326,8 @@ class Serving:
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be rebuilt for it."""
-        ready = request.ready() if self._rebuilds else None
+        origin = request.origin
+        ready = None if origin is None or not self._rebuilds else origin.ready()
         site = site_of(request, ready)
         if ready is not None and not self._may_rebuild(request, site, ready):
             return replace(site, rebuildable=Rebuildable.NO), None
@@ -350,14 +358,9 @@ class Serving:
 
         A recipe that can only run on an exact source keeps its source exact.
         """
-        if need is not Need.LOSSY or ready.works_lossy or self._codes_are_exact():
+        if need is not Need.LOSSY or ready.works_lossy or self._is_exact():
             return False
         return any(slot.sites and not slot.pinned for slot in ready.slots)
-
-    def _codes_are_exact(self) -> bool:
-        is_exact = self._is_exact()
-        assert is_exact is not None  # a site is needed
-        return is_exact()
 
     def _chosen(self, request: Request, site: Site, ready: Ready | None) -> Action:
         """Returns the policy's action, as far as this tensor allows it."""
@@ -369,7 +372,7 @@ class Serving:
         request.slot.sites.append(site)
         action = self._decide(site, ready)
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
-            codec, rows = site.rows.coded(action.codec, by_size=site.by_size)
+            codec, rows = coded_rows(site.rows, action.codec, by_size=site.by_size)
             action = replace(action, codec=codec, rows=rows)
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
             least = None if action.codec.lossless else LEAST_LOG_PROBABILITY
@@ -379,7 +382,7 @@ class Serving:
         return action
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
-        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._codes_are_exact():
+        if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact():
             # Its source may be a code that is too coarse, or become one.
             action = self._policy(replace(site, rebuildable=Rebuildable.NO))
             if isinstance(action, Encode):  # whatever the policy: by the logits of this step
@@ -409,10 +412,8 @@ class Serving:
         need, norm = site.need, slot.statistics
         outlived = partial(self._context.learn_keep, key_of(site))
         try:
-            handle = perform(
-                *(action, whole, need, ready, seed, outlived, norm, name, self._context),
-                is_examined=True,
-            )
+            what = need, ready, seed, outlived, norm, name, self._context
+            handle = perform(action, whole, *what, is_examined=True)
         except CodecError as error:
             dtype = str(site.dtype).removeprefix("torch.")
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
@@ -505,9 +506,9 @@ def perform(
             x = base if action.least is None else _from(action.least, base)
             normal = normalized(action, x, statistics)
             affine = None if normal is None else normal.normalize()
-            coder = None  # whose code is one run of bytes, which is not moved
-            if context is not None and action.moved is None and not would_wait(base):
-                coder = context.coders.of(codec, x, facts)
+            # Of one run of bytes, which is not moved.
+            coders = None if context is None or action.moved is not None else context.coders
+            coder = None if coders is None else coders.of(codec, x, facts)
             drops = is_examined if context is None else context.drops_codecs
             if drops and not is_own(type(codec)):
                 room = _room(context, (name, codec, base.numel()), base)
@@ -577,7 +578,7 @@ def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> N
         return None if statistics is None else Normalized(statistics, keep_zeros)
     x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
     mean, rstd = of_rows(x, keep_zeros=keep_zeros)
-    layout = layout_of(x, mean.shape)
+    layout = layout_of(x.shape, x.stride(), mean.shape)
     assert layout is not None
     order, inner, shares = layout
     of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)

@@ -46,6 +46,7 @@ _HARD_MIN_NBYTES = 16  # scalars gain nothing
 class Request(NamedTuple):
     """Request of the op `call`, which saves x in the storage of `slot`, and reads it like this.
 
+    seen  the geometry of x
     call  None: it is not saved by a function called from Python
     name  module, op, and how many the op of this module has saved before
     origin  the op that made x, if one was seen
@@ -53,19 +54,17 @@ class Request(NamedTuple):
 
     slot: Slot
     x: Tensor
+    seen: Geometry
     call: Call | None
     reading: Reading
     name: SiteName
     origin: Origin | None = None
 
-    def ready(self) -> Ready | None:
-        """Returns how x could be rebuilt now."""
-        return None if self.origin is None else self.origin.ready()
-
 
 def classify(
     slot: Slot,
     x: Tensor,
+    seen: Geometry,
     call: Call | None,
     reading: Reading,
     name: SiteName,
@@ -78,10 +77,14 @@ def classify(
     if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
         why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
         reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
-    if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
+    if (
+        reading.by_size
+        and name.consumer not in NORMS
+        and not rows_of(seen, slot.base, reading.width)
+    ):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
-    return Request(slot, x, call, reading, name, origin)
+    return Request(slot, x, seen, call, reading, name, origin)
 
 
 def _is_below(slot: Slot, reading: Reading) -> bool:
@@ -97,7 +100,7 @@ def is_served(request: Request) -> bool:
 
 def _is_too_coarse(request: Request) -> bool:
     """Returns whether the held code was chosen for a milder formula than this reader's."""
-    slot, x, call, reading, name, _ = request
+    slot, _, seen, call, reading, name, _ = request
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
     levels = 0 if call is None else call.levels or MOST_LEVELS
@@ -106,9 +109,9 @@ def _is_too_coarse(request: Request) -> bool:
         consumer=name.consumer,
         formula=reading.formula,
         least_levels=levels,
-        rows=rows_of(slot, x, reading.width),
+        rows=rows_of(seen, slot.base, reading.width),
         by_size=reading.by_size,
-        summed=_summed(slot, x, name.consumer),
+        summed=_summed(seen.shape, slot.base.shape, name.consumer),
     )
     below = getattr(slot.value, "ready", None)
     return any(is_too_coarse_for(one, site) for one in ([slot] if below is None else below.slots))
@@ -129,12 +132,9 @@ def is_too_coarse_for(slot: Slot, site: Site) -> bool:
 
 def site_of(request: Request, ready: Ready | None) -> Site:
     """The site of the save. ready: how x could be rebuilt now."""
-    slot, x, call, reading, name, origin = request
+    slot, x, seen, call, reading, name, origin = request
     has_zeros = origin is not None and origin.has_zeros and x.is_floating_point()
-    sequence = sequence_of(x, slot.base, name.consumer)
-    facts = facts_of(x, call)
-    if has_zeros or sequence is not None:
-        facts = _with(facts, has_zeros, sequence)
+    facts = _with(facts_of(x, call), has_zeros, sequence_of(x, slot.base, name.consumer))
     rebuildable = (
         Rebuildable.NO if ready is None else Rebuildable.EXACT if ready.exact else Rebuildable.LOSSY
     )
@@ -153,23 +153,22 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         reads=_reads(x, call, reading.need),
         formula=reading.formula,
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
-        rows=rows_of(slot, x, reading.width),
+        rows=rows_of(seen, slot.base, reading.width),
         by_size=reading.by_size,
         samples=0 if call is None else call.samples,
-        summed=_summed(slot, x, name.consumer),
+        summed=_summed(seen.shape, slot.base.shape, name.consumer),
     )
 
 
-def _summed(slot: Slot, x: Tensor, consumer: str) -> int | None:
+@lru_cache(4096)
+def _summed(shape: tuple[int, ...], whole: tuple[int, ...], consumer: str) -> int | None:
     """Returns how many elements the op sums over if x is the storage in another shape, or None.
 
     What reads a part of it tells nothing: other ops may add the other parts to the same gradient
     (a recurrence that reads one step of a sequence at a time).
     """
-    shape = slot.base.shape
-    if x.shape == shape or x.numel() != prod(shape):
-        return None
-    return summed_over(x.shape, consumer)
+    is_other = shape != whole and prod(shape) == prod(whole)
+    return summed_over(shape, consumer) if is_other else None
 
 
 def _reads(x: Tensor, call: Call | None, need: Need) -> Reads:
@@ -184,24 +183,27 @@ def _reads(x: Tensor, call: Call | None, need: Need) -> Reads:
     return Reads.PLACE if x.numel() >= max(sizes, default=0) else Reads.RESTORED
 
 
-def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:
-    """The rows of x as they lie in the memory of its slot; None: there are none, or in no order.
+@lru_cache(4096)
+def rows_of(seen: Geometry, base: Geometry, width: int) -> Rows | None:
+    """The rows of a tensor as they lie in its storage; None: there are none, or in no order.
 
-    Of a slice of longer rows: shorter rows, of which those of x have several whole ones.
+    Of a slice of longer rows: shorter rows, of which those of the tensor have several whole ones.
+
+    seen: the geometry of the tensor; base: that of what covers its storage. width: of its rows
     """
-    numel = prod(slot.base.shape)
+    (shape, stride, offset), numel = seen, prod(base.shape)
     if not width or not numel:
         return None
-    inside, left = 1, x.dim()
-    while left and inside < width and x.stride(left - 1) == inside:
+    inside, left = 1, len(shape)
+    while left and inside < width and stride[left - 1] == inside:
         left -= 1
-        inside *= x.shape[left]
+        inside *= shape[left]
     if inside == width:
-        outer = (step for n, step in zip(x.shape[:left], x.stride(), strict=False) if n > 1)
-        width = gcd(width, numel, x.storage_offset() - slot.base.offset, *outer)
+        outer = (step for n, step in zip(shape[:left], stride, strict=False) if n > 1)
+        width = gcd(width, numel, offset - base.offset, *outer)
         return Rows((numel // width, width), (width, 1)) if width >= LEAST_WIDTH else None
-    if x.numel() == numel and width == x.shape[-1] and layout_of(x, (*x.shape[:-1], 1)):
-        return Rows(tuple(x.shape), x.stride())
+    if prod(shape) == numel and width == shape[-1] and layout_of(shape, stride, (*shape[:-1], 1)):
+        return Rows(shape, stride)
     return None
 
 
@@ -239,13 +241,9 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
 
 def facts_of(x: Tensor, call: Call | None) -> Facts:
     """Returns facts about x from the saving op: the range of indices, or a mask's single value."""
-    if call is None:
+    if call is None or (find := _FACTS.get(call.name)) is None:
         return NOTHING
-    if call.name == "dropout" and x.grad_fn is None and x.is_floating_point():
-        return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
-    if x.dtype is torch.int64 and call.name in _INDEX_FACTS:
-        return _INDEX_FACTS[call.name](call)
-    return NOTHING
+    return find(x, call)
 
 
 @lru_cache(256)
@@ -258,19 +256,23 @@ def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
 
     op  saves x; if it does not show it, the node that computed x does. None: neither does.
     """
-    if not x.is_floating_point() or x.dim() < 2:
+    if not x.is_floating_point():
         return None
-    first = op in _CHANNELS_FIRST
-    if not first and op not in _CHANNELS_LAST:
+    first, last = op in _CHANNELS_FIRST, op in _CHANNELS_LAST
+    if not (first or last):
         made = _node_of(x)
-        first = made.startswith(_MADE_CHANNELS_FIRST)
-        if not first and not made.startswith(_MADE_CHANNELS_LAST):
-            return None
-    if first and x.dim() != 3:
+        first, last = made.startswith(_MADE_CHANNELS_FIRST), made.startswith(_MADE_CHANNELS_LAST)
+    return _sequence_in(x.stride(), base, first=first) if first or last else None
+
+
+@lru_cache(4096)
+def _sequence_in(stride: tuple[int, ...], base: Geometry, *, first: bool) -> int | None:
+    """first: channels come before the sequence, and not after it."""
+    if len(stride) < 2 or (first and len(stride) != 3):
         return None  # maps, or samples that do not follow each other
-    step = x.stride(-1 if first else -2)
-    for d, stride in enumerate(base.stride):
-        if stride == step and base.shape[d] > 1:
+    step = stride[-1 if first else -2]
+    for d, other in enumerate(base.stride):
+        if other == step and base.shape[d] > 1:
             return d - len(base.shape)
     return None
 
@@ -285,6 +287,13 @@ def _node_of(x: Tensor) -> str:
             return node.name()
         node = node.next_functions[0][0] if node.next_functions else None
     return ""
+
+
+def _dropout_facts(x: Tensor, call: Call) -> Facts:
+    """Dropout saves its factors: 0, and one other value."""
+    if x.grad_fn is not None or not x.is_floating_point():
+        return NOTHING
+    return Facts(value=_dropout_scale(float(call.arg(1, "p", 0.5)), x.dtype))
 
 
 @lru_cache
@@ -368,4 +377,14 @@ _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     "__getitem__": _place_facts,
     "cross_entropy": _label_facts,
     "nll_loss": _label_facts,
+}
+
+
+def _if_indices(find: Callable[[Call], Facts]) -> Callable[[Tensor, Call], Facts]:
+    return lambda x, call: find(call) if x.dtype is torch.int64 else NOTHING
+
+
+_FACTS: dict[str, Callable[[Tensor, Call], Facts]] = {
+    "dropout": _dropout_facts,
+    **{name: _if_indices(find) for name, find in _INDEX_FACTS.items()},
 }

@@ -132,11 +132,7 @@ class Geometry(NamedTuple):
 
     def on(self, x: Tensor) -> Tensor:
         """The tensor of this geometry on x's storage: x itself, if it has it."""
-        if (
-            x.shape == self.shape
-            and x.stride() == self.stride
-            and x.storage_offset() == self.offset
-        ):
+        if self == (x.shape, x.stride(), x.storage_offset()):
             return x
         return x.detach().as_strided(self.shape, self.stride, self.offset)
 
@@ -160,14 +156,6 @@ def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return False
         expected *= length
     return True
-
-
-class Trace(Protocol):
-    """Remembers a slot after its end."""
-
-    def ends(self, slot: "Slot") -> None:
-        """Called as the slot ends, with all that it still holds."""
-        ...
 
 
 class MadeAgain:
@@ -222,7 +210,7 @@ class Slot:
                      it
     shape_is_enough  so far every op needs the geometry only
     most_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
-    trace            of a recorded forward: is told what the slot was, once that ends
+    when_ended       of a slot of a recorded forward: is called at its end, with all that it holds
     """
 
     # Most slots of a step have these values, so they are class attributes.
@@ -234,7 +222,7 @@ class Slot:
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
     shared: MadeAgain | None = None
-    trace: "Trace | None" = None
+    when_ended: "Callable[[Slot], None] | None" = None
 
     def __init__(
         self,
@@ -489,8 +477,8 @@ class CountedSlot(Slot):
 
     def __del__(self) -> None:
         self.entry.close()
-        if self.trace is not None:
-            self.trace.ends(self)
+        if self.when_ended is not None:
+            self.when_ended(self)
 
 
 class View:
@@ -507,8 +495,7 @@ class View:
     def restore(self) -> Tensor:
         """Returns the saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot
-        if isinstance(slot.entry, Entry):
-            slot.entry.ask()
+        slot.entry.ask()
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
         if not torch.is_grad_enabled():
@@ -526,8 +513,7 @@ class View:
     def restore_alone(self) -> Tensor:
         """Returns the saved tensor in memory that its caller may overwrite."""
         slot = self.slot
-        if isinstance(slot.entry, Entry):
-            slot.entry.ask()
+        slot.entry.ask()
         return self.geometry.within(slot.base, slot.restore_private())
 
     def _restored(self) -> Tensor:

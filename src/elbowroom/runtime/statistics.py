@@ -13,7 +13,7 @@ V S a layer norm, V S V one of transposed rows, V S V S a group norm in channels
 the channels, what is behind it `inner`, a V before that the rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -46,7 +46,7 @@ def statistics_of(call: Call, saved: Tensor) -> Statistics | None:
     if found is None:
         return None
     x, mean, rstd = found
-    layout = layout_of(x, mean.shape)
+    layout = layout_of(x.shape, x.stride(), mean.shape)
     if layout is None:
         return None
     order, inner, rows = layout
@@ -59,20 +59,17 @@ def logical_statistics(call: Call, x: Tensor) -> _Found | None:
     return None if find is None or not x.numel() else find(call, x)
 
 
-def layout_of(x: Tensor, shape: Sequence[int]) -> tuple[list[int], int, int] | None:
-    """Returns x's dimensions in memory order, inner and rows, for a statistic of this shape.
-
-    See `Statistics` for the last two. Returns None where x has gaps or overlaps, or more
-    alternations.
-    """
-    found = _layout(tuple(x.shape), x.stride(), tuple(shape))
-    return None if found is None else ([*found[0]], *found[1:])
-
-
 @lru_cache(1024)
-def _layout(
+def layout_of(
     sizes: tuple[int, ...], stride: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], int, int] | None:
+    """Returns a tensor's dimensions in memory order, inner and rows, for a statistic of this shape.
+
+    See `Statistics` for the last two. Returns None where the tensor has gaps or overlaps, or more
+    alternations.
+
+    sizes, stride: of the tensor
+    """
     order = sorted(range(len(sizes)), key=lambda d: (-stride[d], d))
     expected = 1
     for d in reversed(order):

@@ -197,14 +197,8 @@ class Recipe:
             op = replace(op, is_extra=True)
         if versions is None:
             versions = tuple(version_of(tensor) for tensor in op.fixed)
-        return cls(
-            op,
-            link,
-            seen,
-            Geometry.of(out),
-            None if output is None else weakref.ref(output),
-            versions,
-        )
+        bits_of = None if output is None else weakref.ref(output)
+        return cls(op, link, seen, Geometry.of(out), bits_of, versions)
 
     @property
     def links(self) -> "tuple[Link, ...]":

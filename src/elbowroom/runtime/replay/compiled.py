@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.codecs.compact import Coder
-from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import (
@@ -70,7 +69,7 @@ class Act:
 
     __slots__ = (
         *("after", "before", "copies", "ends", "frees", "func", "guard", "holds", "inputs"),
-        *("is_plain", "module", "most", "numel", "opens", "place", "run", "saves"),
+        *("inside", "is_plain", "module", "most", "numel", "opens", "place", "run", "saves"),
     )
 
     def __init__(self, step: Step, flat: Flat, most: int = 0, *, is_exact: bool = True) -> None:
@@ -93,6 +92,7 @@ class Act:
         self.frees = step.frees
         self.ends = bool(step.place != NOWHERE or step.copies or step.after or step.frees)
         self.module: weakref.ref[nn.Module] | None = step.module
+        self.inside = step.inside
         self.inputs, self.numel, self.most = step.inputs, step.numel, most
 
 
@@ -445,7 +445,7 @@ def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
 
     def encode(replay: Replay, whole: Tensor) -> Handle:
         if not coders:
-            coders.append(None if would_wait(whole) else Coder.of(codec, whole, facts))
+            coders.append(Coder.of(codec, whole, facts))
         coder = coders[0]
         if coder is None:
             return perform_it(replay, whole)

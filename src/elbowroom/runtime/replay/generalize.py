@@ -85,7 +85,7 @@ class _Merger:
 
     def step(self, a: Step, b: Step) -> Step:
         """Returns a step that is both."""
-        same = ("func", "run", "stands", "opens", "place", "copies", "inputs")
+        same = ("func", "run", "stands", "opens", "place", "copies", "inputs", "inside")
         _check(all(getattr(a, name) == getattr(b, name) for name in same))
         _check((a.module and a.module()) is (b.module and b.module()))
         args, kwargs = self.all(a.args, b.args), self.all(a.kwargs, b.kwargs)

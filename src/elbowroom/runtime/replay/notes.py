@@ -14,8 +14,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +23,14 @@ from torch import Tensor, nn
 from elbowroom.plan import Action, Need, SiteName
 from elbowroom.runtime.consumers import Levels
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Entry, NoEntry
 from elbowroom.runtime.replay.script import NOWHERE, Like
 from elbowroom.runtime.slot import Geometry, Slot, View
-from elbowroom.runtime.storage import version_of
 
 Place = tuple[int, int]  # a storage's address, and its version
-Makers = dict[int, tuple["weakref.ref[Op]", int]]  # of recipes, by the id of their op
 AT_SAVE, BEFORE, AFTER, LAST = range(4)
 
 
@@ -92,51 +89,16 @@ class Remains:
         return self.kind is KeepHandle and not self.bits
 
 
-class Progress:
-    """Progress of a forward: the ops that have begun, and the recipes that they have made.
-
-    is_over: no script is written of it any more
-    """
-
-    __slots__ = ("is_over", "makers", "ops")
-
-    def __init__(self) -> None:
-        self.ops, self.is_over = 0, False
-        self.makers: Makers = {}
-
-
+@dataclass(eq=False)
 class Trace:
     """Reference to a slot, and to what is left of it once that has ended."""
 
-    __slots__ = ("_progress", "_remains", "_slot")
-
-    def __init__(self, slot: Slot, progress: Progress) -> None:
-        self._slot, self._progress = weakref.ref(slot), progress
-        self._remains: Remains | None = None
-
-    @classmethod
-    def of(cls, slot: Slot, progress: Progress) -> Trace:
-        """Returns the only one of this slot in a forward."""
-        known = slot.trace
-        if not isinstance(known, Trace) or known._progress is not progress:
-            known = slot.trace = cls(slot, progress)
-        return known
-
-    def ends(self, slot: Slot) -> None:
-        """Notes what the slot was, while a script may be written."""
-        if self._progress.is_over:
-            return
-        # It may end between two calls: what is asked here is no op of the model.
-        with torch._C.DisableTorchFunction():
-            held, progress, recipe = slot.value, self._progress, None
-            if isinstance(held, RebuildHandle):
-                with suppress(Unwritable):
-                    recipe = NotedRecipe.of(held.ready, progress)
-            self._remains = replace(Remains.of(slot), recipe=recipe, ended=progress.ops)
+    slot: weakref.ref[Slot]
+    remains: Remains | None = None
 
     def __call__(self) -> Slot | Remains | None:
         """Returns the slot, or what is left of it."""
-        return self._remains or self._slot()
+        return self.remains or self.slot()
 
 
 @dataclass(frozen=True)
@@ -156,38 +118,6 @@ class NotedRecipe:
     others: tuple[Trace | NotedRecipe, ...]
     given: tuple[tuple[Place, Geometry], ...]
     works_lossy: bool
-
-    @classmethod
-    def of(cls, ready: Ready, progress: Progress) -> NotedRecipe:
-        """Returns the notes of a recipe. Raises Unwritable if no script may hold it."""
-        op, makers = ready.op, []
-        for one in (op, *op.beside):
-            known = progress.makers.get(id(one))
-            if known is None or known[0]() is not one:
-                raise Unwritable("a recipe of no op")
-            makers.append(known[1])
-        if op.given and op.bound is None:
-            raise Unwritable("a recipe that reads what only this forward has")
-
-        def noted(one: Slot | Ready) -> Trace | NotedRecipe:
-            return cls.of(one, progress) if isinstance(one, Ready) else Trace.of(one, progress)
-
-        others = tuple((_gone, seen) for _, seen in op.others)
-        bare = replace(op, given=(), others=others, beside=())
-        if op.bound is not None:  # which makes what reads statistics
-            bare = replace(bare, lossy=None, affine=None)
-        given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]
-        return cls(
-            *(bare, tuple(makers), noted(ready.source), ready.seen, ready.made, ready.bits),
-            None if ready.noise is None else Trace.of(ready.noise, progress),
-            tuple([noted(one) for one in ready.others]),
-            tuple(given),
-            op.works_lossy,
-        )
-
-
-def _gone() -> None:
-    """Link to a slot of the forward that the script was written from."""
 
 
 class Seen(NamedTuple):
@@ -244,6 +174,8 @@ class NotedOp:
     copies: list[tuple[int, weakref.ref[Slot]]] = field(default_factory=list)
     compared: bool = False
     is_between: bool = False  # no call, but what is saved between two
+    calls: int = 0  # of a recomputed module: the number of ops that it called
+    dropped: int = 0  # of tensors that it saved
     numel: int = 0  # of all that it has saved
 
     @property

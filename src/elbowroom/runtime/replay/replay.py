@@ -5,13 +5,16 @@ its arguments are compared with the script: kinds, shapes, strides, numbers, and
 forward in which a tensor lies. This is done before the op runs. A mismatch ends the script: a
 learning context examines the rest of the forward. Earlier actions stay valid, because they concern
 tensors of ops that did match.
+
+A module that is recomputed in backward saves its inputs alone. While its forward runs, no function
+mode is open if nothing is done with what it calls.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +39,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import Observing, why_not_again
+from elbowroom.runtime.repeats import Observing, unobserved, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
@@ -373,10 +376,20 @@ class Replay(Observing):
                 self._diverge()
             self._holds, self._saved, self._is_inside = outer
 
+        inside = act.inside
+
+        def ended(saves: int) -> None:
+            nonlocal inside
+            inside = None if inside == saves else inside
+
         try:
-            return recomputed(module, call, args, kwargs, arguments, begin)
+            with nullcontext() if inside is None else unobserved():
+                out = recomputed(module, call, args, kwargs, arguments, begin, ended)
         finally:
             self._holds, self._saved, self._is_inside = outer
+        if inside is not None:  # its second run will hold more, or less
+            self._diverge()
+        return out
 
     def _pack(self, x: Tensor) -> Any:
         """Return what is held of x, which autograd saves."""

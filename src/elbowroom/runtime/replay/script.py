@@ -198,6 +198,8 @@ class Step:
     copies  arguments, by position, of which a slot gets a copy: constants
     before, after  instructions to be done then
     module  it is no call of torch's, but of this module, which runs again in backward
+    inside  number of tensors that this module saves, none of which is held, if nothing is done with
+            what it calls: the script has no steps of it then. None: it has
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
     stands  what `run` is of, be it asked again or not
@@ -217,6 +219,7 @@ class Step:
     before: tuple[Instruction, ...] = ()
     after: tuple[Instruction, ...] = ()
     module: weakref.ref[nn.Module] | None = None
+    inside: int | None = None
     inputs: bool = False
     numel: int | None = 0
     stands: Direct | None = None

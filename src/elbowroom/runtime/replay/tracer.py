@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from elbowroom.plan.site import CHECKPOINT, RECOMPUTE
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
-from elbowroom.runtime.handles.rebuild import Ready
+from elbowroom.runtime.handles import RebuildHandle
+from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.identity import Origin, untouchable
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Ledger
@@ -39,10 +41,11 @@ from elbowroom.runtime.replay.notes import (
     NotedInstruction,
     NotedNorm,
     NotedOp,
+    NotedRecipe,
     NotedSave,
     OnceUnwritable,
     Place,
-    Progress,
+    Remains,
     Trace,
     Unwritable,
     made_of,
@@ -58,7 +61,11 @@ from elbowroom.runtime.replay.writer import Writer
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
 
-_NOTHING = Geometry((), (), 0)  # of what is only kept
+_NOTHING = Geometry((), (), 0)
+
+
+def _gone() -> None:
+    """Link to a slot of the forward that the script was written from."""
 
 
 class Tracer(Listener):
@@ -73,9 +80,11 @@ class Tracer(Listener):
         self.script: Script | None = None
         self.why, self.once = "", False
         self._ops: list[NotedOp] = []
-        self._progress = Progress()
+        self._makers: dict[int, tuple[weakref.ref[Op], int]] = {}  # of recipes, by id of their op
+        self._traces: dict[int, Trace] = {}  # of slots, by id, while they exist
         self._stack: list[int] = []
         self._inputs: int | None = None  # the op that represents tensors saved between two calls
+        self._region: int | None = None  # the op that represents the recomputed module that runs
         self._when = BEFORE
         self._done: list[NotedInstruction] = []
         self._seeds_before = 0
@@ -100,8 +109,7 @@ class Tracer(Listener):
         self.why = self.why or why
         self._ops, self._stack, self._done = [], [], []
         self._storages, self._inputs = {}, None
-        self._progress.is_over = True
-        self._progress.makers.clear()
+        self._makers, self._traces = {}, {}
 
     def begins(self, call: Call) -> None:
         """Records that a call begins, and nothing of it has happened yet."""
@@ -113,8 +121,8 @@ class Tracer(Listener):
             kwargs = tuple([(key, self._described(x, operands)) for key, x in call.kwargs.items()])
         except Unwritable:
             args, kwargs = (Unwritable,), ()
-        self._append(NotedOp(call.func, call.name, args, kwargs, operands))
-        self._stack.append(len(self._ops) - 1)
+        self._stack.append(len(self._ops))
+        self._ops.append(NotedOp(call.func, call.name, args, kwargs, operands))
         self._when, self._inputs = BEFORE, None
 
     def compares(self) -> None:
@@ -130,8 +138,8 @@ class Tracer(Listener):
         if self._stack:
             self.refuse("a checkpoint, or a function of the user's, inside of one of torch's own")
             return
-        self._append(NotedOp(checkpoint, name, (), (), [], is_between=True))
-        self._inputs, self._when = len(self._ops) - 1, BEFORE
+        self._inputs, self._when = len(self._ops), BEFORE
+        self._ops.append(NotedOp(checkpoint, name, (), (), [], is_between=True))
 
     def leaves(self) -> None:
         """Records the end of the forward; the tensors that wait for it are decided on."""
@@ -139,13 +147,12 @@ class Tracer(Listener):
 
     def runs(self, call: Call, run: Callable[..., Any], direct: Direct | None) -> None:
         """Records that the call runs as `run`."""
-        if self.why:
-            return
-        op = self._ops[self._stack[-1]]
-        if call.name in opened.NAMES and run is not call.func:
-            op.opens = True
-        elif run is not call.func:
-            op.run, op.direct = run, direct
+        if not self.why and run is not call.func:
+            op = self._ops[self._stack[-1]]
+            if call.name in opened.NAMES:
+                op.opens = True
+            else:
+                op.run, op.direct = run, direct
         self._when = AT_SAVE
 
     def ends(self) -> None:
@@ -156,10 +163,9 @@ class Tracer(Listener):
         """Records a result of the call with its origin, which may have a recipe."""
         recipe = origin.recipe
         if recipe is not None and self._stack:
-            makers = self._progress.makers
-            known = makers.get(id(recipe.op))
+            known = self._makers.get(id(recipe.op))
             if known is None or known[0]() is None:
-                makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
+                self._makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
 
     def ended(self, call: Call, out: Any) -> None:
         """Records that the call has ended, and all is decided on."""
@@ -171,21 +177,18 @@ class Tracer(Listener):
             held = None if saved.held is None else saved.held()
             view = held.held if type(held) is Deferred else held
             if type(view) is View:
-                saved.seen = Trace.of(view.slot, self._progress), view.need
+                saved.seen = self._trace_of(view.slot), view.need
         if type(out) is Tensor:
             op.out = self._place_of(out)
         self._when = AT_SAVE if self._stack else BEFORE
-
-    def _append(self, op: NotedOp) -> None:
-        self._ops.append(op)
-        self._progress.ops += 1
 
     def begins_region(self, module: nn.Module) -> None:
         """Records that a call of a recomputed module begins."""
         if self.why:
             return
-        self._append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
-        self._stack.append(len(self._ops) - 1)
+        self._region = len(self._ops)
+        self._stack.append(self._region)
+        self._ops.append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
         self._when, self._inputs = BEFORE, None
 
     def saves(self) -> None:
@@ -199,6 +202,12 @@ class Tracer(Listener):
         self._stack.pop()
         self._when = AT_SAVE if self._stack else BEFORE
 
+    def region_ended(self, saves: int) -> None:
+        """Records that a recomputed module has run."""
+        if not self.why and self._region is not None:
+            region = self._ops[self._region]
+            region.calls, region.dropped = len(self._ops) - self._region - 1, saves
+
     def failed(self) -> None:
         """Records that the call has raised."""
         self.refuse("an op has raised")
@@ -211,15 +220,10 @@ class Tracer(Listener):
             return
         op = self._ops[at]
         op.numel += x.numel()
-        nbytes, place = storage_nbytes(x), self._place_of(x)
-        if type(held) is View:
-            geometry = held.geometry
-        elif isinstance(held, View | Deferred):
-            geometry = Geometry.of(x)
-        else:
-            op.saves.append(NotedSave(_NOTHING, x.dtype, nbytes, place, None))
-            return
-        op.saves.append(NotedSave(geometry, x.dtype, nbytes, place, weakref.ref(held)))
+        is_seen = isinstance(held, View | Deferred)  # else it is only kept
+        geometry, ref = (Geometry.of(x), weakref.ref(held)) if is_seen else (_NOTHING, None)
+        place = self._place_of(x)
+        op.saves.append(NotedSave(geometry, x.dtype, storage_nbytes(x), place, ref))
 
     def does(
         self,
@@ -237,7 +241,7 @@ class Tracer(Listener):
         """Records an action on a slot."""
         if self.why:
             return
-        what = name, need, action, bits, covers, drawn - self._seeds_before
+        what = self._trace_of(slot), name, need, action, bits, covers, drawn - self._seeds_before
         kept = None if ready is None else weakref.ref(ready)  # its slots must not be kept alive
         where = None if norm is None else self._where(norm)
         at, when, save = self._stack[-1] if self._stack else self._inputs, self._when, 0
@@ -245,8 +249,54 @@ class Tracer(Listener):
             at, when = NOWHERE, LAST
         else:
             save = len(self._ops[at].saves)
-        trace = Trace.of(slot, self._progress)
-        self._done.append(NotedInstruction(at, when, save, trace, *what, kept, where))
+        self._done.append(NotedInstruction(at, when, save, *what, kept, where))
+
+    def _trace_of(self, slot: Slot) -> Trace:
+        trace = self._traces.get(id(slot))
+        if trace is None:
+            trace = self._traces[id(slot)] = Trace(weakref.ref(slot))
+            slot.when_ended = self._note_remains
+        return trace
+
+    def _note_remains(self, slot: Slot) -> None:
+        """Notes what a slot was, which ends while a script may be written."""
+        trace = self._traces.pop(id(slot), None)
+        if trace is None:
+            return
+        # It may end between two calls: what is asked here is no op of the model.
+        with torch._C.DisableTorchFunction():
+            held, recipe = slot.value, None
+            if isinstance(held, RebuildHandle):
+                with suppress(Unwritable):
+                    recipe = self.noted(held.ready)
+            trace.remains = replace(Remains.of(slot), recipe=recipe, ended=len(self._ops))
+
+    def noted(self, ready: Ready) -> NotedRecipe:
+        """Returns the notes of a recipe. Raises Unwritable if no script may hold it."""
+        op, makers = ready.op, []
+        for one in (op, *op.beside):
+            known = self._makers.get(id(one))
+            if known is None or known[0]() is not one:
+                raise Unwritable("a recipe of no op")
+            makers.append(known[1])
+        if op.given and op.bound is None:
+            raise Unwritable("a recipe that reads what only this forward has")
+
+        def operand(one: Slot | Ready) -> Trace | NotedRecipe:
+            return self.noted(one) if isinstance(one, Ready) else self._trace_of(one)
+
+        others = tuple((_gone, seen) for _, seen in op.others)
+        bare = replace(op, given=(), others=others, beside=())
+        if op.bound is not None:  # which makes what reads statistics
+            bare = replace(bare, lossy=None, affine=None)
+        given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]
+        return NotedRecipe(
+            *(bare, tuple(makers), operand(ready.source), ready.seen, ready.made, ready.bits),
+            None if ready.noise is None else self._trace_of(ready.noise),
+            tuple([operand(one) for one in ready.others]),
+            tuple(given),
+            op.works_lossy,
+        )
 
     def _where(self, norm: Statistics) -> NotedNorm:
         mean, rstd = ((self._place_of(x), Geometry.of(x)) for x in (norm.mean, norm.rstd))
@@ -303,7 +353,7 @@ class Tracer(Listener):
         if ledger.was_asked:
             self.refuse("a backward has run inside")
         if not self.why:
-            writer = Writer(self._ops, self._done, self._progress, self._state)
+            writer = Writer(self._ops, self._done, self.noted, self._state)
             try:
                 script = writer.script(ledger, self._mark, self._numel, selects=self._selects)
                 seen = tuple((weakref.ref(module), n) for module, n in calls.items())
@@ -311,5 +361,4 @@ class Tracer(Listener):
             except Unwritable as error:
                 self.refuse(str(error), once=isinstance(error, OnceUnwritable))
         self._ops, self._done, self._storages = [], [], {}
-        self._progress.is_over = True
-        self._progress.makers.clear()
+        self._makers, self._traces = {}, {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from elbowroom.plan import Encode, Keep
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle
+from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.ledger import Ledger, Mark
 from elbowroom.runtime.replay.notes import (
     AFTER,
@@ -36,7 +37,6 @@ from elbowroom.runtime.replay.notes import (
     NotedSave,
     OnceUnwritable,
     Place,
-    Progress,
     Remains,
     Seen,
     Trace,
@@ -64,10 +64,10 @@ class Writer:
         self,
         ops: list[NotedOp],
         done: list[NotedInstruction],
-        progress: Progress,
+        noted: Callable[[Ready], NotedRecipe],
         state: tuple[Any, ...],
     ) -> None:
-        self._ops, self._progress, self._state = ops, progress, state
+        self._ops, self._note, self._state = ops, noted, state
         self._done = [(one, slot) for one in done if (slot := one.slot()) is not None]
         self._numbers: dict[int, int] = {}  # of slots, by id
         self._slots: list[Slot | Remains] = []
@@ -116,6 +116,7 @@ class Writer:
             self._step(at, op, of_op.get(at, []), frees.get(at, ()))
             for at, op in enumerate(self._ops)
         )
+        steps = self._with_closed_regions(steps)
         if not any(step.inputs and step.acts for step in steps):  # as many as there may be
             numel += sum(step.numel or 0 for step in steps if step.inputs)
             steps = tuple(step for step in steps if not step.inputs)
@@ -125,6 +126,18 @@ class Writer:
         counts = ledger.counts(lambda entry: entries.get(id(entry), NOWHERE), since)
         numel += sum(step.numel or 0 for step in steps)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
+
+    def _with_closed_regions(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """Returns the steps without those of recomputed modules in which nothing is done."""
+        left, end = [], 0
+        for at, (step, op) in enumerate(zip(steps, self._ops, strict=True)):
+            if at < end:
+                continue
+            inside = steps[at + 1 : at + 1 + op.calls]
+            if inside and all(one.is_plain for one in inside):
+                step, end = replace(step, inside=op.dropped), at + 1 + op.calls
+            left.append(step)
+        return tuple(left)
 
     def _leave_out_ended(self) -> None:
         """Leaves out what was done with slots that have ended, where it need not be done again.
@@ -241,7 +254,7 @@ class Writer:
         action, mask, recipe = one.action, NOWHERE, None
         if one.ready is not None:
             ready = one.ready()
-            noted = None if ready is None else NotedRecipe.of(ready, self._progress)
+            noted = None if ready is None else self._note(ready)
             if noted is None and isinstance(slot, Remains):
                 noted = slot.recipe
             if noted is None:
