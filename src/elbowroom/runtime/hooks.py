@@ -523,7 +523,7 @@ class Saving:
         measures = not self.is_exact()
         for one, x in saved:
             reader = readers.get(id(one), Reader())
-            reading = reading_by(reader.formula, x, call, reader.node)
+            reading = reading_by(reader.formula, x, call, reader.node, reader.of)
             if reading.formula is Formula.LOG_PROBABILITY and x is call.first and measures:
                 reading = Reading(Need.EXACT, Formula.DIFFERENCE, "logits, which are normalized")
             if reading.need is Need.LOSSY and self._may_round:

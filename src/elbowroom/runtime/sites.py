@@ -78,7 +78,7 @@ def classify(
     if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
         why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
         reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
-    if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading.width):
+    if reading.by_size and name.consumer not in NORMS and not rows_of(slot, x, reading):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
     return Request(slot, x, call, reading, name, origin)
@@ -106,7 +106,7 @@ def _is_too_coarse(request: Request) -> bool:
         consumer=name.consumer,
         formula=reading.formula,
         least_levels=levels,
-        rows=rows_of(slot, x, reading.width),
+        rows=rows_of(slot, x, reading),
         by_size=reading.by_size,
         summed=_summed(slot, x, name.consumer),
     )
@@ -153,7 +153,7 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         reads=_reads(x, call, reading.need),
         formula=reading.formula,
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
-        rows=rows_of(slot, x, reading.width),
+        rows=rows_of(slot, x, reading),
         by_size=reading.by_size,
         samples=0 if call is None else call.samples,
         summed=_summed(slot, x, name.consumer),
@@ -184,14 +184,18 @@ def _reads(x: Tensor, call: Call | None, need: Need) -> Reads:
     return Reads.PLACE if x.numel() >= max(sizes, default=0) else Reads.RESTORED
 
 
-def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:
+def rows_of(slot: Slot, x: Tensor, reading: Reading) -> Rows | None:
     """The rows of x as they lie in the memory of its slot; None: there are none, or in no order.
 
     Of a slice of longer rows: shorter rows, of which those of x have several whole ones.
     """
-    numel = prod(slot.base.shape)
+    width, numel = reading.width, prod(slot.base.shape)
     if not width or not numel:
         return None
+    seen = _with_rows_last(x, reading.dims) if reading.dims else x
+    if seen is None:
+        return None
+    x = seen
     inside, left = 1, x.dim()
     while left and inside < width and x.stride(left - 1) == inside:
         left -= 1
@@ -203,6 +207,20 @@ def rows_of(slot: Slot, x: Tensor, width: int) -> Rows | None:
     if x.numel() == numel and width == x.shape[-1] and layout_of(x, (*x.shape[:-1], 1)):
         return Rows(tuple(x.shape), x.stride())
     return None
+
+
+def _with_rows_last(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+    """x with rows of these dimensions as its last one; None if these do not follow each other."""
+    others = [d for d in range(x.dim()) if d not in dims]
+    *before, last = sorted(dims, key=x.stride, reverse=True)
+    step = x.stride(last) * x.shape[last]
+    for d in reversed(before):
+        if x.shape[d] > 1 and x.stride(d) != step:
+            return None
+        step *= x.shape[d]
+    shape = *(x.shape[d] for d in others), prod(x.shape[d] for d in dims)
+    stride = *(x.stride(d) for d in others), x.stride(last)
+    return x.detach().as_strided(shape, stride)
 
 
 def left_alone(request: Request, min_nbytes: int) -> str:
@@ -365,6 +383,9 @@ _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     "embedding": _embedding_facts,
     **dict.fromkeys(("gather", "index_select", "scatter_add", "scatter_add_"), _row_facts),
     **dict.fromkeys(("scatter", "scatter_", "index_add", "index_add_"), _row_facts),
+    **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "sort", "topk", "kthvalue"), _row_facts),
+    **dict.fromkeys(("max", "min", "median", "cummax", "cummin"), _row_facts),
+    "take_along_dim": _place_facts,
     "__getitem__": _place_facts,
     "cross_entropy": _label_facts,
     "nll_loss": _label_facts,
