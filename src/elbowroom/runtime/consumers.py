@@ -34,6 +34,7 @@ from elbowroom.plan.site import (
     RECURRENT,
     Formula,
     Reads,
+    SiteName,
 )
 from elbowroom.runtime.formulas import INVERSES, SIZES, WHY, reduced_by
 from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
@@ -154,6 +155,7 @@ class Call:
     fewest: Levels | None = None
     samples = 0
     cast: Slot | None = None  # of its first argument, by autocast
+    of_parts: SiteName | None = None  # of a tensor that it saves in parts
 
     def __init__(
         self,
@@ -200,6 +202,11 @@ class Call:
         Otherwise the nodes of the ended call show it.
         """
         return self.name in _AT_ONCE or self.reads not in (Reads.RESTORED, Reads.PLACE)
+
+    def saves_part(self, x: Tensor) -> bool:
+        """Returns whether x, which it saves, is rows of what one of our nodes makes in parts."""
+        in_parts = self.reads is Reads.SAMPLES and self.name == "cross_entropy"
+        return in_parts and x.dim() == 2 and x.is_floating_point()
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""
@@ -320,6 +327,8 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     """Returns how the op that saves x reads it, for ops that are recognized immediately."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
+    if call.saves_part(x):
+        return Reading(Need.LOSSY, Formula.LOG_PROBABILITY)
     if call.name in (CHECKPOINT, RECOMPUTE):
         if x.is_floating_point() and x.requires_grad:
             width = features_of(x)  # which a norm inside may read

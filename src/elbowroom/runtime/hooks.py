@@ -417,9 +417,10 @@ class Saving:
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
-        return (
-            direct.run if direct.coded is None or self._keeps_bits(direct, call) else direct.coded
-        )
+        if direct.coded is None or self._keeps_bits(direct, call):
+            return direct.run
+        call.reads = direct.coded_reads or direct.reads
+        return direct.coded
 
     def _keeps_bits(self, direct: Direct, call: Call) -> bool:
         """Returns whether nothing that a node of ours saves for this call gets a lossy code."""
@@ -568,7 +569,7 @@ class Saving:
 
         node: autograd's number of the one that saves x; None: the last
         """
-        name = self._name(call)
+        name = self._name(call, x)
         geometry = Geometry.of(x)
         known, key = self._identity.stored(x), (version_of(x), x.dtype)
         ref = known.slots.get(key)
@@ -666,8 +667,18 @@ class Saving:
         """Notes that a slot has a copy of a constant among the arguments of an ended call."""
         self._listener.copies(slot, y, None if self._consumers is None else self._consumers.call)
 
-    def _name(self, call: Call | None) -> SiteName:
-        """Returns the owner of this save, and how many this op of this module has made before."""
+    def _name(self, call: Call | None, x: Tensor) -> SiteName:
+        """Returns the owner of this save, and how many this op of this module has made before.
+
+        Parts of one tensor count as one.
+        """
+        if call is not None and call.saves_part(x):
+            if call.of_parts is None:
+                call.of_parts = self._next_name(call)
+            return call.of_parts
+        return self._next_name(call)
+
+    def _next_name(self, call: Call | None) -> SiteName:
         key = self._module, "" if call is None else call.name
         nth = self._counts.get(key, 0)
         self._counts[key] = nth + 1
