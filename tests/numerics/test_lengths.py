@@ -138,3 +138,23 @@ def test_indices_of_a_selection_take_the_bytes_of_their_range(op):
     assert len(narrow) == 1
     assert narrow[0].after_nbytes * 4 <= narrow[0].before_nbytes
     loss.backward()
+
+
+@pytest.mark.parametrize("width", [0.1, 0.003])
+def test_a_width_that_divides_a_difference_has_its_gradient(width):
+    """Of an exponential's argument only the small part near 0 counts: the dividend stays exact."""
+    torch.manual_seed(0)
+    x, start = torch.rand(256, 64), torch.full((1,), width)
+    weight = torch.eye(64, requires_grad=True)
+
+    def run(context) -> Tensor:
+        middle = torch.full((64,), 0.5, requires_grad=True)
+        one = start.clone().requires_grad_()
+        with context:
+            loss = (-(((x @ weight - middle) / one) ** 2) / 2).exp().mean()
+        (made,) = torch.autograd.grad(loss, one)
+        return made
+
+    true = run(nullcontext())
+    made = run(looking("dither", levels=16, min_nbytes=0, seed=0))
+    assert float((made - true).square().sum() / true.square().sum()) < 0.05
