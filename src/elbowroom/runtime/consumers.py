@@ -144,6 +144,7 @@ class Call:
     levels       the levels that attention needs of the code of the tensor that it saves now
     fewest       the fewest levels for attention's codes (`direct/attention/`)
     samples      the number of samples that a convolution's backward takes at once
+    in_parts     whether it runs as a node of ours that saves a tensor in parts
     began        the sequence number of autograd that the call's own nodes begin with
     first        its first argument; version: the version of that as the call began
     """
@@ -155,7 +156,8 @@ class Call:
     fewest: Levels | None = None
     samples = 0
     cast: Slot | None = None  # of its first argument, by autocast
-    of_parts: SiteName | None = None  # of a tensor that it saves in parts
+    in_parts = False
+    of_parts: SiteName | None = None  # the name of a tensor that it saves in parts
 
     def __init__(
         self,
@@ -205,8 +207,7 @@ class Call:
 
     def saves_part(self, x: Tensor) -> bool:
         """Returns whether x, which it saves, is rows of what one of our nodes makes in parts."""
-        in_parts = self.reads is Reads.SAMPLES and self.name == "cross_entropy"
-        return in_parts and x.dim() == 2 and x.is_floating_point()
+        return self.in_parts and x.dim() == 2 and x.is_floating_point()
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""
@@ -327,7 +328,7 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     """Returns how the op that saves x reads it, for ops that are recognized immediately."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
-    if call.saves_part(x):
+    if call.in_parts and call.saves_part(x):
         return Reading(Need.LOSSY, Formula.LOG_PROBABILITY)
     if call.name in (CHECKPOINT, RECOMPUTE):
         if x.is_floating_point() and x.requires_grad:

@@ -419,7 +419,8 @@ class Saving:
         call.rounds = direct.always or not direct.exact
         if direct.coded is None or self._keeps_bits(direct, call):
             return direct.run
-        call.reads = direct.coded_reads or direct.reads
+        if direct.in_parts:
+            call.reads, call.in_parts = Reads.SAMPLES, True
         return direct.coded
 
     def _keeps_bits(self, direct: Direct, call: Call) -> bool:
@@ -569,7 +570,10 @@ class Saving:
 
         node: autograd's number of the one that saves x; None: the last
         """
-        name = self._name(call, x)
+        if call is not None and call.in_parts and call.saves_part(x):
+            name = self._name_of_parts(call)
+        else:
+            name = self._name(call)
         geometry = Geometry.of(x)
         known, key = self._identity.stored(x), (version_of(x), x.dtype)
         ref = known.slots.get(key)
@@ -667,18 +671,14 @@ class Saving:
         """Notes that a slot has a copy of a constant among the arguments of an ended call."""
         self._listener.copies(slot, y, None if self._consumers is None else self._consumers.call)
 
-    def _name(self, call: Call | None, x: Tensor) -> SiteName:
-        """Returns the owner of this save, and how many this op of this module has made before.
+    def _name_of_parts(self, call: Call) -> SiteName:
+        """Returns the name of a tensor that is saved in parts, which count as one."""
+        if call.of_parts is None:
+            call.of_parts = self._name(call)
+        return call.of_parts
 
-        Parts of one tensor count as one.
-        """
-        if call is not None and call.saves_part(x):
-            if call.of_parts is None:
-                call.of_parts = self._next_name(call)
-            return call.of_parts
-        return self._next_name(call)
-
-    def _next_name(self, call: Call | None) -> SiteName:
+    def _name(self, call: Call | None) -> SiteName:
+        """Returns the owner of this save, and how many this op of this module has made before."""
         key = self._module, "" if call is None else call.name
         nth = self._counts.get(key, 0)
         self._counts[key] = nth + 1

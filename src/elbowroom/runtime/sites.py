@@ -234,7 +234,9 @@ def left_alone(request: Request, min_nbytes: int) -> str:
         return "a copy of running statistics, which its op changes"
     if is_made_of_parameters(x):
         return MADE_OF_PARAMETERS
-    if x.grad_fn is not None or x.dtype is torch.bool or (call is not None and call.saves_part(x)):
+    if x.grad_fn is not None or x.dtype is torch.bool:
+        return ""
+    if call is not None and call.in_parts and call.saves_part(x):
         return ""
     if request.origin is None and (need is Need.LOSSY or is_argument(x, call)):
         return "an input: its owner holds it"

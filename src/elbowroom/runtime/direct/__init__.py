@@ -78,8 +78,8 @@ class Direct:
     again  it saves other tensors than torch's op, and recomputes forward: contexts that follow a
            profiled step do not use it
     any_first  `fits` alone decides: its first argument may require no gradient, and have any layout
-    coded  the replacement of `run` where its saved tensors may get lossy codes; coded_reads: what
-           its backward reads, if that is another form
+    coded  the replacement of `run` where its saved tensors may get lossy codes; in_parts: it saves
+           them in parts
     swaps  it saves another tensor in place of its input, which may have any layout: contexts that
            follow a profiled step do not use it either
     """
@@ -93,7 +93,7 @@ class Direct:
     swaps: bool = False
     any_first: bool = False
     coded: Callable[..., Any] | None = None
-    coded_reads: Reads | None = None
+    in_parts: bool = False
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -136,7 +136,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
         fits_cross_entropy,
         always=True,
         coded=coded_cross_entropy,
-        coded_reads=Reads.SAMPLES,
+        in_parts=True,
     ),
     **dict.fromkeys((torch.prelu, Tensor.prelu, F.prelu), _PRELU),
     F.gelu: Direct(gelu, Reads.GRADIENT, _always),
