@@ -606,8 +606,9 @@ class Saving:
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
-            # In a recomputed module, no op of the graph reads it that could be probed.
-            readable = call.name not in (CHECKPOINT, RECOMPUTE)
+            # In a recomputed module, no op of the graph reads it that could be probed; a probe
+            # exchanges a whole tensor.
+            readable = call.name not in (CHECKPOINT, RECOMPUTE) and not call.in_parts
             if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
