@@ -302,3 +302,65 @@ def test_a_code_of_the_log_probabilities_is_held() -> None:
     loss.backward()
     assert saved.ledger.after_nbytes < 0.4 * saved.ledger.before_nbytes
     assert 0 < (weight.grad - truth).square().sum() < 0.001 * truth.square().sum()
+
+
+def test_a_code_is_made_part_by_part() -> None:
+    """Logits and all of their log-probabilities never stand side by side."""
+    x, weight, labels = logits_of(1024, 4096)
+    nbytes, parts = 1024 * 4096 * 4, 5 * 1024 * 4096 * 4 // 16
+
+    def forward() -> Tensor:
+        return F.cross_entropy(F.linear(x, weight), labels)
+
+    def peaks() -> list[int]:
+        losses: list[Tensor] = []
+        with er.saving("dither", levels=16):
+            of_forward = memory_curve(lambda: losses.append(forward())).peak_nbytes
+        found = [of_forward, memory_curve(losses[0].backward).peak_nbytes]
+        weight.grad = None
+        return found
+
+    peaks()  # learns
+    in_forward, in_backward = peaks()
+    assert in_forward < 1.26 * nbytes + parts
+    assert in_backward < nbytes + parts
+
+
+@pytest.mark.filterwarnings("ignore:this saving context changed nothing")
+@pytest.mark.parametrize("rows", [1, 7, 300, 1024])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_code_in_parts_has_gradients_of_all_orders(rows: int, weighted: bool) -> None:
+    x, weight, labels = logits_of(rows, 2048)
+    classes = torch.linspace(0.5, 1, 2048) if weighted else None
+
+    def made(context: contextlib.AbstractContextManager) -> list[Tensor]:
+        with context:
+            loss = F.cross_entropy(F.linear(x, weight), labels, classes)
+        (once,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), weight)
+        assert torch.equal(once, again)
+        return [loss.detach(), once, first.detach(), second]
+
+    plain = made(contextlib.nullcontext())
+    for context in (
+        er.saving("dither", levels=16, min_nbytes=0),
+        er.saving("dither", levels=16, min_nbytes=1 << 40),
+    ):
+        coded = made(context)
+        assert torch.equal(coded[0], plain[0])
+        for one, other in zip(coded[1:], plain[1:], strict=True):
+            assert (one - other).square().sum() < 0.01 * other.square().sum()
+
+
+def test_parts_of_a_code_are_freed_by_backward() -> None:
+    x, weight, labels = logits_of(1024, 2048)
+    with er.saving("dither", levels=16, min_nbytes=0) as saved:
+        loss = F.cross_entropy(F.linear(x, weight), labels)
+    held = [row for row in saved.ledger.rows if row.action == "dither"]
+    assert sum(row.count for row in held) == 16
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    assert saved.ledger.held_nbytes == 0

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
@@ -33,8 +34,9 @@ from elbowroom.plan.site import (
     RECURRENT,
     Formula,
     Reads,
+    SiteName,
 )
-from elbowroom.runtime.formulas import INVERSES, SIZES, WHY
+from elbowroom.runtime.formulas import INVERSES, SIZES, WHY, reduced_by
 from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
@@ -145,6 +147,8 @@ class Call:
     fewest       the fewest levels for attention's codes (`direct/attention/`)
     samples      the number of samples that a convolution's backward takes at once
     cast         slot of a cast of its first argument, by autocast
+    in_parts     whether it runs as a node of ours that saves a tensor in parts
+    of_parts     the name of a tensor that it saves in parts
     began        the sequence number of autograd that the call's own nodes begin with
     first        its first argument; version: the version of that as the call began
     """
@@ -166,6 +170,8 @@ class Call:
     fewest: Levels | None = None
     samples: int = 0
     cast: Slot | None = None
+    in_parts: bool = False
+    of_parts: SiteName | None = None
     began: int = field(default_factory=torch._C._autograd._get_sequence_nr)
 
     def __post_init__(self) -> None:
@@ -199,6 +205,10 @@ class Call:
         Otherwise the nodes of the ended call show it.
         """
         return self.name in _READERS or self.reads not in (Reads.RESTORED, Reads.PLACE)
+
+    def saves_part(self, x: Tensor) -> bool:
+        """Returns whether x, which it saves, is rows of what one of our nodes makes in parts."""
+        return self.in_parts and x.dim() == 2 and x.is_floating_point()
 
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""
@@ -303,6 +313,7 @@ class Reading(NamedTuple):
 
     why        the reason if it needs the exact value
     width      elements of a row, if a code should not mix the rows of x; 0: no rows
+    dims       the dimensions of x that a row has; (): its last ones
     by_size    whether the op divides by the size of each row, so that no code may mix rows
                (`plan/site.py`)
     part       what x is to later ops that may need it exactly (`saturated.py`)
@@ -313,6 +324,7 @@ class Reading(NamedTuple):
     formula: Formula
     why: str = ""
     width: int = 0
+    dims: tuple[int, ...] = ()
     by_size: bool = False
     part: Part = Part.NONE
     number: int = -1
@@ -322,6 +334,8 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     """Returns how the op that saves x reads it, for ops that are recognized immediately."""
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
+    if call.in_parts and call.saves_part(x):
+        return Reading(Need.LOSSY, Formula.LOG_PROBABILITY)
     return _READERS.get(call.name, _unknown)(x, call)
 
 
@@ -373,10 +387,12 @@ def _attention(x: Tensor, call: Call) -> Reading:
     return Reading(Need.EXACT, Formula.DIFFERENCE, why)
 
 
-def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Reading:
+def reading_by(
+    formula: Formula, x: Tensor, call: Call, name: str = "", node: Node | None = None
+) -> Reading:
     """Returns how the op reads x by its derivative formula.
 
-    node: name of the node of that formula.
+    name: that of the node of that formula, which `node` may be
     """
     if formula is Formula.SHAPE and x.is_floating_point():
         return Reading(Need.SHAPE, formula)
@@ -393,9 +409,13 @@ def reading_by(formula: Formula, x: Tensor, call: Call, node: str = "") -> Readi
             return Reading(Need.EXACT, Formula.DIFFERENCE, why)
     if formula is Formula.SINGULAR and _is_normalized(x, call):
         formula = Formula.PRODUCT
+    elif formula is Formula.SINGULAR and _is_scaled(x, call, name):
+        formula = Formula.SUMMED
     if formula.tolerates_errors:
-        width = _row_width(x, call, node)
-        return Reading(Need.LOSSY, formula, width=width or features_of(x, call), by_size=width > 0)
+        width, dims = _row_of(x, call, name, node)
+        if width:
+            return Reading(Need.LOSSY, formula, width=width, dims=dims, by_size=True)
+        return Reading(Need.LOSSY, formula, width=features_of(x, call))
     return Reading(Need.EXACT, formula, f"'{call.name}': {WHY.get(formula, '')}")
 
 
@@ -408,24 +428,31 @@ def features_of(x: Tensor, call: Call | None = None) -> int:
     return x.shape[-1] if is_rows and x.shape[-1] >= LEAST_FEATURES else 0
 
 
-def _row_width(x: Tensor, call: Call, node: str) -> int:
-    """The elements of a row of x, if the op belongs to a norm that is written out.
+def _row_of(x: Tensor, call: Call, name: str, node: Node | None) -> tuple[int, tuple[int, ...]]:
+    """The elements of a row of x, if the op belongs to a norm that is written out, else 0.
 
-    x^2 and var(x) become the size of a row, and x * rsqrt(...) reads x for the gradient of that.
+    And the dimensions that it has; (): the last ones. x^2, |x| and var(x) become the size of a row,
+    and x * rsqrt(...) reads x for the gradient of that.
     """
+    dims = reduced_by(node, x) if name in SIZES else ()
+    if dims:
+        width = prod(x.shape[d] for d in dims)
+        is_last = dims == tuple(range(x.dim()))[-len(dims) :]
+        return width, () if is_last else dims
     if not x.dim() or x.shape[-1] < LEAST_WIDTH:
-        return 0
+        return 0, ()
     if _is_normalized(x, call):
-        return x.shape[-1]
-    if node in SIZES:
-        dims = call.arg(1, "normalized_shape") if call.name == "rms_norm" else 1
-        return prod(x.shape[-len(dims) :]) if isinstance(dims, list | tuple) else x.shape[-1]
-    if node != "MulBackward0":
-        return 0
+        return x.shape[-1], ()
+    if name in SIZES:
+        shape = call.arg(1, "normalized_shape") if call.name == "rms_norm" else 1
+        several = len(shape) if isinstance(shape, list | tuple) else 1
+        return prod(x.shape[-several:]), ()
+    if name != "MulBackward0":
+        return 0, ()
     others = [one for one in call.args if isinstance(one, Tensor) and not _is(x, one)]
     is_square = not others and len(call.args) > 1
     by_row = any(one.dim() and one.shape[-1] == 1 and _is_inverse(one) for one in others)
-    return x.shape[-1] if is_square or by_row else 0
+    return (x.shape[-1] if is_square or by_row else 0), ()
 
 
 def _is_normalized(x: Tensor, call: Call) -> bool:
@@ -436,6 +463,15 @@ def _is_normalized(x: Tensor, call: Call) -> bool:
     if call.name != "normalize" or call.arg(1, "p", 2.0) != 2 or not is_argument(x, call):
         return False
     return x.shape[-1] >= LEAST_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
+
+
+def _is_scaled(x: Tensor, call: Call, name: str) -> bool:
+    """Returns whether the call divides x, element by element, by a single number.
+
+    Only the gradient of that number reads x, in a sum over all elements.
+    """
+    by = call.arg(1, "other")
+    return name == "DivBackward0" and isinstance(by, Tensor) and by.numel() == 1 < x.numel()
 
 
 def _is_inverse(x: Tensor) -> bool:

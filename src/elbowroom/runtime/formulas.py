@@ -14,6 +14,8 @@ that is compared is never coded, however small the error: a 4-level code under `
 `sqrt` gave gradients wrong by factors of 8 to 13,000.
 """
 
+from torch import Tensor
+
 from elbowroom.plan.site import Formula
 
 SUMMED, MATRIX, PRODUCT, CURVED = Formula.SUMMED, Formula.MATRIX, Formula.PRODUCT, Formula.CURVED
@@ -238,7 +240,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "DivBackward2": {"self": SHAPE, "other": SHAPE},  # zero: rounded
     "ErfinvBackward0": {"self": SINGULAR},  # grad sqrt(pi) / 2 exp(erfinv(self)^2)
     "LgammaBackward0": {"self": SINGULAR},  # grad digamma(self)
-    # of its inputs, grad self |self|^(p - 2) / result^(p - 1):
+    # of its inputs, grad self |self|^(p - 2) / result^(p - 1): p decides, see `_length`:
     "LinalgVectorNormBackward0": {"self": SINGULAR, "result": SINGULAR},
     "LogBackward0": {"self": SINGULAR},  # grad / self
     "Log10Backward0": {"self": SINGULAR},  # grad / (self log 10)
@@ -339,7 +341,14 @@ OURS = {
     "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
     "_LogitsBackward": ("LogSoftmaxBackward0", "result"),
     "_ProbabilitiesBackward": ("SoftmaxBackward0", "result"),
+    "_PReLUBackward": ("LinearBackward0", "input"),  # x, for the weight's gradient
     "_ProductBackward": ("MulBackward0", "self"),
+}
+# Norms -> where the node has their exponent.
+_LENGTHS = {
+    "LinalgVectorNormBackward0": "_saved_ord",
+    "NormBackward0": "_saved_p",
+    "NormBackward1": "_saved_p",
 }
 _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceBackward0")
 
@@ -347,11 +356,13 @@ _REDUCTIONS = ("IndexReduceBackward0", "ScatterReduceBackward0", "SegmentReduceB
 def formula_of(node: object, name: str, field: str) -> Formula:
     """Returns how the node of this name uses the tensor that it has saved under `field`.
 
-    node: the node itself, which has the exponent of a power if that is a number, and for the name
-    of a reduction.
+    node: the node itself, which has the exponent of a power or norm if that is a number, and the
+    name of a reduction.
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))
+    if name in _LENGTHS and field == "self":
+        return _length(getattr(node, _LENGTHS[name], None))
     known, column = OURS.get(name, (name, field))
     formula = FORMULAS.get(known, {}).get(column, Formula.UNKNOWN)
     if name in _REDUCTIONS and formula is Formula.SINGULAR:
@@ -366,6 +377,27 @@ def _power(exponent: object) -> Formula:
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
 
 
+def _length(exponent: object) -> Formula:
+    """grad self / result if the exponent is 2: linear in what is not divided by."""
+    return Formula.PRODUCT if exponent == 2 else Formula.SINGULAR
+
+
+def reduced_by(node: object, x: Tensor) -> tuple[int, ...]:
+    """The dimensions of x over which a node computes a norm or a variance.
+
+    Returns () for other nodes, which do not tell.
+    """
+    if not hasattr(node, "_saved_dim"):
+        return ()
+    dims = node._saved_dim or range(x.dim())
+    return tuple(sorted(_signed(d) % x.dim() for d in dims))
+
+
+def _signed(dim: int) -> int:
+    """A dimension that autograd shows without its sign."""
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
 def _reduction(name: object) -> Formula:
     """A sum or mean goes by indices, an extreme to what equals it; a product is divided by."""
     if name in ("sum", "mean"):
@@ -377,7 +409,7 @@ def _reduction(name: object) -> Formula:
 SIZES = frozenset(
     (
         *("PowBackward0", "FusedRmsNormBackward0", "VarBackward0", "VarMeanBackward0"),
-        *("StdBackward0", "StdMeanBackward0"),
+        *("StdBackward0", "StdMeanBackward0", *_LENGTHS),
     )
 )
 INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")

@@ -417,9 +417,11 @@ class Saving:
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
-        return (
-            direct.run if direct.coded is None or self._keeps_bits(direct, call) else direct.coded
-        )
+        if direct.coded is None or self._keeps_bits(direct, call):
+            return direct.run
+        if direct.in_parts:
+            call.reads, call.in_parts = Reads.SAMPLES, True
+        return direct.coded
 
     def _keeps_bits(self, direct: Direct, call: Call) -> bool:
         """Returns whether nothing that a node of ours saves for this call gets a lossy code."""
@@ -523,7 +525,7 @@ class Saving:
         measures = not self.is_exact()
         for one, x in saved:
             reader = readers.get(id(one), Reader())
-            reading = reading_by(reader.formula, x, call, reader.node)
+            reading = reading_by(reader.formula, x, call, reader.node, reader.of)
             if reading.formula is Formula.LOG_PROBABILITY and x is call.first and measures:
                 reading = Reading(Need.EXACT, Formula.DIFFERENCE, "logits, which are normalized")
             if reading.need is Need.LOSSY and self._may_round:
@@ -567,7 +569,10 @@ class Saving:
 
         node: autograd's number of the one that saves x; None: the last
         """
-        name = self._name(call)
+        if call is not None and call.in_parts and call.saves_part(x):
+            name = self._name_of_parts(call)
+        else:
+            name = self._name(call)
         geometry = Geometry.of(x)
         known, key = self._identity.stored(x), (version_of(x), x.dtype)
         ref = known.slots.get(key)
@@ -601,8 +606,10 @@ class Saving:
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
             call.note_saved(slot, x)
-            if self._watch is not None and need is Need.LOSSY and call.name not in AGAIN:
-                # In a recomputed module, no op of the graph reads it that could be probed.
+            # In a recomputed module, no op of the graph reads it that could be probed; a probe
+            # exchanges a whole tensor.
+            readable = call.name not in AGAIN and not call.in_parts
+            if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 
@@ -663,6 +670,12 @@ class Saving:
     def _copied(self, slot: Slot, y: Tensor) -> None:
         """Notes that a slot has a copy of a constant among the arguments of an ended call."""
         self._listener.copies(slot, y, None if self._consumers is None else self._consumers.call)
+
+    def _name_of_parts(self, call: Call) -> SiteName:
+        """Returns the name of a tensor that is saved in parts, which count as one."""
+        if call.of_parts is None:
+            call.of_parts = self._name(call)
+        return call.of_parts
 
     def _name(self, call: Call | None) -> SiteName:
         """Returns the owner of this save, and how many this op of this module has made before."""

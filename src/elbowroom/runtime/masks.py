@@ -18,7 +18,7 @@ from elbowroom.kernels.fakes import would_wait
 from elbowroom.runtime.arena import ARENA
 
 MASKED_OUTPUT = ("relu", "relu_")
-MASKED_INPUT = ("leaky_relu",)
+MASKED_INPUT = ("leaky_relu", "leaky_relu_")
 CAPPED = ("relu6", "hardtanh")  # the latter with limits of 0 and 6
 _KINDS = (MASKED_OUTPUT, MASKED_INPUT, CAPPED)
 

@@ -104,6 +104,8 @@ _MOST_NODES = 32
 # Products of matrices; in one op with what is added to them.
 _ADDED = ("Addmm", "Baddbmm", "Addbmm", "Addmv")
 _CONTRACTIONS = (*_ADDED, "Mm", "Bmm", "Mv", "Dot", "Linear")
+_LENGTHS = "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"
+_QUOTIENT = "DivBackward0"  # of which the dividend may have a code: by a single number
 _POWER, _PRODUCT, _SUM_OF_PRODUCT = "PowBackward0", "MulBackward0", "AddcmulBackward0"
 _SCALED = ("Mul", "_Product", "Div", "Neg", *RESHAPES)
 # Functions -> their nodes, which contain an exponential of what is below.
@@ -117,7 +119,7 @@ _OF_EXPONENTS = (
     *("Exp", "Softmax", "LogSoftmax", "Logsumexp", "NllLoss", "Sigmoid"),
     *("_Probabilities", "_LogProbabilities", "_Logits"),
 )
-_TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt")
+_TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt", *_LENGTHS)
 
 
 def part_of(node: str, x: Tensor, out: Any) -> Part:
@@ -133,7 +135,7 @@ def part_of(node: str, x: Tensor, out: Any) -> Part:
         return Part.DIFFERENCE if is_scaled else Part.NONE
     if node.startswith(_CONTRACTIONS):
         return Part.FACTOR
-    if node not in (_POWER, _PRODUCT, _SUM_OF_PRODUCT):
+    if node not in (_POWER, _PRODUCT, _SUM_OF_PRODUCT, _QUOTIENT, *_LENGTHS):
         return Part.NONE
     return Part.DIFFERENCE if _reaches(x.grad_fn, _is_difference, _SCALED) else Part.SQUARED
 

@@ -77,11 +77,8 @@ def classify(
     if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
         why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
         reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
-    if (
-        reading.by_size
-        and name.consumer not in NORMS
-        and not rows_of(seen, slot.base, reading.width)
-    ):
+    by_size = reading.by_size and name.consumer not in NORMS
+    if by_size and not rows_of(seen, slot.base, reading.width, reading.dims):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
     return Request(slot, x, seen, call, reading, name, origin)
@@ -109,7 +106,7 @@ def _is_too_coarse(request: Request) -> bool:
         consumer=name.consumer,
         formula=reading.formula,
         least_levels=levels,
-        rows=rows_of(seen, slot.base, reading.width),
+        rows=rows_of(seen, slot.base, reading.width, reading.dims),
         by_size=reading.by_size,
         summed=_summed(seen.shape, slot.base.shape, name.consumer),
     )
@@ -153,7 +150,7 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         reads=_reads(x, call, reading.need),
         formula=reading.formula,
         least_levels=16 if call is None else call.levels or MOST_LEVELS,
-        rows=rows_of(seen, slot.base, reading.width),
+        rows=rows_of(seen, slot.base, reading.width, reading.dims),
         by_size=reading.by_size,
         samples=0 if call is None else call.samples,
         summed=_summed(seen.shape, slot.base.shape, name.consumer),
@@ -184,16 +181,19 @@ def _reads(x: Tensor, call: Call | None, need: Need) -> Reads:
 
 
 @lru_cache(4096)
-def rows_of(seen: Geometry, base: Geometry, width: int) -> Rows | None:
+def rows_of(seen: Geometry, base: Geometry, width: int, dims: tuple[int, ...] = ()) -> Rows | None:
     """The rows of a tensor as they lie in its storage; None: there are none, or in no order.
 
     Of a slice of longer rows: shorter rows, of which those of the tensor have several whole ones.
 
-    seen: the geometry of the tensor; base: that of what covers its storage. width: of its rows
+    seen: the geometry of the tensor; base: that of what covers its storage
+    width, dims: the elements of its rows, and their dimensions; (): the last ones
     """
-    (shape, stride, offset), numel = seen, prod(base.shape)
-    if not width or not numel:
+    numel = prod(base.shape)
+    found = _with_rows_last(seen, dims) if dims else seen
+    if not width or not numel or found is None:
         return None
+    shape, stride, offset = found
     inside, left = 1, len(shape)
     while left and inside < width and stride[left - 1] == inside:
         left -= 1
@@ -205,6 +205,20 @@ def rows_of(seen: Geometry, base: Geometry, width: int) -> Rows | None:
     if prod(shape) == numel and width == shape[-1] and layout_of(shape, stride, (*shape[:-1], 1)):
         return Rows(shape, stride)
     return None
+
+
+def _with_rows_last(seen: Geometry, dims: tuple[int, ...]) -> Geometry | None:
+    """Rows of these dimensions as the last one; None if these do not follow each other."""
+    shape, stride, offset = seen
+    others = [d for d in range(len(shape)) if d not in dims]
+    *before, last = sorted(dims, key=stride.__getitem__, reverse=True)
+    step = stride[last] * shape[last]
+    for d in reversed(before):
+        if shape[d] > 1 and stride[d] != step:
+            return None
+        step *= shape[d]
+    rows = tuple(shape[d] for d in others), tuple(stride[d] for d in others)
+    return Geometry((*rows[0], prod(shape[d] for d in dims)), (*rows[1], stride[last]), offset)
 
 
 def left_alone(request: Request, min_nbytes: int) -> str:
@@ -219,6 +233,8 @@ def left_alone(request: Request, min_nbytes: int) -> str:
     if is_made_of_parameters(x):
         return MADE_OF_PARAMETERS
     if x.grad_fn is not None or x.dtype is torch.bool:
+        return ""
+    if call is not None and call.in_parts and call.saves_part(x):
         return ""
     if request.origin is None and (need is Need.LOSSY or is_argument(x, call)):
         return "an input: its owner holds it"
@@ -374,6 +390,9 @@ _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     "embedding": _embedding_facts,
     **dict.fromkeys(("gather", "index_select", "scatter_add", "scatter_add_"), _row_facts),
     **dict.fromkeys(("scatter", "scatter_", "index_add", "index_add_"), _row_facts),
+    **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "sort", "topk", "kthvalue"), _row_facts),
+    **dict.fromkeys(("max", "min", "median", "cummax", "cummin"), _row_facts),
+    "take_along_dim": _place_facts,
     "__getitem__": _place_facts,
     "cross_entropy": _label_facts,
     "nll_loss": _label_facts,

@@ -11,6 +11,8 @@
     cross_entropy  logits, or a code of log-probabilities: some rows, which become the gradient
     softmax      8-bit floats       what is decoded, whose rows add up to 1 again
     clamp        a bit an element    the bits, restored: what lies between its limits
+    scatter_reduce a bit an element  the bits, restored: which elements are the extreme
+    prelu        anything, and bits  the bits, and what is decoded, in a sum
     mul          anything            each factor where its product will be, one by one (CPU)
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
 
@@ -53,7 +55,9 @@ from elbowroom.runtime.direct.cross_entropy import (
     fits_cross_entropy,
 )
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
+from elbowroom.runtime.direct.extremes import fits_extremes, scatter_reduce, scatter_reduce_
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
+from elbowroom.runtime.direct.prelu import fits_prelu, prelu
 from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
@@ -72,8 +76,10 @@ class Direct:
     exact  given exact tensors, it gives the bits of torch's own
     always it is used in profiled steps, too: it saves other tensors than torch's op
     again  it saves other tensors than torch's op, and recomputes forward: contexts that follow a
-           profiled step do not use it. No input needs to require a gradient
-    coded  the replacement of `run` where its saved tensors may get lossy codes
+           profiled step do not use it
+    any_first  `fits` alone decides: its first argument may require no gradient, and have any layout
+    coded  the replacement of `run` where its saved tensors may get lossy codes; in_parts: it saves
+           them in parts
     swaps  it saves another tensor in place of its input, which may have any layout: contexts that
            follow a profiled step do not use it either
     """
@@ -85,7 +91,9 @@ class Direct:
     always: bool = False
     again: bool = False
     swaps: bool = False
+    any_first: bool = False
     coded: Callable[..., Any] | None = None
+    in_parts: bool = False
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -106,8 +114,13 @@ _CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
     Direct(run, Reads.RESTORED, fits_clamp, exact=False, swaps=True)
     for run in (clamp, clamp_min, clamp_max)
 )
+_PRELU = Direct(prelu, Reads.RESTORED, fits_prelu, exact=False, swaps=True)
 _SOFTMAX = Direct(softmax, Reads.RESTORED, fits_softmax)
 _PRODUCT = Direct(product, Reads.PLACE, fits_product, always=True)
+_EXTREMES, _EXTREMES_ = (
+    Direct(run, Reads.RESTORED, fits_extremes, always=True, any_first=True)
+    for run in (scatter_reduce, scatter_reduce_)
+)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
     torch.relu: _RELU,
@@ -123,7 +136,9 @@ _OPS: dict[Callable[..., Any], Direct] = {
         fits_cross_entropy,
         always=True,
         coded=coded_cross_entropy,
+        in_parts=True,
     ),
+    **dict.fromkeys((torch.prelu, Tensor.prelu, F.prelu), _PRELU),
     F.gelu: Direct(gelu, Reads.GRADIENT, _always),
     F.silu: Direct(silu, Reads.GRADIENT, _not_in_place),
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _CLAMP),
@@ -131,6 +146,8 @@ _OPS: dict[Callable[..., Any], Direct] = {
     **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), _CLAMP_MAX),
     **dict.fromkeys((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply), _PRODUCT),
     **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _SOFTMAX),
+    **dict.fromkeys((torch.scatter_reduce, Tensor.scatter_reduce), _EXTREMES),
+    Tensor.scatter_reduce_: _EXTREMES_,
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,
@@ -141,6 +158,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
             fits_recurrent,
             exact=False,
             again=True,
+            any_first=True,
             coded=recurrent(op, STRETCHES),
         )
         for op in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -166,7 +184,7 @@ def direct_of(call: Call) -> Direct | None:
     x = call.first
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    ready = found.again or (x.requires_grad and (found.swaps or _is_in_order(x)))
+    ready = found.any_first or (x.requires_grad and (found.swaps or _is_in_order(x)))
     return found if ready and found.fits(call, x) else None
 
 

@@ -10,7 +10,7 @@ torch's kernels treat each row alone: the bits are theirs. The gradient of x tak
 where that cannot be read again: nothing else holds it, and the graph is being freed.
 
 Where the saved tensor may get a lossy code, it is logp, from -24 up (`plan/precision_floor.py`):
-exp would make a factor of an error in logits. Then logp is made as a whole.
+exp would make a factor of an error in logits. Then logp is made, encoded and decoded part by part.
 
 A program may change its logits after the loss: torch has no need of them any more. Their version
 says so, or the log-probabilities of the labels, which forward has noted: those that backward makes
@@ -179,9 +179,12 @@ class _Labels:
             logp, self.target, self.weight, self.reduction, self.ignore_index
         )
 
-    def loss_of_rows(self, x: Tensor, parts: Iterable[slice]) -> Tensor:
+    def loss_of_rows(
+        self, x: Tensor, parts: Iterable[slice], use: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """Computes the loss of logits, of which one part of the rows is normalized at a time.
 
+        use: takes the log-probabilities of each part, which it may overwrite
         Returns the log-probabilities of the labels [rows, 1]; of rows without one, that of class 0.
         torch's own kernel adds them up, as those of a single class: the order of its sum depends on
         the rows alone.
@@ -191,10 +194,17 @@ class _Labels:
         asked = self.asked(target, x.shape[1])
         if self.weight is not None:
             self.loss(logp := self.normalized(x))
-            return logp.gather(1, asked)
+            picked = logp.gather(1, asked)
+            if use is not None:
+                for rows in parts:
+                    use(logp[rows].clone())
+            return picked
         picked = x.new_empty(len(x), 1, dtype=self.dtype)
         for rows in parts:
-            torch.gather(self.normalized(x[rows]), 1, asked[rows], out=picked[rows])
+            logp = self.normalized(x[rows])
+            torch.gather(logp, 1, asked[rows], out=picked[rows])
+            if use is not None:
+                use(logp)
         only, ignored = 0, self.ignore_index
         is_class = self._is_class(target, x.shape[1])
         if ignored == only:
@@ -276,18 +286,30 @@ class _Logits(Node):
 
 
 class _LogProbabilities(Node):
-    """Saves log-probabilities, which may get a code: they are cut at `LEAST_LOG_PROBABILITY`."""
+    """Saves log-probabilities, which may get a code, part by part.
+
+    They are cut at `LEAST_LOG_PROBABILITY`. A part is packed as soon as it is made, by the hooks
+    that pack what autograd saves. Its result has no memory, but is saved, too: a gradient of the
+    gradient comes back to this node through it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
-        logp = labels.normalized(x)
-        labels.loss(logp)
-        logp.clamp_(min=LEAST_LOG_PROBABILITY)  # for which a code needs no copy of them
-        ctx.save_for_backward(logp)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack, ctx.unpack = hooks if hooks is not None else (_itself, _itself)
+        ctx.rows, ctx.held = [*_equal_parts(len(x))], []
+
+        def hold(logp: Tensor) -> None:
+            ctx.held.append(pack(logp.clamp_(min=LEAST_LOG_PROBABILITY)))
+
+        labels.loss_of_rows(x, ctx.rows, hold)
+        ctx.shape, ctx.dtype, ctx.labels = x.shape, x.dtype, labels
+        between = x.new_zeros((), dtype=labels.dtype).expand(x.shape)
+        ctx.save_for_backward(between)
         ctx.set_materialize_grads(False)
-        ctx.labels, ctx.dtype = labels, x.dtype
-        ctx.workspace_nbytes = 2 * _part_nbytes(x, labels.dtype) - logp.nbytes
-        return logp
+        part_nbytes = x[ctx.rows[0]].numel() * labels.dtype.itemsize
+        ctx.workspace_nbytes = x.nbytes + 2 * part_nbytes
+        return between
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -295,19 +317,23 @@ class _LogProbabilities(Node):
         came, labels.came = labels.came, None
         if grad is None:
             return None, None
-        if _is_whole(grad):
-            (logp,) = ctx.saved_tensors
+        (between,), held = ctx.saved_tensors, ctx.held
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.held = []
+        if came is None or _is_whole(grad):  # None: it comes from a gradient's own backward
+            logp = torch.cat([ctx.unpack(one).detach() for one in held]) + between
             made: Tensor = _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype)
             return made.to(ctx.dtype), None
-        held = packed(ctx, 0)
-        is_coded = isinstance(held, View) and not held.slot.exact
-        logp, is_private = _restored(ctx)
-        made = logp if is_private else torch.empty_like(logp, dtype=ctx.dtype)
 
         def rows_of(rows: slice) -> Tensor:
-            return _normalized(logp[rows]) if is_coded else logp[rows]
+            at = ctx.rows.index(rows)
+            is_coded = isinstance(held[at], View) and not held[at].slot.exact
+            logp: Tensor = ctx.unpack(held[at]).detach()
+            held[at] = held[at] if held is ctx.held else None
+            return _normalized(logp) if is_coded else logp
 
-        return _gradient(labels, came, made, _parts(logp), rows_of).to(ctx.dtype), None
+        made = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        return _gradient(labels, came, made, ctx.rows, rows_of), None
 
 
 coded_cross_entropy = partial(cross_entropy, node=_LogProbabilities)
@@ -400,6 +426,18 @@ def _parts(x: Tensor) -> Iterator[slice]:
     """All rows of x, a few at a time."""
     rows = _rows(x)
     return (slice(start, start + rows) for start in range(0, len(x), rows))
+
+
+def _equal_parts(rows: int) -> Iterator[slice]:
+    """All rows in equal parts, so that one script serves any number of rows."""
+    parts = _PARTS
+    while rows % parts:
+        parts //= 2
+    return (slice(start, start + rows // parts) for start in range(0, rows, rows // parts))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _rows(x: Tensor) -> int:

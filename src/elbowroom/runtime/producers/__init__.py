@@ -22,7 +22,7 @@ from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
-from elbowroom.runtime.masks import CAPPED
+from elbowroom.runtime.masks import CAPPED, MASKED_INPUT
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.producers.activations import dropout, gelu, leaky_relu, relu, relu6, silu
 from elbowroom.runtime.producers.copies import cast, gather, is_copy, moved, reordered
@@ -255,7 +255,7 @@ _Maker: TypeAlias = Callable[[Call, Tensor, Identity], Origin | None]
 _MAKERS: dict[str, _Maker] = {
     "relu": relu,
     "relu_": relu,
-    "leaky_relu": leaky_relu,
+    **dict.fromkeys(MASKED_INPUT, leaky_relu),
     **dict.fromkeys(CAPPED, relu6),
     "gelu": gelu,
     "silu": silu,
