@@ -3,6 +3,7 @@
     er.fit(torch.compile(model), budget=...)      its mode, options, dynamic and fullgraph stay
     er.fit(model, budget=..., compile=True)       torch.compile's defaults
 
+A model that was fitted first, and is called compiled later, gets there at that call (`take_over`).
 The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. The memory
 that the step may use is known before it is compiled, so nothing is learned or measured:
 
@@ -39,7 +40,6 @@ from torch.optim import Optimizer
 from elbowroom.compiled import (
     Decision,
     Regions,
-    Settings,
     compile_region,
     counted,
     frame_of,
@@ -48,13 +48,16 @@ from elbowroom.compiled import (
     place_of,
 )
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.compiled_loss import CompiledLoss
+from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
+from elbowroom.fitting.loss import succeed
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.session import Fitting
+from elbowroom.fitting.session import Fitting, next_forward
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary
 from elbowroom.fitting.summary import summary as summary_of
-from elbowroom.runtime.attach import called
+from elbowroom.runtime.attach import attach, called, opener_of
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
     compiled_forward,
@@ -68,7 +71,6 @@ from elbowroom.runtime.compiler import (
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_at_least, show_nbytes
 
-RESIDENT = "weights, buffers and optimizer states"  # the name of resident bytes in an error
 _MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
 _MOST_WAITING = 64  # forwards that are counted
@@ -124,16 +126,8 @@ class _Twin:
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
         self.resident = 0
-        options = fitting.options
-        self.regions = Regions(
-            Settings(
-                counts_inputs=False,
-                exact=options.exact,
-                noise=options.noise,
-                menu=options.menu,
-            )
-        )
-        self.regions.runs = runs
+        self.regions = Regions(settings_of(fitting.options), runs=runs)
+        self.regions.reserved_nbytes = fitting.reserved_nbytes
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
         self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
@@ -221,9 +215,7 @@ class _Twin:
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
     ) -> Callable[..., Any]:
-        offload = self._fitting.options.offload
-        moves = offload is not None and offload == place_of(self._fitting.model_state.device)
-        self.regions.restrict(room, offloads=moves)
+        self.regions.restrict(room, offloads=self._fitting.offloads)
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
         return counted(compile_region(gm, example_inputs, self.regions, options, True))
@@ -234,7 +226,10 @@ class CompiledFitting:
 
     steps     forwards that recorded gradients
     forwards  that wait for their backward at the same time
+    ran_at    number of its last forward, counted over all models; 0: none yet
     """
+
+    ran_at = 0
 
     def __init__(
         self,
@@ -251,6 +246,11 @@ class CompiledFitting:
         self._most_waiting = 0
         self._probes: Sequence[Tensor] = ()
         self._twins: list[_Twin] = []
+        self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.reserved_nbytes = 0  # that a loss needs beside what the model holds
+        self._held_nbytes = 0  # the most that a forward holds for backward
         self._kinds: set[Hashable] = set()  # of calls that have run compiled
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
@@ -275,9 +275,7 @@ class CompiledFitting:
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        memory = self.model_state.memory()
-        resident = memory.static_nbytes + memory.unallocated_state_nbytes
-        return max(self.options.budget_nbytes - resident, 0)
+        return max(self.options.budget_nbytes - self.model_state.standing_nbytes(), 0)
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
         """Counts a shape that is compiled, and notes the advice for many shapes."""
@@ -308,6 +306,7 @@ class CompiledFitting:
             return forward()
         self._here.runs = True
         self.steps += 1
+        self.ran_at = next_forward()
         try:
             return self._run(model, forward, args, kwargs)
         finally:
@@ -343,6 +342,71 @@ class CompiledFitting:
         assert self._eager is not None
         with eagerly():  # it may have nothing to do, and then opens no context
             return self._eager.run(model, forward, args, kwargs)
+
+    @property
+    def may_go_on(self) -> bool:
+        """True while the last forward waits for its backward."""
+        if self._eager is not None and self._eager.may_go_on:
+            return True
+        return bool(self._waiting) and _holds(self._waiting[-1]())
+
+    def run_more(
+        self,
+        loss: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a loss after a forward of the model, compiled in what that leaves of the room."""
+        if self._eager is not None and self._eager.may_go_on:
+            with eagerly():
+                return self._eager.run_more(loss, forward, args, kwargs)
+        known = self._losses.get(loss)
+        if known is None:
+            settings = replace(settings_of(self.options), offloads=self.offloads)
+            known = CompiledLoss(loss, settings, self.how.options, self.how.dynamic)
+            self._losses[loss] = known
+        try:
+            return known.run(max(self.room_nbytes() - self._held_nbytes, 0), args, kwargs)
+        except _failures() as error:
+            self._reserve(type(loss).__name__, error)
+        with eagerly():
+            return forward()
+
+    def _reserve(self, loss: str, error: Exception) -> None:
+        """Compiles the model again for less, if that helps a loss that has too little room."""
+        if not isinstance(error, BudgetTooSmall):
+            why = f"torch.compile has failed ({type(error).__name__})"
+        elif error.least_nbytes <= self.reserved_nbytes or error.least_nbytes > self.room_nbytes():
+            raise in_whole(
+                error,
+                self.options.budget_nbytes,
+                {"what the model holds": self._held_nbytes, RESIDENT: self._standing_nbytes()},
+                None if self.options.exact else self.options.noise,
+            ) from None
+        else:
+            self.reserved_nbytes = error.least_nbytes
+            self._held_nbytes = 0
+            self._losses.clear()
+            self._twins.clear()
+            self._kinds.clear()
+            why = (
+                f"it needs {show_nbytes(error.least_nbytes)} beside what the model holds, whose "
+                "plan has left less. The model is compiled again"
+            )
+        warnings.warn(
+            f"the loss {loss} runs eagerly in this step, which may exceed the budget: {why}.",
+            stacklevel=5,
+        )
+
+    def _standing_nbytes(self) -> int:
+        return self.options.budget_nbytes - self.room_nbytes()
+
+    @property
+    def offloads(self) -> bool:
+        """True if saved tensors may leave the memory of the model's device."""
+        offload = self.options.offload
+        return offload is not None and offload == place_of(self.model_state.device)
 
     def _fails_again(self, model: nn.Module, twin: _Twin, error: Exception) -> None:
         """Begins the eager engine after a settled call, of which nothing has run yet.
@@ -425,6 +489,7 @@ class CompiledFitting:
         if self._many:
             warnings.warn(self._many, stacklevel=4)
             self._many = ""
+        self._held_nbytes = max(self._held_nbytes, self.forwards * sum(twin.ran))
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         self._kinds.add((kind, stands))
@@ -499,6 +564,7 @@ class CompiledFitting:
         if self._eager is not None:
             self._eager.close()
         self._twins.clear()
+        self._losses.clear()
         self._kinds.clear()
 
     def summary(self, model: str) -> Summary:
@@ -515,6 +581,25 @@ class CompiledFitting:
             plain_nbytes=max((beside + one.plain_nbytes for beside, one in each), default=None),
             predicted_nbytes=max((beside + one.peak_nbytes for beside, one in each), default=None),
         )
+
+
+def take_over(fitting: Fitting, called: nn.Module) -> CompiledFitting | None:
+    """Plans a model inside torch.compile from now on, since it is called so; None: not Inductor's.
+
+    fitting: the eager engine of the model; called: the model, or torch.compile's wrapper
+    """
+    how = compile_settings(called)
+    if how is None:
+        return None
+    model = original(called)
+    successor = CompiledFitting(model, fitting.asked, None, how)
+    for optimizer in fitting.model_state.optimizers():
+        successor.add_optimizer(optimizer)
+    leave_regions(fitting)
+    succeed(fitting, successor)
+    fitting.close()
+    attach(model if opener_of(model) is fitting else called, successor)
+    return successor
 
 
 def planned(
