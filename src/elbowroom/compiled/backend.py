@@ -292,6 +292,12 @@ def _corrected(
             parts = {**parts, "not seen by the plan": over}
             raise too_small(room, room + over, parts, regions.settings.limit) from None
         raises = False
+    _accept(check, room, regions)
+    return compiled
+
+
+def _accept(check: Check, room: int | None, regions: Regions) -> None:
+    """Records what was decided for a region, with the peak of its code."""
     if room is not None and (over := check.above_nbytes()):
         regions.above_nbytes = max(regions.above_nbytes, over)
         _log.warning(
@@ -301,7 +307,6 @@ def _corrected(
         )
     for decision in check.made:
         regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
-    return compiled
 
 
 def _compiled(
