@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.compiled.partition import Decision, told
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import compiled
 from elbowroom.runtime.attach import attached
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import uncompiled as uncompiled
@@ -245,3 +247,74 @@ def test_a_loss_runs_with_the_eager_engine_where_that_has_taken_over(
     called = er.fit(torch.compile(model), budget="1 GiB", exact=True, loss=loss)
     with pytest.warns(UserWarning, match="Classifier runs eagerly: torch.compile has failed"):
         assert same(trained(model, lambda: loss(called(X), Y)), plainly)
+
+
+class Broken(Classifier):
+    """Code between two regions of the graph holds for backward what nobody plans."""
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        x = self.between(x)
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+def test_what_code_between_regions_holds_is_counted(uncompiled) -> None:
+    held = 20 * X.nbytes
+    model = Broken()
+    assert compiled.uncompiled_nbytes([model.between(X.clone().requires_grad_())], []) == held
+    called = er.fit(torch.compile(model), budget="1 GiB", exact=True)
+    plainly = trained(model, lambda: F.cross_entropy(called(X), Y))
+    peak = er.summary(called).predicted_nbytes
+    assert peak is not None
+    er.release(called)
+    torch._dynamo.reset()
+    model = Broken()
+    called = er.fit(torch.compile(model), budget=peak + held // 2, exact=True)
+    with pytest.raises(BudgetTooSmall, match="held by uncompiled code 640 KiB") as refused:
+        called(X)
+    er.release(called)
+    torch._dynamo.reset()
+    called = er.fit(torch.compile(model), budget=refused.value.least_nbytes, exact=True)
+    assert same(trained(model, lambda: F.cross_entropy(called(X), Y)), plainly)
+
+
+def test_a_model_of_which_nothing_is_compiled_runs_in_the_eager_engine(uncompiled) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    model = Recurrent()
+    plainly = trained(model, lambda: F.cross_entropy(model(X), Y), steps=3)
+    called = er.fit(torch.compile(model), budget="1 GiB", exact=True)
+    with pytest.warns(UserWarning, match="Recurrent runs eagerly: torch.compile finds nothing"):
+        found = trained(model, lambda: F.cross_entropy(called(X), Y), steps=3)
+    assert same(found, plainly)
+    assert er.summary(called).last_nbytes
+
+
+def test_states_of_generators_that_checkpoints_need_are_counted(uncompiled) -> None:
+    class Dropping(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(lambda x: F.dropout(block(x), 0.1), x, use_reentrant=False)  # noqa: B023
+            return self.head(x)
+
+    model = Dropping()
+    called = er.fit(torch.compile(model), budget=weights(model), exact=True)
+    with pytest.raises(BudgetTooSmall) as refused:
+        called(X)
+    er.release(called)
+    torch._dynamo.reset()
+    called = er.fit(torch.compile(model), budget=refused.value.least_nbytes, exact=True)
+    F.cross_entropy(called(X), Y).backward()

@@ -26,7 +26,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from elbowroom.compiled import (
@@ -71,6 +72,7 @@ from elbowroom.runtime.compiler import (
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_at_least, show_nbytes
 
+UNCOMPILED = "held by uncompiled code"  # likewise of what autograd holds between regions
 _MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
 _MOST_WAITING = 64  # forwards that are counted
@@ -97,6 +99,10 @@ def compile_settings(model: nn.Module) -> CompileSettings | None:
     return CompileSettings(dynamic, bool(getattr(context, "fullgraph", False)), options)
 
 
+class _NothingCompiled(Exception):
+    """Raised if Dynamo has run a model as it was written."""
+
+
 class _Thread(threading.local):
     """Thread-local flag that is set while the compiled twin runs on this thread."""
 
@@ -111,6 +117,7 @@ class _Twin:
     stands    whether its room is beside gradients that stand
     resident  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
+    compiles  whether Dynamo has found anything to compile
     """
 
     compiler_name = "elbowroom.fit"
@@ -130,6 +137,7 @@ class _Twin:
         self.regions.reserved_nbytes = fitting.reserved_nbytes
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
+        self.compiles = False
         self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
         self.numel = 0  # of the call that runs
         how = fitting.how
@@ -148,6 +156,7 @@ class _Twin:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""
+        self.compiles = True
         room = self._fitting.room_nbytes()
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
@@ -159,9 +168,8 @@ class _Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget = self._fitting.options.budget_nbytes
-            noise = self.regions.settings.limit
-            self.refused = in_whole(error, budget, {RESIDENT: budget - room}, noise)
+            budget, beside = self._fitting.options.budget_nbytes, self._fitting.beside()
+            self.refused = in_whole(error, budget, beside, self.regions.settings.limit)
             raise self.refused from None
         made = self.regions.decisions[before:]
         if symbolic and (made or _may_record(example_inputs)):
@@ -181,6 +189,16 @@ class _Twin:
             if self.refused is not None:
                 raise self.refused.with_traceback(None) from None
             raise
+
+    @property
+    def repeats(self) -> bool:
+        """True if a region has run more than once in the last forward."""
+        return len(self.ran) > len(self.regions.decisions)
+
+    def may_exceed(self) -> bool:
+        """Returns whether its plans may need more than the room is now."""
+        peak = max((one.peak_nbytes for one in self.regions.decisions), default=0)
+        return peak + self.regions.elsewhere_nbytes > self._fitting.room_nbytes()
 
     def excess_nbytes(self) -> int:
         """Returns the least number of bytes by which the last forward exceeded the room.
@@ -202,14 +220,19 @@ class _Twin:
         excess = self.excess_nbytes()
         if excess <= 0:
             return
-        budget = self._fitting.options.budget_nbytes
+        budget, forwards = self._fitting.options.budget_nbytes, self._fitting.forwards
+        parts = {
+            "held by compiled regions": forwards * sum(self.ran),
+            UNCOMPILED: self._fitting.uncompiled_nbytes,
+        }
+        held = ", ".join(f"{what} {show_nbytes(size)}" for what, size in parts.items() if size)
         raise BudgetTooSmall(
             f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
-            f"{self._fitting.forwards * len(self.ran)} runs of compiled regions need: they hold "
-            f"{show_nbytes(self._fitting.forwards * sum(self.ran))} until backward. Give "
-            f"{show_at_least(budget + excess)}, compile the model as a whole, or halve the batch.",
+            f"{forwards * len(self.ran)} runs of compiled regions need until backward: {held}. "
+            f"Give {show_at_least(budget + excess)}, compile the model as a whole, or halve the "
+            "batch.",
             least_nbytes=budget + excess,
-            parts={"held by compiled regions": self._fitting.forwards * sum(self.ran)},
+            parts=parts,
         )
 
     def _compiled(
@@ -251,6 +274,7 @@ class CompiledFitting:
         )
         self.reserved_nbytes = 0  # that a loss needs beside what the model holds
         self._held_nbytes = 0  # the most that a forward holds for backward
+        self._uncompiled_nbytes = 0  # of that, by code between the regions
         self._kinds: set[Hashable] = set()  # of calls that have run compiled
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
@@ -275,7 +299,13 @@ class CompiledFitting:
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        return max(self.options.budget_nbytes - self.model_state.standing_nbytes(), 0)
+        resident = self.model_state.standing_nbytes() + self.uncompiled_nbytes
+        return max(self.options.budget_nbytes - resident, 0)
+
+    @property
+    def uncompiled_nbytes(self) -> int:
+        """Bytes that code between compiled regions holds for backward."""
+        return self.forwards * self._uncompiled_nbytes
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
         """Counts a shape that is compiled, and notes the advice for many shapes."""
@@ -381,7 +411,7 @@ class CompiledFitting:
             raise in_whole(
                 error,
                 self.options.budget_nbytes,
-                {"what the model holds": self._held_nbytes, RESIDENT: self._standing_nbytes()},
+                {"what the model holds": self._held_nbytes, **self.beside()},
                 None if self.options.exact else self.options.noise,
             ) from None
         else:
@@ -399,8 +429,9 @@ class CompiledFitting:
             stacklevel=5,
         )
 
-    def _standing_nbytes(self) -> int:
-        return self.options.budget_nbytes - self.room_nbytes()
+    def beside(self) -> dict[str, int]:
+        """Returns what is not in the room of regions, in bytes by name."""
+        return {RESIDENT: self.model_state.standing_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
 
     @property
     def offloads(self) -> bool:
@@ -468,13 +499,18 @@ class CompiledFitting:
         try:
             twin = self._twin_for(kind.numel, stands) or self._grown(model, stands)
             out = twin.run(kind.numel, args, kwargs)
-            if twin.excess_nbytes() > 0 and undo.is_possible:  # a graph runs several times
+            is_above = self._note_uncompiled(out, model, (args, kwargs)) and twin.may_exceed()
+            # Or a graph runs several times.
+            if (is_above or twin.excess_nbytes() > 0) and undo.is_possible:
                 out = None
                 undo.back()
-                runs = self.forwards * len(twin.ran)
+                runs = self.forwards * (len(twin.ran) if twin.repeats else 1)
                 twin = self._twins[-1] = _Twin(self, model, 1, stands=stands, runs=runs)
                 out = twin.run(kind.numel, args, kwargs)
                 twin.check()
+            if not twin.compiles and undo.is_possible and any(map(_records, _tensors_in(out))):
+                out = None
+                raise _NothingCompiled
         except _failures() as error:
             if not self._may_go_eager(error) or not undo.is_possible:
                 raise
@@ -494,6 +530,16 @@ class CompiledFitting:
             self._kinds.clear()
         self._kinds.add((kind, stands))
         return True, out
+
+    def _note_uncompiled(self, out: Any, model: nn.Module, given: Any) -> bool:
+        """Counts what code between compiled regions, as at graph breaks, holds for backward.
+
+        Returns whether it is more than was counted before.
+        """
+        beside = [*model.parameters(), *model.buffers(), *_tensors_in((out, given))]
+        held, before = uncompiled_nbytes(_tensors_in(out), beside), self._uncompiled_nbytes
+        self._uncompiled_nbytes = max(before, held)
+        return held > before
 
     def _twin_for(self, numel: int, stands: bool) -> _Twin | None:
         """Returns the first twin whose plans are valid for this many elements, if any is.
@@ -527,6 +573,12 @@ class CompiledFitting:
                 "torch._dynamo.config.recompile_limit says. It does so for each value of a number "
                 "that is an attribute of a module or an argument: keep numbers that change in "
                 "tensors, or raise that limit. The budget is kept by the eager engine."
+            )
+        elif isinstance(error, _NothingCompiled):
+            said = (
+                f"{name} runs eagerly: torch.compile finds nothing to compile in it. A graph break "
+                "inside a loop, or a layer such as nn.LSTM, leaves a whole function uncompiled. "
+                "The budget is kept by the eager engine."
             )
         elif isinstance(error, BudgetTooSmall):
             said = (
@@ -689,6 +741,38 @@ def _tensors_in(out: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
+def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
+    """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
+
+    results: of a forward; beside: tensors that stand anyway
+    """
+    storages: dict[int, int] = {}
+    pending = [x.grad_fn for x in results if x.grad_fn is not None]
+    seen: set[Any] = set(pending)
+    while pending:
+        node: Any = pending.pop()
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                pending.append(below)
+        if type(node).__name__ == "CompiledFunctionBackward":
+            continue
+        is_function = isinstance(node, BackwardCFunction)  # one that is written in Python
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        held = node.saved_tensors if is_function else [getattr(node, name) for name in names]
+        for x in _tensors_in(held):
+            if x.layout is torch.strided:
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    for x in beside:
+        if x.layout is torch.strided:
+            storages.pop(x.untyped_storage()._cdata, None)
+    return sum(storages.values())
+
+
+def _records(x: Tensor) -> bool:
+    return x.grad_fn is not None
+
+
 def _has_symbols(x: Any) -> bool:
     if isinstance(x, torch.SymInt):
         return True
@@ -705,7 +789,7 @@ def _failures() -> tuple[type[Exception], ...]:
     """Returns the exceptions that Dynamo or our backend raise where a call cannot be compiled."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return BudgetTooSmall, FailOnRecompileLimitHit, TorchDynamoException
+    return BudgetTooSmall, FailOnRecompileLimitHit, TorchDynamoException, _NothingCompiled
 
 
 def _refusing_to_stop() -> AbstractContextManager[Any]:
