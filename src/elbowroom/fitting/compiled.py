@@ -190,11 +190,6 @@ class _Twin:
                 raise self.refused.with_traceback(None) from None
             raise
 
-    @property
-    def repeats(self) -> bool:
-        """True if a region has run more than once in the last forward."""
-        return len(self.ran) > len(self.regions.decisions)
-
     def may_exceed(self) -> bool:
         """Returns whether its plans may need more than the room is now."""
         peak = max((one.peak_nbytes for one in self.regions.decisions), default=0)
@@ -504,7 +499,7 @@ class CompiledFitting:
             if (is_above or twin.excess_nbytes() > 0) and undo.is_possible:
                 out = None
                 undo.back()
-                runs = self.forwards * (len(twin.ran) if twin.repeats else 1)
+                runs = self.forwards * len(twin.ran)
                 twin = self._twins[-1] = _Twin(self, model, 1, stands=stands, runs=runs)
                 out = twin.run(kind.numel, args, kwargs)
                 twin.check()
