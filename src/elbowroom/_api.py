@@ -34,7 +34,14 @@ from elbowroom.compiled import GraphPolicy, acts_in_graphs, place_of
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
-from elbowroom.fitting.compiled import CompiledFitting, CompileSettings, compile_settings
+from elbowroom.fitting.compiled import (
+    CompiledFitting,
+    CompileSettings,
+    compile_settings,
+    planned,
+    take_over,
+)
+from elbowroom.fitting.inside import leave_regions, plan_inside, planned_inside
 from elbowroom.fitting.loss import cover, losses_of, uncover
 from elbowroom.measure.dry import dry_run as run_dry
 from elbowroom.measure.memory import budget_nbytes
@@ -492,7 +499,7 @@ def fit(
     loss        a module that the program calls on the model's output, such as
                 nn.CrossEntropyLoss(), or several: the tensors that it saves become part of the
                 plan. It must not have trained parameters (put such a loss into the model). On a
-                CPU, its other parameters are not counted
+                CPU, its other parameters are not counted. With a compiled model it is compiled, too
     compile     True: forwards run through torch.compile, and the plan is made inside the compiled
                 graph (`elbowroom.fitting.compiled`). A model that was compiled with Inductor is
                 treated in the same way without this argument, unless worst, plan, solver, codecs
@@ -546,13 +553,12 @@ def fit(
     is_plain = worst is None and plan is None
     is_plain &= options.codecs is None or any(map(acts_in_graphs, options.codecs))
     is_plain &= offload is None or offload == place_of(_home(model))
-    if how is not None and is_plain and solver == "auto":
-        if losses:
-            raise PlanError(
-                "loss= works in eager mode only; compile one module that calls the model and "
-                "the loss, and leave loss= out"
-            )
-        attach(model, CompiledFitting(model, options, optimizer, how))
+    is_plain &= solver == "auto"
+    if how is not None and is_plain:
+        compiled = CompiledFitting(model, options, optimizer, how)
+        for one in losses:
+            cover(one, compiled)
+        attach(model, compiled)
         return model
     if compile:
         raise PlanError(
@@ -563,6 +569,9 @@ def fit(
     fitting = Fitting(model, options, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)
+    if is_plain:
+        fitting.compiled = take_over
+        plan_inside(fitting)
     for one in losses:
         cover(one, fitting)
     attach(model, fitting)
@@ -776,6 +785,9 @@ def summary(model: nn.Module) -> Summary:
         return fitting.summary(name)
     if not isinstance(fitting, Fitting):
         raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
+    inside, beside_nbytes = planned_inside(fitting)
+    if inside and not fitting.context.step:
+        return planned(name, fitting.model_state, fitting.options, beside_nbytes, inside, 0)
     return summary_of(fitting, name)
 
 
@@ -851,6 +863,7 @@ def release(model: M) -> M:
     fitting = detach(model)
     if isinstance(fitting, Fitting | CompiledFitting):
         fitting.close()
-    if isinstance(fitting, Fitting):
         uncover(fitting)
+    if isinstance(fitting, Fitting):
+        leave_regions(fitting)
     return model

@@ -12,7 +12,7 @@ from elbowroom.runtime import compiler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Dynamo's own imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Dynamo's own imports, torch.jit
 ]
 
 
@@ -83,6 +83,57 @@ def test_a_fitted_module_inside_a_compiled_one():
     close = zip(plain, gradients(model, called, x), strict=True)
     assert all(torch.allclose(p, q, rtol=1e-4, atol=1e-5) for p, q in close)
     er.release(model[0])
+
+
+class Around(nn.Module):
+    """A residual block around another module."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x).sin()
+
+
+COMPILED = {
+    "wrapper": lambda inner: torch.compile(inner, backend="aot_eager"),
+    "compile()": lambda inner: (inner.compile(backend="aot_eager"), inner)[1],
+    "trace": lambda inner: torch.jit.trace(inner, torch.randn(2, 32)),
+    "script": torch.jit.script,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sequential is compiled, and runs eagerly")
+@pytest.mark.filterwarnings("ignore:A compiled function is called, and runs eagerly")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_compiled_child_of_a_module_that_runs_again(how):
+    """Forward has run it eagerly, so the second run does, too."""
+
+    def built():
+        torch.manual_seed(0)
+        inner = [
+            nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+            for _ in range(4)
+        ]
+        return nn.Sequential(*[Around(COMPILED[how](one)) for one in inner])
+
+    x = torch.randn(256, 32)
+    plain = built()
+    expected = [gradients(plain, plain, x) for _ in range(3)]
+    peak = er.peak(lambda: gradients(plain, plain, x), device="cpu")
+    torch.compiler.reset()
+    model = built()
+    weights = sum(p.nbytes for p in model.parameters())
+    er.fit(model, budget=weights + int(0.6 * peak), exact=True)
+    found = [gradients(model, model, x) for _ in range(3)]
+    assert all(map(same, found, expected))
+    assert [one.action for one in er.summary(model).lines if one.action == "recompute"]
+    for (name, b), one in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert not name.endswith("num_batches_tracked") or b + 1 == one  # the peak was a step more
+    er.release(model)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

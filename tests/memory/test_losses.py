@@ -270,16 +270,12 @@ def test_what_is_no_loss_is_refused(name: str) -> None:
     assert opener_of(MODEL) is None
 
 
-def test_neither_a_fitted_model_nor_a_compiled_one_has_it() -> None:
+def test_a_fitted_model_is_no_loss() -> None:
     frozen = Model().requires_grad_(requires_grad=False)
     er.fit(frozen, budget="1 GiB")
     with pytest.raises(PlanError, match="fitted model"):
         er.fit(Model(), budget="1 GiB", loss=frozen)
     er.release(frozen)
-    loss = nn.MSELoss()
-    with pytest.raises(PlanError, match="eager mode only"):
-        er.fit(Model(), budget="1 GiB", loss=loss, compile=True)
-    assert opener_of(loss) is None
 
 
 def test_the_output_stands_while_the_loss_is_computed() -> None:

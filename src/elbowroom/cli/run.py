@@ -156,11 +156,17 @@ class _Refused(Unseen):
 
 
 class _Model(NamedTuple):
-    """A model that the script trains."""
+    """A model that the script trains. first: its engine, before the script compiled the model."""
 
     name: str
-    fitting: Fitting | CompiledFitting
+    first: Fitting | CompiledFitting
     module: "weakref.ref[nn.Module]"
+
+    @property
+    def fitting(self) -> Fitting | CompiledFitting:
+        """The engine that runs the model's forwards."""
+        successor = self.first.successor if isinstance(self.first, Fitting) else None
+        return successor if isinstance(successor, CompiledFitting) else self.first
 
 
 class _Run:

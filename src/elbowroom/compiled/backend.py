@@ -104,6 +104,7 @@ class Regions:
     decisions: list[Decision] = field(default_factory=list)
     runs: int = 1  # number of regions in a forward, where it is known and larger than seen
     elsewhere_nbytes: int = 0  # bytes that other regions may hold while the last one runs
+    reserved_nbytes: int = 0  # what runs between forward and backward of the last one needs
     above_nbytes: int = 0  # the most by which the code of a region is above its room; it was said
     _open: object = None  # regions whose share may still grow
     _last: tuple[object, bool] = (None, False)  # key of the region that is compiled
@@ -113,7 +114,8 @@ class Regions:
     def room_of(self, gm: fx.GraphModule) -> tuple[int | None, int | None]:
         """Returns the bytes that forward and backward of a region may take, and hold between them.
 
-        The second is None for the last region of a step, which may hold all that is left.
+        The second is None for the last region of a step, which may hold all that is left, unless
+        bytes are reserved.
         """
         room = self.settings.room_nbytes
         if room is None:
@@ -128,7 +130,7 @@ class Regions:
         reason = getattr(gm, "compile_subgraph_reason", None)
         self._open = None
         if not is_bucket and not getattr(reason, "graph_break", False):
-            return room, None
+            return room, max(room - self.reserved_nbytes, 0) if self.reserved_nbytes else None
         self._open = key
         self.bounds[key] = Bounds(_values_nbytes(gm))
         self.shares[key] = self.bounds[key].share_of(room)
@@ -290,6 +292,12 @@ def _corrected(
             parts = {**parts, "not seen by the plan": over}
             raise too_small(room, room + over, parts, regions.settings.limit) from None
         raises = False
+    _accept(check, room, regions)
+    return compiled
+
+
+def _accept(check: Check, room: int | None, regions: Regions) -> None:
+    """Records what was decided for a region, with the peak of its code."""
     if room is not None and (over := check.above_nbytes()):
         regions.above_nbytes = max(regions.above_nbytes, over)
         _log.warning(
@@ -299,7 +307,6 @@ def _corrected(
         )
     for decision in check.made:
         regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
-    return compiled
 
 
 def _compiled(

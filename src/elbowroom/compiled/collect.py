@@ -14,7 +14,7 @@ Sizes that depend on symbols are counted at the sizes of the call that is compil
 """
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
@@ -132,6 +132,26 @@ def packet_of(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
 
+def reached(
+    starts: Iterable[fx.Node],
+    beyond: Callable[[fx.Node], Iterable[fx.Node]],
+    most: int | None = None,
+) -> dict[fx.Node, None]:
+    """Walks a graph: returns the nodes where it starts, and all that are found from these.
+
+    beyond  the nodes that are found from a node
+    most    the walk ends once it has found more than this; None: at the end
+    """
+    found = dict.fromkeys(starts)
+    pending = list(found)
+    while pending and (most is None or len(found) <= most):
+        for node in beyond(pending.pop()):
+            if node not in found:
+                found[node] = None
+                pending.append(node)
+    return found
+
+
 def ops_named(names: str) -> frozenset[Any]:
     """The ops of aten with these names, which spaces separate, as far as this torch has them."""
     return frozenset(getattr(_aten, name) for name in names.split() if hasattr(_aten, name))
@@ -243,9 +263,8 @@ def known_size(size: Any) -> int:
 def _reductions() -> frozenset[Any]:
     names = "sum mean amax amin max min var var_mean std any all prod argmax argmin _softmax"
     names += " _log_softmax cumsum logsumexp linalg_vector_norm"
-    found = [getattr(_aten, name) for name in names.split() if hasattr(_aten, name)]
     prims = "var sum prepare_softmax_online xor_sum"
-    return frozenset(found + [getattr(_prims, n) for n in prims.split() if hasattr(_prims, n)])
+    return ops_named(names).union(getattr(_prims, n) for n in prims.split() if hasattr(_prims, n))
 
 
 @cache
@@ -265,5 +284,4 @@ def _fused() -> frozenset[Any]:
 @cache
 def _heavy() -> frozenset[Any]:
     """Ops so slow on a CPU that Inductor stores results with several readers."""
-    names = "exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit"
-    return frozenset(getattr(_aten, name) for name in names.split())
+    return ops_named("exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit")

@@ -259,8 +259,12 @@ def has_no_layout(node: fx.Node) -> bool:
     """
     if node.target is not torch.ops.aten.convolution.default:
         return False
-    value = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if value.dim() != 4:  # others keep their layout
+    return has_both_layouts(node.args[0].meta["val"])  # type: ignore[union-attr]
+
+
+def has_both_layouts(value: torch.Tensor) -> bool:
+    """Returns whether a map lies in memory as both layouts have it; other tensors have but one."""
+    if value.dim() != 4:
         return False
     _, channels, *pixels = map(known_size, value.shape)
     return channels == 1 or all(n == 1 for n in pixels)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import elements_of, is_view, ops_named, packet_of
+from elbowroom.compiled.collect import elements_of, is_view, ops_named, packet_of, reached
 
 FLOOR = -24.0  # of log-probabilities: exp(-24) is 4e-11
 LIMIT = 24.0  # of what sigmoid or tanh reads: sigmoid(-24) is 4e-11
@@ -177,14 +177,12 @@ def _subtracts_functions(difference: fx.Node) -> bool:
 
 def _made_elementwise(node: fx.Node) -> set[fx.Node]:
     """Returns a node, and what it is computed from element by element, with where that begins."""
-    found, pending = {node}, [node]
-    while pending and len(found) <= _MOST_NODES:
-        one = pending.pop()
-        if packet_of(one) in _linear() | _sums() | _steep() | _relus():
-            new = {n for n in one.all_input_nodes if _varies(n) and n not in found}
-            found |= new
-            pending += new
-    return found
+
+    def inputs(one: fx.Node) -> list[fx.Node]:
+        is_loop = packet_of(one) in _linear() | _sums() | _steep() | _relus()
+        return [n for n in one.all_input_nodes if _varies(n)] if is_loop else []
+
+    return set(reached([node], inputs, _MOST_NODES))
 
 
 def is_steep(reader: fx.Node, node: fx.Node) -> bool:
@@ -310,26 +308,18 @@ def _factors(node: fx.Node) -> set[fx.Node]:
 
 def _made_of(node: fx.Node, takes: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Returns what a node's argument is computed from by certain ops, and where that begins."""
-    found, pending = set(node.all_input_nodes), list(node.all_input_nodes)
-    while pending and len(found) <= _MOST_NODES:
-        one = pending.pop()
-        new = {below for below in one.all_input_nodes if below not in found} if takes(one) else ()
-        found |= set(new)
-        pending += new
-    return found
+
+    def inputs(one: fx.Node) -> list[fx.Node]:
+        return one.all_input_nodes if takes(one) else []
+
+    return set(reached(node.all_input_nodes, inputs, _MOST_NODES))
 
 
 def _after(
     nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool], gradients: Collection[fx.Node]
 ) -> set[fx.Node]:
     """Returns nodes, and what forward computes from them by certain ops."""
-    found, pending = set(nodes), list(nodes)
-    while pending and len(found) <= _MOST_NODES:
-        for user in _forward(pending.pop(), gradients):
-            if user not in found and takes(user):
-                found.add(user)
-                pending.append(user)
-    return found
+    return set(reached(nodes, lambda n: filter(takes, _forward(n, gradients)), _MOST_NODES))
 
 
 def _is_alone(node: fx.Node) -> bool:
@@ -400,26 +390,18 @@ def _computed_from(
     stops: Collection[fx.Node] = (),
 ) -> list[fx.Node]:
     """These values, and what backward computes from them without a gradient."""
-    found = dict.fromkeys(values)
-    pending = [n for n in found if n not in stops]
-    while pending:
-        for reader in pending.pop().users:
-            if reader in after and reader not in gradients and reader not in found:
-                found[reader] = None
-                if reader not in stops:
-                    pending.append(reader)
-    return list(found)
+
+    def read(node: fx.Node) -> list[fx.Node]:
+        if node in stops:
+            return []
+        return [reader for reader in node.users if reader in after and reader not in gradients]
+
+    return list(reached(values, read))
 
 
 def _viewed(values: Iterable[fx.Node]) -> list[fx.Node]:
     """These values and their views."""
-    found = dict.fromkeys(values)
-    pending = list(found)
-    while pending:
-        new = [n for n in pending.pop().users if is_view(n) and n not in found]
-        found |= dict.fromkeys(new)
-        pending += new
-    return list(found)
+    return list(reached(values, lambda node: filter(is_view, node.users)))
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from elbowroom.codecs import Facts
-from elbowroom.compiled.collect import is_view, packet_of
+from elbowroom.compiled.collect import is_view, ops_named, packet_of
 
 _aten = torch.ops.aten
 
@@ -93,5 +93,4 @@ def _largest(value: Any) -> int | None:
 
 @cache
 def _pairs() -> frozenset[Any]:
-    names = "sort topk max min kthvalue mode median nanmedian cummax cummin"
-    return frozenset(getattr(_aten, name) for name in names.split())
+    return ops_named("sort topk max min kthvalue mode median nanmedian cummax cummin")

@@ -19,7 +19,7 @@ from torch import fx
 from torch._functorch import partitioners
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import Facts, facts_of, known_size
+from elbowroom.compiled.collect import Facts, facts_of, known_size, tensors_of
 from elbowroom.compiled.cost import Clock, device_of
 from elbowroom.compiled.liveness import Curve, curve_of
 
@@ -50,12 +50,14 @@ class Analysis:
 
     place   of each node in the graph's order
     random  the nodes whose second run would draw other numbers
+    redrawn those that the user's checkpoints run again, with the generator's state of forward
     """
 
     facts: dict[fx.Node, Facts]
     place: dict[fx.Node, int]
     clock: Clock
     random: frozenset[fx.Node]
+    redrawn: frozenset[fx.Node] = frozenset()
 
 
 class Joint:
@@ -106,11 +108,14 @@ class Joint:
             before = self.analysis
             facts = facts_of(self.graph, before.facts)
             random = before.random.union(filter(is_random, facts.keys() - before.facts.keys()))
-            self.analysis = Analysis(facts, place, before.clock.with_facts(facts), random)
+            clock = before.clock.with_facts(facts)
+            self.analysis = Analysis(facts, place, clock, random, before.redrawn)
             return
         facts = facts_of(self.graph)
         clock = Clock(facts, device_of(facts))
-        self.analysis = Analysis(facts, place, clock, frozenset(filter(is_random, facts)))
+        random = frozenset(filter(is_random, facts))
+        redrawn = frozenset(n for n in facts if _draws(n) and partitioners.must_recompute(n))
+        self.analysis = Analysis(facts, place, clock, random, redrawn)
         n = self._n_forward_outputs
         results = pytree.arg_tree_leaves(*next(iter(self.graph.find_nodes(op="output"))).args)
         self.forward_outputs = [one for one in results[:n] if isinstance(one, fx.Node)]
@@ -153,13 +158,14 @@ class Joint:
             outputs=[*self.backward_outputs, *outputs, *self.tangents],
             waits=is_plain,
         )
+        states = sum(_state_nbytes(n) for n in self.analysis.redrawn if n in before and n in after)
         return Step(
             saved=tuple(sorted(used, key=self.place.__getitem__)),
             forward=forward,
             backward=backward,
             again=tuple(n for n in self._in_order(after) if n in before),
-            peak_nbytes=max(forward.peak_nbytes, backward.peak_nbytes),
-            saved_nbytes=self._held_nbytes(used),
+            peak_nbytes=max(forward.peak_nbytes, backward.peak_nbytes) + states,
+            saved_nbytes=self._held_nbytes(used) + states,
             seconds=self.clock.seconds(forward.kernels) + self.clock.seconds(backward.kernels),
         )
 
@@ -245,8 +251,7 @@ def is_random(node: fx.Node) -> bool:
     The checkpoint is one of the user's. PyTorch's own min-cut forbids a second run for some random
     ops only, once it may recompute much.
     """
-    tags: Iterable[Any] = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags or partitioners.must_recompute(node):
+    if not _draws(node) or partitioners.must_recompute(node):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     if "dropout_p" not in names:
@@ -254,6 +259,17 @@ def is_random(node: fx.Node) -> bool:
     at = names.index("dropout_p")  # attention draws nothing where this is 0
     given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
     return bool(given != 0)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Returns whether an op may read a generator of random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _state_nbytes(node: fx.Node) -> int:
+    """Returns the bytes of a generator's state, which the partitioner saves for each such op."""
+    is_cpu = all(x.device.type == "cpu" for x in tensors_of(node))
+    return torch.get_rng_state().nbytes if is_cpu else 16
 
 
 def _changed(graph: fx.Graph, inputs: Sequence[fx.Node]) -> set[fx.Node]:

@@ -28,7 +28,7 @@ from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import broken_promise, quality_of
 from elbowroom.compiled.collect import known_size, tensors_of
-from elbowroom.compiled.decide import Search, is_tensor, run_again
+from elbowroom.compiled.decide import Search, has_both_layouts, is_tensor, run_again
 from elbowroom.compiled.exponents import FLOOR, LIMIT
 from elbowroom.compiled.indices import range_of
 from elbowroom.compiled.joint import Joint, Step
@@ -126,10 +126,9 @@ def code(
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
-    moves = [(None, True)] if offloads else []
     variants = () if exact else ladder(menu)
-    lossy = [(variant, offloads) for variant in variants]
-    for variant, leaves in [(None, False), *moves, *lossy]:
+    leaving = [(variant, offloads) for variant in (*([None] if offloads else []), *variants)]
+    for variant, leaves in [(None, False), *leaving]:
         bound = bar
         for base in sorted(_bases(search, step), key=lambda one: one.seconds):
             if base.seconds >= bound:  # codes do not make it faster
@@ -150,12 +149,9 @@ def code(
         if found and exact is not False:
             break
         bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # coarser codes must pay
-    if not found and not wide:
+    best = _best(found, wide)
+    if best is None:
         return None, least, 0.0
-    if not found:
-        fewest = min(one.saved_nbytes for one in wide)
-        found = [one for one in wide if one.saved_nbytes == fewest]
-    best = min(found, key=lambda one: one.seconds)
     if fills:
         best = _filled(search, reach, best, room_nbytes, held_nbytes, noise, variants)
     held_nbytes = max(held_nbytes, best.saved_nbytes)
@@ -163,6 +159,14 @@ def code(
     variance = reach.variance(best.base, coded)
     saved = {*best.base.saved, *(one.node for one in coded)}
     return search.joint.step(Rewriting(search.joint, saved, coded).saved), least, variance
+
+
+def _best(found: Sequence[_Choice], wide: Sequence[_Choice]) -> _Choice | None:
+    """Returns the fastest of `found`; if there is none, of those in `wide` that hold least."""
+    if not found:
+        fewest = min([one.saved_nbytes for one in wide], default=0)
+        found = [one for one in wide if one.saved_nbytes == fewest]
+    return min(found, key=lambda one: one.seconds, default=None)
 
 
 def _filled(
@@ -493,19 +497,11 @@ def _may_leave(joint: Joint, step: Step, node: fx.Node, outputs: set[fx.Node]) -
     if not is_tensor(node) or node.op != "call_function" or storage in outputs | joint.outside:
         return False
     value = tensors_of(node)[0]
-    if any(map(_is_unknown, value.shape)) or _has_any_layout(joint, value):
+    if any(map(_is_unknown, value.shape)) or (joint.is_channels_last and has_both_layouts(value)):
         return False
     views = sum(joint.facts[n].storage is storage for n in step.saved)
     nbytes = known_size(value.numel()) * value.dtype.itemsize
     return views == 1 and _LEAST_AWAY <= nbytes <= joint.facts[storage].nbytes
-
-
-def _has_any_layout(joint: Joint, value: torch.Tensor) -> bool:
-    """Returns whether a map lies in memory as all layouts have it; see `decide.has_no_layout`."""
-    if not joint.is_channels_last or value.dim() != 4:
-        return False
-    _, channels, *pixels = map(known_size, value.shape)
-    return channels == 1 or all(n == 1 for n in pixels)
 
 
 def _is_unknown(size: int | torch.SymInt) -> bool:

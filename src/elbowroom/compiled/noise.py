@@ -22,7 +22,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import tensors_of
+from elbowroom.compiled.collect import reached, tensors_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded
@@ -60,14 +60,10 @@ class Reach:
 
     def _share(self, base: Step, node: fx.Node) -> float:
         facts = self._joint.facts
-        again, reached, pending = set(base.again), {node}, [node]
-        while pending:
-            for reader in pending.pop().users:
-                if reader in again and reader not in reached:
-                    reached.add(reader)
-                    pending.append(reader)
+        again = set(base.again)
+        off = reached([node], lambda one: [reader for reader in one.users if reader in again])
         own = facts[node].storage
-        storages = {facts[n].storage for n in reached if n in facts} & self._nbytes.keys() - {own}
+        storages = {facts[n].storage for n in off if n in facts} & self._nbytes.keys() - {own}
         nbytes = facts[own].nbytes + sum(self._nbytes[s] for s in storages)
         return min(nbytes / self._total, 1.0) if self._total else 1.0
 

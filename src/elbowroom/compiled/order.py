@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind, is_view
+from elbowroom.compiled.collect import Facts, Kind, is_view, reached
 from elbowroom.compiled.joint import Joint, is_random
 
 _aten = torch.ops.aten
@@ -144,12 +144,8 @@ def _is_call(node: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
 
 def _views(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
     """Returns the views that a call reads through, in the graph's order."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        new = [n for n in pending.pop().all_input_nodes if is_view(n) and n not in found]
-        found.update(new)
-        pending += new
+    found = reached([node], lambda one: filter(is_view, one.all_input_nodes))
+    del found[node]
     return sorted(found, key=place.__getitem__)
 
 

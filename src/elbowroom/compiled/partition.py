@@ -236,17 +236,13 @@ class _Answer:
         is_moved = not search.rounded and changes.reordered()
         if is_moved:
             search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
-        step = _holding(search, choose(search, room), room, self._settings.held_nbytes)
+        held = self._settings.held_nbytes
+        step = _holding(search, choose(search, room), room, held)
         if step.peak_nbytes > room and exact is True and is_moved and changes.delayed():
             later = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
-            other = _holding(later, choose(later, room), room, self._settings.held_nbytes)
-            if other.peak_nbytes < step.peak_nbytes:
-                step, search = other, later
-            else:
-                changes.undone()
+            step, search = _lower((step, search), later, room, held, changes.undone)
         if step.peak_nbytes <= room and exact is not False:
             return step, plain, search, 0.0
-        held = self._settings.held_nbytes
         held_nbytes = inf if held is None else held
         offloads = self._settings.offloads and not search.rounded
         if offloads and exact is None:  # before roundings change
@@ -308,6 +304,21 @@ def _holding(search: Search, step: Step, room: int | None, held: int | None) -> 
     judge_all_cuts(search)  # so that a larger room never holds more
     fitting = [one for one in search.steps if one.peak_nbytes <= room]
     return min(fitting, key=lambda one: (one.saved_nbytes, one.peak_nbytes, one.seconds))
+
+
+def _lower(
+    before: tuple[Step, Search],
+    search: Search,
+    room: int,
+    held: int | None,
+    undone: Callable[[], None],
+) -> tuple[Step, Search]:
+    """Returns the step of a changed graph if its peak is lower; else undoes the change."""
+    step = _holding(search, choose(search, room), room, held)
+    if step.peak_nbytes < before[0].peak_nbytes:
+        return step, search
+    undone()
+    return before
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import is_view, ops_named, packet_of
+from elbowroom.compiled.collect import is_view, ops_named, packet_of, reached
 from elbowroom.compiled.exponents import (
     COMPARISONS,
     compared_of,
@@ -183,16 +183,11 @@ def _has_zeros(node: fx.Node) -> bool:
     Attention without a softmax divides by a product with these, and only their zeros keep the
     gradient finite where the divisor is zero.
     """
-    pending, seen = [node], {node}
-    while pending:
-        node = pending.pop()
-        if packet_of(node) in _relus():
-            return True
-        if is_view(node) or packet_of(node) in _copies():
-            new = set(node.all_input_nodes) - seen
-            seen |= new
-            pending += new
-    return False
+
+    def copied(one: fx.Node) -> list[fx.Node]:
+        return one.all_input_nodes if is_view(one) or packet_of(one) in _copies() else []
+
+    return any(packet_of(one) in _relus() for one in reached([node], copied))
 
 
 def _is_divided_out(value: fx.Node) -> bool:

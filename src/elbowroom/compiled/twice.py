@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind
+from elbowroom.compiled.collect import Facts, Kind, reached
 from elbowroom.compiled.decide import may_run_again
 from elbowroom.compiled.joint import Joint
 from elbowroom.compiled.sums import joined
@@ -131,12 +131,7 @@ def _sources(
     node: fx.Node, facts: dict[fx.Node, Facts], stays: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
     """Returns a node, and all that it is computed from but for what stays."""
-    found, pending = {node}, [node]
-    while pending:
-        new = {n for n in facts[pending.pop()].inputs if n not in found and not stays(n)}
-        found |= new
-        pending += new
-    return found
+    return set(reached([node], lambda one: [n for n in facts[one].inputs if not stays(n)]))
 
 
 def _may_run_late(nodes: Iterable[fx.Node], joint: Joint) -> bool:

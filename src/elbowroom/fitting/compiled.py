@@ -3,6 +3,7 @@
     er.fit(torch.compile(model), budget=...)      its mode, options, dynamic and fullgraph stay
     er.fit(model, budget=..., compile=True)       torch.compile's defaults
 
+A model that was fitted first, and is called compiled later, gets there at that call (`take_over`).
 The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. The memory
 that the step may use is known before it is compiled, so nothing is learned or measured:
 
@@ -25,7 +26,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,12 +35,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from elbowroom.compiled import (
     Decision,
     Regions,
-    Settings,
     compile_region,
     counted,
     frame_of,
@@ -48,13 +49,16 @@ from elbowroom.compiled import (
     place_of,
 )
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.compiled_loss import CompiledLoss
+from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
+from elbowroom.fitting.loss import succeed
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.session import Fitting
+from elbowroom.fitting.session import Fitting, next_forward
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary
 from elbowroom.fitting.summary import summary as summary_of
-from elbowroom.runtime.attach import called
+from elbowroom.runtime.attach import attach, called, opener_of
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
     compiled_forward,
@@ -68,7 +72,7 @@ from elbowroom.runtime.compiler import (
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_at_least, show_nbytes
 
-RESIDENT = "weights, buffers and optimizer states"  # the name of resident bytes in an error
+UNCOMPILED = "held by uncompiled code"  # likewise of what autograd holds between regions
 _MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
 _MOST_WAITING = 64  # forwards that are counted
@@ -95,6 +99,10 @@ def compile_settings(model: nn.Module) -> CompileSettings | None:
     return CompileSettings(dynamic, bool(getattr(context, "fullgraph", False)), options)
 
 
+class _NothingCompiled(Exception):
+    """Raised if Dynamo has run a model as it was written."""
+
+
 class _Thread(threading.local):
     """Thread-local flag that is set while the compiled twin runs on this thread."""
 
@@ -109,6 +117,7 @@ class _Twin:
     stands    whether its room is beside gradients that stand
     resident  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
+    compiles  whether Dynamo has found anything to compile
     """
 
     compiler_name = "elbowroom.fit"
@@ -124,18 +133,11 @@ class _Twin:
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
         self.resident = 0
-        options = fitting.options
-        self.regions = Regions(
-            Settings(
-                counts_inputs=False,
-                exact=options.exact,
-                noise=options.noise,
-                menu=options.menu,
-            )
-        )
-        self.regions.runs = runs
+        self.regions = Regions(settings_of(fitting.options), runs=runs)
+        self.regions.reserved_nbytes = fitting.reserved_nbytes
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
+        self.compiles = False
         self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
         self.numel = 0  # of the call that runs
         how = fitting.how
@@ -154,6 +156,7 @@ class _Twin:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""
+        self.compiles = True
         room = self._fitting.room_nbytes()
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
@@ -165,9 +168,8 @@ class _Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget = self._fitting.options.budget_nbytes
-            noise = self.regions.settings.limit
-            self.refused = in_whole(error, budget, {RESIDENT: budget - room}, noise)
+            budget, beside = self._fitting.options.budget_nbytes, self._fitting.beside()
+            self.refused = in_whole(error, budget, beside, self.regions.settings.limit)
             raise self.refused from None
         made = self.regions.decisions[before:]
         if symbolic and (made or _may_record(example_inputs)):
@@ -187,6 +189,11 @@ class _Twin:
             if self.refused is not None:
                 raise self.refused.with_traceback(None) from None
             raise
+
+    def may_exceed(self) -> bool:
+        """Returns whether its plans may need more than the room is now."""
+        peak = max((one.peak_nbytes for one in self.regions.decisions), default=0)
+        return peak + self.regions.elsewhere_nbytes > self._fitting.room_nbytes()
 
     def excess_nbytes(self) -> int:
         """Returns the least number of bytes by which the last forward exceeded the room.
@@ -208,22 +215,25 @@ class _Twin:
         excess = self.excess_nbytes()
         if excess <= 0:
             return
-        budget = self._fitting.options.budget_nbytes
+        budget, forwards = self._fitting.options.budget_nbytes, self._fitting.forwards
+        parts = {
+            "held by compiled regions": forwards * sum(self.ran),
+            UNCOMPILED: self._fitting.uncompiled_nbytes,
+        }
+        held = ", ".join(f"{what} {show_nbytes(size)}" for what, size in parts.items() if size)
         raise BudgetTooSmall(
             f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
-            f"{self._fitting.forwards * len(self.ran)} runs of compiled regions need: they hold "
-            f"{show_nbytes(self._fitting.forwards * sum(self.ran))} until backward. Give "
-            f"{show_at_least(budget + excess)}, compile the model as a whole, or halve the batch.",
+            f"{forwards * len(self.ran)} runs of compiled regions need until backward: {held}. "
+            f"Give {show_at_least(budget + excess)}, compile the model as a whole, or halve the "
+            "batch.",
             least_nbytes=budget + excess,
-            parts={"held by compiled regions": self._fitting.forwards * sum(self.ran)},
+            parts=parts,
         )
 
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
     ) -> Callable[..., Any]:
-        offload = self._fitting.options.offload
-        moves = offload is not None and offload == place_of(self._fitting.model_state.device)
-        self.regions.restrict(room, offloads=moves)
+        self.regions.restrict(room, offloads=self._fitting.offloads)
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
         return counted(compile_region(gm, example_inputs, self.regions, options, True))
@@ -234,7 +244,10 @@ class CompiledFitting:
 
     steps     forwards that recorded gradients
     forwards  that wait for their backward at the same time
+    ran_at    number of its last forward, counted over all models; 0: none yet
     """
+
+    ran_at = 0
 
     def __init__(
         self,
@@ -251,6 +264,12 @@ class CompiledFitting:
         self._most_waiting = 0
         self._probes: Sequence[Tensor] = ()
         self._twins: list[_Twin] = []
+        self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.reserved_nbytes = 0  # that a loss needs beside what the model holds
+        self._held_nbytes = 0  # the most that a forward holds for backward
+        self._uncompiled_nbytes = 0  # of that, by code between the regions
         self._kinds: set[Hashable] = set()  # of calls that have run compiled
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
@@ -275,9 +294,13 @@ class CompiledFitting:
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        memory = self.model_state.memory()
-        resident = memory.static_nbytes + memory.unallocated_state_nbytes
+        resident = self.model_state.standing_nbytes() + self.uncompiled_nbytes
         return max(self.options.budget_nbytes - resident, 0)
+
+    @property
+    def uncompiled_nbytes(self) -> int:
+        """Bytes that code between compiled regions holds for backward."""
+        return self.forwards * self._uncompiled_nbytes
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
         """Counts a shape that is compiled, and notes the advice for many shapes."""
@@ -308,6 +331,7 @@ class CompiledFitting:
             return forward()
         self._here.runs = True
         self.steps += 1
+        self.ran_at = next_forward()
         try:
             return self._run(model, forward, args, kwargs)
         finally:
@@ -343,6 +367,72 @@ class CompiledFitting:
         assert self._eager is not None
         with eagerly():  # it may have nothing to do, and then opens no context
             return self._eager.run(model, forward, args, kwargs)
+
+    @property
+    def may_go_on(self) -> bool:
+        """True while the last forward waits for its backward."""
+        if self._eager is not None and self._eager.may_go_on:
+            return True
+        return bool(self._waiting) and _holds(self._waiting[-1]())
+
+    def run_more(
+        self,
+        loss: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a loss after a forward of the model, compiled in what that leaves of the room."""
+        if self._eager is not None and self._eager.may_go_on:
+            with eagerly():
+                return self._eager.run_more(loss, forward, args, kwargs)
+        known = self._losses.get(loss)
+        if known is None:
+            settings = replace(settings_of(self.options), offloads=self.offloads)
+            known = CompiledLoss(loss, settings, self.how.options, self.how.dynamic)
+            self._losses[loss] = known
+        try:
+            return known.run(max(self.room_nbytes() - self._held_nbytes, 0), args, kwargs)
+        except _failures() as error:
+            self._reserve(type(loss).__name__, error)
+        with eagerly():
+            return forward()
+
+    def _reserve(self, loss: str, error: Exception) -> None:
+        """Compiles the model again for less, if that helps a loss that has too little room."""
+        if not isinstance(error, BudgetTooSmall):
+            why = f"torch.compile has failed ({type(error).__name__})"
+        elif error.least_nbytes <= self.reserved_nbytes or error.least_nbytes > self.room_nbytes():
+            raise in_whole(
+                error,
+                self.options.budget_nbytes,
+                {"what the model holds": self._held_nbytes, **self.beside()},
+                None if self.options.exact else self.options.noise,
+            ) from None
+        else:
+            self.reserved_nbytes = error.least_nbytes
+            self._held_nbytes = 0
+            self._losses.clear()
+            self._twins.clear()
+            self._kinds.clear()
+            why = (
+                f"it needs {show_nbytes(error.least_nbytes)} beside what the model holds, whose "
+                "plan has left less. The model is compiled again"
+            )
+        warnings.warn(
+            f"the loss {loss} runs eagerly in this step, which may exceed the budget: {why}.",
+            stacklevel=5,
+        )
+
+    def beside(self) -> dict[str, int]:
+        """Returns what is not in the room of regions, in bytes by name."""
+        return {RESIDENT: self.model_state.standing_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
+
+    @property
+    def offloads(self) -> bool:
+        """True if saved tensors may leave the memory of the model's device."""
+        offload = self.options.offload
+        return offload is not None and offload == place_of(self.model_state.device)
 
     def _fails_again(self, model: nn.Module, twin: _Twin, error: Exception) -> None:
         """Begins the eager engine after a settled call, of which nothing has run yet.
@@ -404,13 +494,18 @@ class CompiledFitting:
         try:
             twin = self._twin_for(kind.numel, stands) or self._grown(model, stands)
             out = twin.run(kind.numel, args, kwargs)
-            if twin.excess_nbytes() > 0 and undo.is_possible:  # a graph runs several times
+            is_above = self._note_uncompiled(out, model, (args, kwargs)) and twin.may_exceed()
+            # Or a graph runs several times.
+            if (is_above or twin.excess_nbytes() > 0) and undo.is_possible:
                 out = None
                 undo.back()
                 runs = self.forwards * len(twin.ran)
                 twin = self._twins[-1] = _Twin(self, model, 1, stands=stands, runs=runs)
                 out = twin.run(kind.numel, args, kwargs)
                 twin.check()
+            if not twin.compiles and undo.is_possible and any(map(_records, _tensors_in(out))):
+                out = None
+                raise _NothingCompiled
         except _failures() as error:
             if not self._may_go_eager(error) or not undo.is_possible:
                 raise
@@ -425,10 +520,21 @@ class CompiledFitting:
         if self._many:
             warnings.warn(self._many, stacklevel=4)
             self._many = ""
+        self._held_nbytes = max(self._held_nbytes, self.forwards * sum(twin.ran))
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         self._kinds.add((kind, stands))
         return True, out
+
+    def _note_uncompiled(self, out: Any, model: nn.Module, given: Any) -> bool:
+        """Counts what code between compiled regions, as at graph breaks, holds for backward.
+
+        Returns whether it is more than was counted before.
+        """
+        beside = [*model.parameters(), *model.buffers(), *_tensors_in((out, given))]
+        held, before = uncompiled_nbytes(_tensors_in(out), beside), self._uncompiled_nbytes
+        self._uncompiled_nbytes = max(before, held)
+        return held > before
 
     def _twin_for(self, numel: int, stands: bool) -> _Twin | None:
         """Returns the first twin whose plans are valid for this many elements, if any is.
@@ -462,6 +568,12 @@ class CompiledFitting:
                 "torch._dynamo.config.recompile_limit says. It does so for each value of a number "
                 "that is an attribute of a module or an argument: keep numbers that change in "
                 "tensors, or raise that limit. The budget is kept by the eager engine."
+            )
+        elif isinstance(error, _NothingCompiled):
+            said = (
+                f"{name} runs eagerly: torch.compile finds nothing to compile in it. A graph break "
+                "inside a loop, or a layer such as nn.LSTM, leaves a whole function uncompiled. "
+                "The budget is kept by the eager engine."
             )
         elif isinstance(error, BudgetTooSmall):
             said = (
@@ -499,6 +611,7 @@ class CompiledFitting:
         if self._eager is not None:
             self._eager.close()
         self._twins.clear()
+        self._losses.clear()
         self._kinds.clear()
 
     def summary(self, model: str) -> Summary:
@@ -515,6 +628,25 @@ class CompiledFitting:
             plain_nbytes=max((beside + one.plain_nbytes for beside, one in each), default=None),
             predicted_nbytes=max((beside + one.peak_nbytes for beside, one in each), default=None),
         )
+
+
+def take_over(fitting: Fitting, called: nn.Module) -> CompiledFitting | None:
+    """Plans a model inside torch.compile from now on, since it is called so; None: not Inductor's.
+
+    fitting: the eager engine of the model; called: the model, or torch.compile's wrapper
+    """
+    how = compile_settings(called)
+    if how is None:
+        return None
+    model = original(called)
+    successor = CompiledFitting(model, fitting.asked, None, how)
+    for optimizer in fitting.model_state.optimizers():
+        successor.add_optimizer(optimizer)
+    leave_regions(fitting)
+    succeed(fitting, successor)
+    fitting.close()
+    attach(model if opener_of(model) is fitting else called, successor)
+    return successor
 
 
 def planned(
@@ -604,6 +736,38 @@ def _tensors_in(out: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
+def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
+    """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
+
+    results: of a forward; beside: tensors that stand anyway
+    """
+    storages: dict[int, int] = {}
+    pending = [x.grad_fn for x in results if x.grad_fn is not None]
+    seen: set[Any] = set(pending)
+    while pending:
+        node: Any = pending.pop()
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                pending.append(below)
+        if type(node).__name__ == "CompiledFunctionBackward":
+            continue
+        is_function = isinstance(node, BackwardCFunction)  # one that is written in Python
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        held = node.saved_tensors if is_function else [getattr(node, name) for name in names]
+        for x in _tensors_in(held):
+            if x.layout is torch.strided:
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    for x in beside:
+        if x.layout is torch.strided:
+            storages.pop(x.untyped_storage()._cdata, None)
+    return sum(storages.values())
+
+
+def _records(x: Tensor) -> bool:
+    return x.grad_fn is not None
+
+
 def _has_symbols(x: Any) -> bool:
     if isinstance(x, torch.SymInt):
         return True
@@ -620,7 +784,7 @@ def _failures() -> tuple[type[Exception], ...]:
     """Returns the exceptions that Dynamo or our backend raise where a call cannot be compiled."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return BudgetTooSmall, FailOnRecompileLimitHit, TorchDynamoException
+    return BudgetTooSmall, FailOnRecompileLimitHit, TorchDynamoException, _NothingCompiled
 
 
 def _refusing_to_stop() -> AbstractContextManager[Any]:

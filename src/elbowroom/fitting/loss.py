@@ -11,22 +11,42 @@ step. If models share a loss, as in a GAN, a call belongs to the model whose for
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
-from elbowroom.fitting.session import Fitting
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
+
+
+class Stepping(Protocol):
+    """Engine of a fitted model, to whose step a call of the loss may belong."""
+
+    ran_at: int
+
+    @property
+    def may_go_on(self) -> bool:
+        """True while the saved tensors of the last forward wait for backward."""
+        ...
+
+    def run_more(
+        self,
+        loss: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs forward(), which is loss(*args, **kwargs), as a part of the step."""
+        ...
 
 
 class _LossCalls:
     """Runs the calls of a loss for the models that it trains."""
 
     def __init__(self) -> None:
-        self.fittings: weakref.WeakSet[Fitting] = weakref.WeakSet()
+        self.fittings: weakref.WeakSet[Stepping] = weakref.WeakSet()
 
     def run(
         self,
@@ -100,7 +120,7 @@ def _no_module(given: object) -> str:
     )
 
 
-def cover(loss: nn.Module, fitting: Fitting) -> None:
+def cover(loss: nn.Module, fitting: Stepping) -> None:
     """Makes calls of the loss after a forward of the model belong to its step.
 
     Raises PlanError for a loss that is fitted itself, as a model.
@@ -114,10 +134,18 @@ def cover(loss: nn.Module, fitting: Fitting) -> None:
     calls.fittings.add(fitting)
 
 
-def uncover(fitting: Fitting) -> None:
+def uncover(fitting: Stepping) -> None:
     """Detaches the losses of a model, which may still belong to other models."""
     for loss, calls in attached():
         if isinstance(calls, _LossCalls):
             calls.fittings.discard(fitting)
             if not calls.fittings:
                 detach(loss)
+
+
+def succeed(fitting: Stepping, successor: Stepping) -> None:
+    """Makes calls of a model's losses belong to the steps of another engine of the model."""
+    for _, calls in attached():
+        if isinstance(calls, _LossCalls) and fitting in calls.fittings:
+            calls.fittings.discard(fitting)
+            calls.fittings.add(successor)

@@ -5,7 +5,7 @@ Models that share a step (`fitting/guests.py`) are counted as one: a guest is co
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,11 @@ class ModelState:
         own = [] if model is None else [id(p) for p in model.parameters() if p.requires_grad]
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
+    def has_any(self, ids: Set[int]) -> bool:
+        """Returns whether one of the model's own parameters has one of these ids."""
+        model = self._model()
+        return model is not None and any(id(p) in ids for p in model.parameters())
+
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
@@ -126,6 +131,10 @@ class ModelState:
             self.unallocated_state_nbytes(),
             gradient_nbytes=storage_nbytes(gradients),
         )
+
+    def standing_nbytes(self) -> int:
+        """Returns the bytes that are held now, and those of optimizer states to come."""
+        return storage_nbytes(self.tensors()) + self.unallocated_state_nbytes()
 
     def unallocated_gradient_nbytes(self) -> int:
         """Bytes of the gradients that a step will create, and hold at one time.

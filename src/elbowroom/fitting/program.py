@@ -1,7 +1,7 @@
 """Budget of what a program compiles by itself: a loss, a step, a method.
 
 A module that is called is fitted (`compiled.py`). A compiled function has no call that could be
-seen, so here Inductor itself is given another partitioner, whoever asks it to compile:
+seen, so here all that Inductor is asked to compile is planned (`inside.py`):
 
     room = budget - (weights, gradients and states of the optimizers that are known)
                   - what fitted models hold between forward and backward
@@ -12,27 +12,15 @@ Where no optimizer has been made yet, what the compiled code is handed counts in
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import (
-    Decision,
-    Regions,
-    Settings,
-    compile_region,
-    device_of_inputs,
-    in_whole,
-    place_of,
-    refusal,
-)
-from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.compiled import RESIDENT, planned
+from elbowroom.compiled import Decision, Regions, Settings
+from elbowroom.fitting.compiled import planned
+from elbowroom.fitting.inside import Region, add_planner, compile_beside, remove_planner
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.summary import Summary
-
-_inductor: Any = torch._TorchCompileInductorWrapper  # the backend "inductor"
 
 
 class CompiledProgram:
@@ -55,23 +43,11 @@ class CompiledProgram:
         self.compiled = 0  # regions, also those from a cache
 
     def __enter__(self) -> Self:
-        program, plain = self, _inductor.__call__
-
-        def call(
-            inductor: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any
-        ) -> Any:
-            if not torch.is_grad_enabled():
-                return plain(inductor, gm, example_inputs, **given)
-            options = {**inductor.config, **(given.get("config_patches") or {})}
-            return program._compile(gm, example_inputs, options)
-
-        self._plain, self._ours = plain, call
-        _inductor.__call__ = call
+        add_planner(self._compile, first=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if _inductor.__call__ is self._ours:  # else other code has wrapped it since
-            _inductor.__call__ = self._plain
+        remove_planner(self._compile)
 
     @property
     def regions(self) -> Sequence[Decision]:
@@ -98,18 +74,17 @@ class CompiledProgram:
 
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
-    ) -> Any:
+    ) -> Region:
         model_state, holder = self._model_state()
-        memory = model_state.memory()
-        resident = memory.static_nbytes + memory.unallocated_state_nbytes + self._held()
+        resident = model_state.standing_nbytes() + self._held()
         self._resident = self._resident or resident
-        room = max(self.options.budget_nbytes - resident, 0)
         self.compiled += 1
-        place, offload = place_of(device_of_inputs(example_inputs)), self.options.offload
-        moves = offload is not None and offload == place
-        self._regions.restrict(room, counts_inputs=not len(holder), offloads=moves)
-        try:
-            return compile_region(gm, example_inputs, self._regions, options, True)
-        except BudgetTooSmall as error:
-            held, noise = {RESIDENT: resident}, self._regions.settings.limit
-            return refusal(in_whole(error, self.options.budget_nbytes, held, noise))
+        return compile_beside(
+            gm,
+            example_inputs,
+            self._regions,
+            options,
+            self.options,
+            resident,
+            counts_inputs=not len(holder),
+        )

@@ -56,13 +56,15 @@ from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.registered import still_used
 from elbowroom.runtime import modules
+from elbowroom.runtime.attach import Around, called
+from elbowroom.runtime.compiler import calls_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
-_forwards = count(1)  # of all models that are fitted
+next_forward = partial(next, count(1))  # numbers the forwards of all models that are fitted
 _fittings: "weakref.WeakSet[Fitting]" = weakref.WeakSet()
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
@@ -73,11 +75,17 @@ class Fitting(MeasuredSteps):
     ran_at   number of its last forward, counted over all models; 0: none yet
     refusal  why its last forward was refused; None: it was not
     expects_others  other models will be fitted that may share steps with it
+    asked           options, with the user's budget
+    compiled        gives the engine for a model that is called compiled, by what was called; None:
+                    this one runs it, without the compiler
+    successor       that engine, once it has taken over
     """
 
     ran_at = 0
     refusal: BudgetTooSmall | None = None
     expects_others = False
+    compiled: "Callable[[Fitting, nn.Module], Around | None] | None" = None
+    successor: Around | None = None
     _host: "weakref.ref[Fitting] | None" = None
 
     def __init__(
@@ -89,7 +97,7 @@ class Fitting(MeasuredSteps):
     ) -> None:
         """plan: the plan of the first step."""
         super().__init__(ModelState(model, optimizer), options)
-        self._asked, self._has_given = options, plan is not None
+        self.asked, self._has_given = options, plan is not None
         self._shared = OpenStep()
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
@@ -108,9 +116,9 @@ class Fitting(MeasuredSteps):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states from the next step on; if it has any, learning begins anew."""
-        before_nbytes = self._state_nbytes()
+        before_nbytes = self.model_state.standing_nbytes()
         self.model_state.add(optimizer)
-        if self._state_nbytes() > before_nbytes:
+        if self.model_state.standing_nbytes() > before_nbytes:
             self._plannings.forget()
             self._parameters = None
             for one in list(_fittings):
@@ -122,10 +130,6 @@ class Fitting(MeasuredSteps):
         self._plannings.forget(but=self.planning)
         if self.planning.state.is_learned:
             self.planning.calls.grew = True
-
-    def _state_nbytes(self) -> int:
-        memory = self.model_state.memory()
-        return memory.static_nbytes + memory.unallocated_state_nbytes
 
     def meet(self, optimizer: Optimizer) -> None:
         """Counts an optimizer that `fit` was not given as it first steps, if it trains this model.
@@ -147,6 +151,11 @@ class Fitting(MeasuredSteps):
 
         After an out-of-memory error, plans with less.
         """
+        wrapper = called()
+        if self.compiled and self._beside.is_alone and calls_compiled(model, wrapper):
+            self.successor = self.compiled(self, model if wrapper is None else wrapper)
+            if self.successor is not None:
+                return self.successor.run(model, forward, args, kwargs)
         hooks = self._foreign.around(self.options)
         if hooks is not None:
             self._parameters = None
@@ -155,7 +164,7 @@ class Fitting(MeasuredSteps):
         host = None if self._beside.is_alone else self._find_host()
         if host is not None:
             return host._run_guest(self, model, forward, args, kwargs)
-        self.ran_at = next(_forwards)
+        self.ran_at = next_forward()
         return self._run_together(self._run_alone, model, forward, args, kwargs)
 
     @property
@@ -209,12 +218,12 @@ class Fitting(MeasuredSteps):
             return False
         others = [one for one in list(_fittings) if one is not self and not one._closed]
         return self.expects_others or any(
-            one._asked == self._asked and one.model_state.device == self.model_state.device
+            one.asked == self.asked and one.model_state.device == self.model_state.device
             for one in others
         )
 
     def _may_take_in(self, guest: "Fitting") -> bool:
-        alike = self._asked == guest._asked and not (self._has_given or self._closed)
+        alike = self.asked == guest.asked and not (self._has_given or self._closed)
         if not alike or self._last is None or not self._shared.may_take_in:
             return False
         same_device = self.model_state.device == guest.model_state.device
@@ -231,7 +240,7 @@ class Fitting(MeasuredSteps):
         """Runs a forward of another fitted model as one more forward of the step."""
         last = self._last
         assert last is not None
-        self.ran_at, guest._host = next(_forwards), weakref.ref(self)
+        self.ran_at, guest._host = next_forward(), weakref.ref(self)
         self._shared.has_guests = True
         if self.model_state.join(guest.model_state):
             self._joined(guest)
@@ -299,7 +308,7 @@ class Fitting(MeasuredSteps):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs a forward whose saved tensors the program's own hooks hold."""
-        self.ran_at = next(_forwards)
+        self.ran_at = next_forward()
         self._step_aside()
         with hooks:
             out = forward()

@@ -195,7 +195,7 @@ def dynamo_looks() -> bool:
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Asked first, and so that it costs little: Dynamo would guard on whatever else is asked, on the
     # identity of each module above all.
-    if torch.compiler.is_dynamo_compiling():  # inside a compiled region of the user: not covered
+    if torch.compiler.is_dynamo_compiling():  # inside a compiled region of the user
         return _plain_call(module, *args, **kwargs)
     if (_everywhere is None or (_of is not None and not _of(module))) and not _around_of(module):
         return _plain_call(module, *args, **kwargs)  # most calls, so little else is asked

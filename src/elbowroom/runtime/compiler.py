@@ -4,7 +4,7 @@ A compiled region passes all its saved tensors to the hooks at once, after its f
 the ops that saved them: nothing could be gained there. Worse, Dynamo would try to compile the hooks
 themselves, and all that they call. So a context sets the stance "force_eager" while it is open, and
 logs this once when it sees a compiled module. Dynamo is used only if it is imported already, since
-the import takes seconds. A fitted model that is a part of a larger compiled region is not covered.
+the import takes seconds.
 
 The stance is the process's, and contexts need not close in the order in which they were opened, nor
 be of one thread: the first sets it, and the last restores the one before.
@@ -121,6 +121,15 @@ def is_compiled(module: nn.Module) -> bool:
     if module._compiled_call_impl is not None or original(module) is not module:
         return True
     return compiled_forward(module) is not None
+
+
+def calls_compiled(model: nn.Module, called: nn.Module | None) -> bool:
+    """Returns whether a model's call goes through Dynamo now. called: the model, or its wrapper."""
+    if called is None or called is model:
+        called = model
+        if model._compiled_call_impl is None and "forward" not in model.__dict__:
+            return False  # most calls, so no more is asked
+    return not _forcing and may_compile() and is_compiled(called)
 
 
 def compiled_forward(module: nn.Module) -> Callable[..., Any] | None:

@@ -99,7 +99,8 @@ class State:
         self._training = [child.training for child in self._modules]
         parameters: list[Any] = [p for child in self._modules if (p := child._parameters)]
         buffers: list[Any] = [b for child in self._modules if (b := child._buffers)]
-        self._tables = parameters + buffers
+        # Those of TorchScript are no dictionaries, and cannot get other tensors.
+        self._tables = [table for table in parameters + buffers if isinstance(table, dict)]
         self._read: list[dict[str, Any]] = [*map(_COPY, self._tables)]
         self._parameters = [
             p for p in chain.from_iterable(map(_VALUES, parameters)) if p is not None

@@ -16,8 +16,10 @@ user's and these in regions: the inner one's inputs are tensors that the outer o
 may run inside of the call, on what it has saved so far.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.utils._device import DeviceContext
 
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.calls import dynamo_looks
+from elbowroom.runtime.compiler import eagerly
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -117,7 +120,8 @@ class Region:
         torch.autocast_increment_nesting()
         _push_hooks(fill, _given)
         try:
-            self._ambient.run(again, inputs)
+            with eagerly() if "torch._dynamo" in sys.modules else nullcontext():
+                self._ambient.run(again, inputs)  # as in forward, without the compiler
         except _AllMade:
             pass
         except Exception:

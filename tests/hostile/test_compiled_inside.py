@@ -1,0 +1,320 @@
+"""Fitted models that the program compiles later, by itself or as a part, and losses beside them.
+
+All run without Inductor's code generation (`uncompiled.py`); plain torch.compile runs so, too.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import elbowroom as er
+from elbowroom.compiled.partition import Decision, told
+from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import compiled
+from elbowroom.runtime.attach import attached
+from uncompiled import nothing_compiled as nothing_compiled
+from uncompiled import uncompiled as uncompiled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # Inductor's import
+    # Dynamo asks its inputs for their gradients, and hides the warning but from who raises it.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+WIDTH, WORDS = 32, 500
+X, Y = torch.randn(256, WIDTH), torch.randint(0, WORDS, (256,))
+
+
+@pytest.fixture(autouse=True)
+def nothing_attached():
+    yield
+    for model, _ in attached():
+        er.release(model)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trained(model: nn.Module, loss: Callable[[], Tensor], steps: int = 2) -> list[Tensor]:
+    """The loss and gradients of each step."""
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        out = loss()
+        out.backward()
+        found += [out.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+def trained_plainly(
+    make: Callable[[nn.Module], Callable[[], Tensor]],
+) -> tuple[list[Tensor], list[Decision]]:
+    """The same, of plain torch.compile, and its decisions."""
+    model = Classifier()
+    decided: list[Decision] = []
+    with told(decided.append):
+        found = trained(model, make(model))
+    torch._dynamo.reset()
+    return found, decided
+
+
+def weights(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def step_of(model: nn.Module, **given: Any) -> Callable[[], Tensor]:
+    """A loss that the program compiles, with the model inside."""
+    step = torch.compile(lambda x, y: F.cross_entropy(model(x), y), **given)
+    return lambda: step(X, Y)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("part", ["model", "blocks"])
+def test_a_region_that_contains_a_fitted_model_is_planned(part, fullgraph, uncompiled) -> None:
+    expected, (plain,) = trained_plainly(lambda model: step_of(model, backend="elbowroom"))
+    model = Classifier()
+    fitted = model if part == "model" else model.blocks
+    budget = weights(fitted) + int(0.8 * plain.plain_nbytes)
+    er.fit(fitted, budget=budget, exact=True)
+    decided: list[Decision] = []
+    with told(decided.append):
+        found = trained(model, step_of(model, fullgraph=fullgraph))
+    assert same(found, expected)
+    assert len(decided) == 1
+    assert decided[0].peak_nbytes <= 0.8 * plain.plain_nbytes
+    summary = er.summary(fitted)
+    assert summary.predicted_nbytes == weights(fitted) + decided[0].peak_nbytes
+
+
+def test_a_region_of_a_fitted_model_that_cannot_be_planned_names_a_budget(uncompiled) -> None:
+    model = Classifier()
+    er.fit(model, budget=weights(model) + 10_000, exact=True)
+    with pytest.raises(BudgetTooSmall, match="weights, buffers and optimizer states 19") as refused:
+        step_of(model)()
+    er.fit(model, budget=refused.value.least_nbytes, exact=True)
+    torch._dynamo.reset()
+    step_of(model)().backward()
+
+
+def test_regions_of_other_models_are_left_to_inductor(uncompiled) -> None:
+    plain = torch._TorchCompileInductorWrapper.__call__
+    model, other = Classifier(), Classifier()
+    er.fit(model, budget="1 GiB")
+    step_of(other)()
+    assert "custom_partitioner_fn" not in uncompiled[-1]
+    torch._dynamo.reset()  # else its code would serve models of the same class
+    with torch.no_grad():
+        step_of(model)()
+    assert "custom_partitioner_fn" not in uncompiled[-1]
+    step_of(model)()
+    assert "custom_partitioner_fn" in uncompiled[-1]
+    er.release(model)
+    assert torch._TorchCompileInductorWrapper.__call__ is plain
+
+
+@pytest.mark.parametrize("way", ["wrapper", "compile()", "forward"])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_fitted_model_that_is_compiled_later_is_planned_in_its_graph(
+    way: str, trained_before: bool, uncompiled
+) -> None:
+    def wrapped(model: nn.Module) -> Callable[[], Tensor]:
+        called = torch.compile(model, backend="elbowroom")
+        return lambda: F.cross_entropy(called(X), Y)
+
+    expected, (plain,) = trained_plainly(wrapped)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    budget = weights(model) + int(0.8 * plain.plain_nbytes)
+    er.fit(model, budget=budget, optimizer=optimizer, exact=True)
+    if trained_before:
+        trained(model, lambda: F.cross_entropy(model(X), Y))
+        model.zero_grad()
+    called: Any = model
+    if way == "wrapper":
+        called = torch.compile(model)
+    elif way == "compile()":
+        model.compile()
+    else:
+        model.forward = torch.compile(model.forward)
+    decided: list[Decision] = []
+    with told(decided.append), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute")
+        found = trained(model, lambda: F.cross_entropy(called(X), Y))
+    assert same(found, expected)
+    assert len(decided) == 1
+    assert decided[0].peak_nbytes <= 0.8 * plain.plain_nbytes
+    assert er.summary(model).setting == "compiled"
+    assert er.release(model) is model
+
+
+def test_what_only_the_eager_engine_can_do_keeps_a_model_there(uncompiled) -> None:
+    model = Classifier()
+    er.fit(model, budget="1 GiB", worst=X)
+    called = torch.compile(model)
+    with pytest.warns(UserWarning, match="is compiled, and runs eagerly inside"):
+        F.cross_entropy(called(X), Y).backward()
+    assert er.summary(model).setting != "compiled"
+
+
+def both(model: nn.Module, loss: nn.Module) -> Callable[[], Tensor]:
+    called = torch.compile(model, backend="elbowroom")
+    criterion = torch.compile(loss, backend="elbowroom")
+    return lambda: criterion(called(X), Y)
+
+
+@pytest.mark.parametrize(("share", "is_reserved"), [(1.2, False), (0.85, True)])
+def test_the_loss_of_a_compiled_model_is_compiled_in_what_that_leaves(
+    share: float, is_reserved: bool, uncompiled
+) -> None:
+    """Without Inductor's patterns the loss needs twice the logits, more than the model leaves."""
+    loss = nn.CrossEntropyLoss()
+    expected, plain = trained_plainly(lambda model: both(model, loss))
+    model = Classifier()
+    budget = weights(model) + int(share * plain[0].plain_nbytes)
+    called = er.fit(torch.compile(model), budget=budget, exact=True, loss=loss)
+    decided: list[Decision] = []
+    with told(decided.append), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = trained(model, lambda: loss(called(X), Y), steps=3)
+    said = [str(one.message) for one in seen if "the loss CrossEntropyLoss" in str(one.message)]
+    each = len(found) // 3
+    assert same(found[each:], [*expected[each:], *expected[each:]])
+    assert len(said) == is_reserved
+    model_region, loss_region = decided[-2:]
+    needed = loss_region.peak_nbytes + loss_region.inputs_nbytes + model_region.saved_nbytes
+    assert weights(model) + needed <= budget
+    er.release(called)
+    assert not attached()
+
+
+def test_a_loss_that_no_plan_leaves_room_for_is_refused_with_what_the_model_holds(
+    uncompiled,
+) -> None:
+    class Wide(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = x.T @ x
+            for _ in range(8):
+                z = (z @ z).sin()
+            return z.sum()
+
+    model, loss = Classifier(), Wide()
+    budget = weights(model) + 3 * 2**20
+    called = er.fit(torch.compile(model), budget=budget, exact=True, loss=loss)
+    with pytest.raises(BudgetTooSmall, match="what the model holds"):
+        loss(called(X), Y)
+
+
+def test_a_loss_runs_with_the_eager_engine_where_that_has_taken_over(
+    uncompiled, monkeypatch
+) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    model, loss = Classifier(), nn.CrossEntropyLoss()
+    plainly = trained(model, lambda: loss(model(X), Y))
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    called = er.fit(torch.compile(model), budget="1 GiB", exact=True, loss=loss)
+    with pytest.warns(UserWarning, match="Classifier runs eagerly: torch.compile has failed"):
+        assert same(trained(model, lambda: loss(called(X), Y)), plainly)
+
+
+class Broken(Classifier):
+    """Code between two regions of the graph holds for backward what nobody plans."""
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x.sin()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        x = self.between(x)
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+def test_what_code_between_regions_holds_is_counted(uncompiled) -> None:
+    held = 20 * X.nbytes
+    model = Broken()
+    assert compiled.uncompiled_nbytes([model.between(X.clone().requires_grad_())], []) == held
+    called = er.fit(torch.compile(model), budget="1 GiB", exact=True)
+    plainly = trained(model, lambda: F.cross_entropy(called(X), Y))
+    peak = er.summary(called).predicted_nbytes
+    assert peak is not None
+    er.release(called)
+    torch._dynamo.reset()
+    model = Broken()
+    called = er.fit(torch.compile(model), budget=peak + held // 2, exact=True)
+    with pytest.raises(BudgetTooSmall, match="held by uncompiled code 640 KiB") as refused:
+        called(X)
+    er.release(called)
+    torch._dynamo.reset()
+    called = er.fit(torch.compile(model), budget=refused.value.least_nbytes, exact=True)
+    assert same(trained(model, lambda: F.cross_entropy(called(X), Y)), plainly)
+
+
+def test_a_model_of_which_nothing_is_compiled_runs_in_the_eager_engine(uncompiled) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    model = Recurrent()
+    plainly = trained(model, lambda: F.cross_entropy(model(X), Y), steps=3)
+    called = er.fit(torch.compile(model), budget="1 GiB", exact=True)
+    with pytest.warns(UserWarning, match="Recurrent runs eagerly: torch.compile finds nothing"):
+        found = trained(model, lambda: F.cross_entropy(called(X), Y), steps=3)
+    assert same(found, plainly)
+    assert er.summary(called).last_nbytes
+
+
+def test_states_of_generators_that_checkpoints_need_are_counted(uncompiled) -> None:
+    class Dropping(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(lambda x: F.dropout(block(x), 0.1), x, use_reentrant=False)  # noqa: B023
+            return self.head(x)
+
+    model = Dropping()
+    called = er.fit(torch.compile(model), budget=weights(model), exact=True)
+    with pytest.raises(BudgetTooSmall) as refused:
+        called(X)
+    er.release(called)
+    torch._dynamo.reset()
+    called = er.fit(torch.compile(model), budget=refused.value.least_nbytes, exact=True)
+    F.cross_entropy(called(X), Y).backward()
