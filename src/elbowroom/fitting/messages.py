@@ -162,6 +162,19 @@ def warn_unmeasured(options: FitOptions, setting: str) -> None:
     )
 
 
+def warn_unplanned(options: FitOptions, error: BaseException) -> None:
+    """Warns that a step has no plan, because planning raised an error that the step does not."""
+    _log.warning(
+        "budget %s: this step could not be planned (%s: %s), and follows one setting for all "
+        "tensors. The model runs without this error, so it may be a fault of elbowroom: please "
+        "report it with the traceback, which the log shows at level DEBUG",
+        show_nbytes(options.budget_nbytes),
+        type(error).__name__,
+        error,
+    )
+    _log.debug("why the step could not be planned", exc_info=error)
+
+
 def say_unknown(options: FitOptions, why: str) -> None:
     """Logs that the noise of codes is not known, at WARNING if a limit was given."""
     _log.log(
