@@ -8,7 +8,7 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import ceiled, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
-from elbowroom.units import show_nbytes
+from elbowroom.units import budget_argument, show_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -393,7 +393,7 @@ def refusal(
     return BudgetTooSmall(
         f"budget {show_nbytes(options.budget_nbytes)} is below the {show_nbytes(least)} that this "
         f"step needs at setting '{least_preset.name}' ({kind}): {what}. "
-        f"{more}alve the batch, or give budget={least}.",
+        f"{more}alve the batch, or give {budget_argument(least)}.",
         least_nbytes=least,
         parts=dict(parts),
     )
@@ -444,7 +444,7 @@ def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     """
     room = error.least_nbytes // _ROOM
     least = error.least_nbytes + room + others_nbytes
-    hint, roomy = f"give budget={error.least_nbytes}", f"give budget={least}"
+    hint, roomy = map(budget_argument, (error.least_nbytes, least))
     error.args = (str(error).replace(hint, roomy),)
     error.least_nbytes = least
     if error.parts:
