@@ -93,7 +93,8 @@ class Fitting(MeasuredSteps):
         self._shared = OpenStep()
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
-        rates(self.model_state.device.type, lossy=not options.exact)
+        moves = options.offload is not None
+        rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
         self._plannings = PlanCache(options, self.model_state, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
