@@ -116,6 +116,11 @@ def show_at_least(nbytes: int) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {name}"
 
 
+def budget_argument(nbytes: int) -> str:
+    """Returns a budget of at least so many bytes, as `fit` takes it: 'budget="9.031 MiB"'."""
+    return f'budget="{show_at_least(nbytes)}"'
+
+
 def show_seconds(seconds: float) -> str:
     """0.00342 -> "3.4 ms"; 95 -> "1 min 35 s"."""
     if seconds < 1e-3:

@@ -5,6 +5,7 @@ outside may see that, and no bit may differ. Each net here does one thing that p
 """
 
 import contextvars
+import copy
 import gc
 import logging
 import pkgutil
@@ -17,7 +18,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom import errors
-from elbowroom.fitting import planning
+from elbowroom.fitting import planner_settings, planning
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.session import Fitting
 from elbowroom.measure import peak
@@ -587,6 +588,28 @@ def test_a_forward_that_begins_again_is_planned_by_the_rehearsal_that_there_was(
     with suppress(er.errors.BudgetTooSmall):
         trained(NETS["a list of the module"], int(SHARE * plain_nbytes()))
     assert ran == {"rehearsed": 1, "tried": 1}
+
+
+def test_a_fault_in_a_plan_is_said_and_the_training_goes_on(monkeypatch, caplog):
+    def fails(*args, **kwargs):
+        raise IndexError("a fault of a planner")
+
+    layers = (nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) * 3
+    model, x = nn.Sequential(*copy.deepcopy(layers)), torch.randn(ROWS, WIDTH)
+    nbytes = peak(lambda: model(x).sum().backward())
+    model.zero_grad()
+    model(x).sum().backward()
+    truth = [p.grad.clone() for p in model.parameters()]
+    monkeypatch.setattr(planner_settings, "make_plan", fails)
+    er.fit(model, budget=int(0.9 * nbytes), exact=True, min_nbytes=4096)
+    with caplog.at_level(logging.DEBUG, logger="elbowroom"):
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), truth, strict=True))
+    said = "this step could not be planned (IndexError: a fault of a planner)"
+    assert sum(said in record.getMessage() for record in caplog.records) >= 1
+    assert any(record.exc_info for record in caplog.records)
 
 
 def test_without_somebody_who_begins_again_it_is_not_raised():

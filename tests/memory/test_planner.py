@@ -33,7 +33,7 @@ from elbowroom.runtime import calls, modules
 from elbowroom.runtime import direct as direct_ops
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.slot import View
-from elbowroom.units import show_nbytes, show_seconds
+from elbowroom.units import budget_argument, show_nbytes, show_seconds
 
 BATCH = 16
 MIN_NBYTES = 4096
@@ -515,7 +515,7 @@ def test_a_budget_too_small_names_one_that_does(kind: str) -> None:
     ) as error:
         er.plan(profile, budget=profile.static + 1)
     least = error.value.least_nbytes
-    assert f"give budget={least}" in str(error.value)
+    assert f"give {budget_argument(least)}" in str(error.value)
     plan = er.plan(profile, budget=least)
     assert plan.peak <= least
     assert Training(kind).peak(following(plan)) <= OVER * least

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,7 +21,7 @@ from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import _RECORDED, broken_promise, measured, quality_of
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
 from elbowroom.measure import memory_curve
-from elbowroom.measure.rates import rates
+from elbowroom.measure.rates import Rates, rates
 from elbowroom.plan import registered
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
@@ -31,8 +32,9 @@ from elbowroom.plan.registered import all_settings, settings_of, weighed
 from elbowroom.plan.site import Formula, Need, Site
 from elbowroom.units import show_nbytes
 
-solve_module, auto_module = map(
-    importlib.import_module, ("elbowroom.plan.solve", "elbowroom.plan.solve.auto")
+solve_module, auto_module, rates_module = map(
+    importlib.import_module,
+    ("elbowroom.plan.solve", "elbowroom.plan.solve.auto", "elbowroom.measure.rates"),
 )
 
 
@@ -306,6 +308,19 @@ def test_a_rate_is_measured_when_it_is_asked_for() -> None:
         found["encode nobody"]
     with pytest.raises(KeyError):
         found["out nowhere"]
+
+
+def test_a_file_is_measured_only_where_tensors_may_be_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Rates(torch.device("cpu"))
+    monkeypatch.setattr(rates_module, "_begun", lambda device_type: found)
+    before = set(threading.enumerate())
+    er.fit(nn.Linear(2, 2), budget="1 GiB", exact=True)
+    assert "out file" not in found
+    assert set(threading.enumerate()) == before
+    er.fit(nn.Linear(2, 2), budget="1 GiB", exact=True, offload="file")
+    assert found["out file"] > 0
 
 
 def test_the_least_budget_is_searched_for_only_where_it_is_named(

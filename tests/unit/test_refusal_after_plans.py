@@ -12,6 +12,7 @@ from elbowroom.fitting.observations import ForwardEnded
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.transitions import advance
+from elbowroom.units import budget_argument
 
 LITTLE, MUCH = Taken(100, "a plan that held"), Taken(150, "a plan that did not")
 STATE = FitState(SimpleNamespace(budget_nbytes=100, noise=None), "memory", "now", "largest")
@@ -46,4 +47,4 @@ def test_a_budget_is_said_to_be_below_what_a_step_needs_only_if_it_is(budget_nby
     error = refusal(saving, options, model_state, memory, 30)
     assert error.least_nbytes > budget_nbytes
     assert error.least_nbytes == {90: 100, 130: 160, 170: 171}[budget_nbytes]
-    assert f"give budget={error.least_nbytes}" in str(error)
+    assert f"give {budget_argument(error.least_nbytes)}" in str(error)

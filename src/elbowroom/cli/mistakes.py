@@ -11,7 +11,7 @@ from rich.text import Text
 
 from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
 from elbowroom.files import beside
-from elbowroom.units import show_at_least
+from elbowroom.units import budget_argument, show_at_least
 
 P = ParamSpec("P")
 
@@ -49,7 +49,7 @@ def on_the_command_line(error: BudgetTooSmall) -> str:
     message = str(error).replace("with exact=None", "by leaving out --exact")
     message = message.replace("with offload='file'", "by --offload file")
     typed = typed_budget(error.least_nbytes)
-    return message.replace(f"budget={error.least_nbytes}", f"--budget {typed}")
+    return message.replace(budget_argument(error.least_nbytes), f"--budget {typed}")
 
 
 def typed_budget(nbytes: int) -> str:

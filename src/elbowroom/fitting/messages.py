@@ -8,7 +8,7 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import ceiled, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
-from elbowroom.units import show_nbytes
+from elbowroom.units import budget_argument, show_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -160,6 +160,19 @@ def warn_unmeasured(options: FitOptions, setting: str) -> None:
         show_nbytes(options.budget_nbytes),
         setting,
     )
+
+
+def warn_unplanned(options: FitOptions, error: BaseException) -> None:
+    """Warns that a step has no plan, because planning raised an error that the step does not."""
+    _log.warning(
+        "budget %s: this step could not be planned (%s: %s), and follows one setting for all "
+        "tensors. The model runs without this error, so it may be a fault of elbowroom: please "
+        "report it with the traceback, which the log shows at level DEBUG",
+        show_nbytes(options.budget_nbytes),
+        type(error).__name__,
+        error,
+    )
+    _log.debug("why the step could not be planned", exc_info=error)
 
 
 def say_unknown(options: FitOptions, why: str) -> None:
@@ -380,7 +393,7 @@ def refusal(
     return BudgetTooSmall(
         f"budget {show_nbytes(options.budget_nbytes)} is below the {show_nbytes(least)} that this "
         f"step needs at setting '{least_preset.name}' ({kind}): {what}. "
-        f"{more}alve the batch, or give budget={least}.",
+        f"{more}alve the batch, or give {budget_argument(least)}.",
         least_nbytes=least,
         parts=dict(parts),
     )
@@ -431,7 +444,7 @@ def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
     """
     room = error.least_nbytes // _ROOM
     least = error.least_nbytes + room + others_nbytes
-    hint, roomy = f"give budget={error.least_nbytes}", f"give budget={least}"
+    hint, roomy = map(budget_argument, (error.least_nbytes, least))
     error.args = (str(error).replace(hint, roomy),)
     error.least_nbytes = least
     if error.parts:

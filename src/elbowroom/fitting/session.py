@@ -40,7 +40,7 @@ from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import OpenStep, is_made_of_graph
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_room
+from elbowroom.fitting.messages import add_room, warn_unplanned
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
@@ -101,7 +101,8 @@ class Fitting(MeasuredSteps):
         self._shared = OpenStep()
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
-        rates(self.model_state.device.type, lossy=not options.exact)
+        moves = options.offload is not None
+        rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
         self._plannings = PlanCache(options, self.model_state, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
@@ -542,13 +543,15 @@ class Fitting(MeasuredSteps):
         """Runs a forward whose rehearsal has raised and was undone: what it does first has to stay.
 
         Plain training, too, keeps the counts of a batch norm, and the random numbers, that a
-        forward took before it raised.
+        forward took before it raised. If this one does not raise, the fault is not the model's.
         """
         try:
-            return self._forward(forward, after)
+            out = self._forward(forward, after)
         except BudgetTooSmall:
             undo.back()
             raise error from None
+        warn_unplanned(self.options, error)
+        return out
 
     def _kept(
         self,

@@ -63,8 +63,10 @@ class States:
 
     def candidates(self, profile: Profile, owner: object) -> list[Candidate]:
         """Returns the state formats that planning `owner` may choose from, the mildest first."""
-        resident = self._resident()
-        if profile.standing is None or resident is None or not self.auto():
+        if profile.standing is None or not self.auto():
+            return [Candidate("", profile)]
+        resident = self._resident()  # counted over all parameters
+        if resident is None:
             return [Candidate("", profile)]
         others = [CHOICES.index(state) for one, state in self._needs.items() if one is not owner]
         found: list[Candidate] = []

@@ -23,7 +23,7 @@ from torch import nn
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.optim.sharded import is_sharded
 from elbowroom.runtime.undo import Undo
-from elbowroom.units import show_nbytes
+from elbowroom.units import budget_argument
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -95,12 +95,12 @@ class Together:
             return out
         if refused is None:
             raise BudgetTooSmall(
-                f"another process of this training needs more than the budget; give budget={least} "
-                f"({show_nbytes(least)}) to all of them",
+                f"another process of this training needs more than the budget; give "
+                f"{budget_argument(least)} to all of them",
                 least_nbytes=least,
             )
         if least > refused.least_nbytes:
-            more = f" Another process needs more: give budget={least} to all of them."
+            more = f" Another process needs more: give {budget_argument(least)} to all of them."
             raise BudgetTooSmall(
                 f"{refused}{more}", least_nbytes=least, parts=refused.parts
             ) from None

@@ -52,6 +52,7 @@ class Rates(dict[str, float]):
     """Bytes a second, by name. What is missing is measured when it is asked for, if it can be.
 
     fixed_s    seconds that each tensor takes besides, by name
+    has_links  links were measured, too: rates of moving a tensor away and back, where that can be
     missing_s  seconds that encoding and decoding a small tensor take longer between all of the
                other work than between a part of it
     """
@@ -60,6 +61,7 @@ class Rates(dict[str, float]):
         super().__init__()
         self.device = device
         self.fixed_s: dict[str, float] = {}
+        self.has_links = False
         self._taken_s = 0.0
         whole_s = _between_other_work(_EXACT[0], device, _OTHER_WORK)
         part_s = _between_other_work(_EXACT[0], device, _FEWER)
@@ -109,12 +111,16 @@ class Rates(dict[str, float]):
             )
 
 
-def rates(device_type: str, *, lossy: bool = True) -> Rates:
+def rates(device_type: str, *, lossy: bool = True, moves: bool = True) -> Rates:
     """Bytes a second of the codecs that a plan may use: "encode dither, 4 levels", "decode ...".
 
     lossy  measure dither now, too, rather than when it is asked for
+    moves  measure what moving tensors to a file or to the host takes, too, with threads that stay
     """
     found = _begun(device_type)
+    if moves and not found.has_links:
+        found.has_links = True
+        found.update(_links(found.device))
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
             found.measure(codec)
@@ -163,7 +169,6 @@ def _begun(device_type: str) -> Rates:
     found = Rates(device)
     for codec in _EXACT:
         found.measure(codec)
-    found.update(_links(device))
     return found
 
 

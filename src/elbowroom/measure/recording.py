@@ -63,7 +63,7 @@ class Recording:
         if levels is None:
             return None
         last = recorder.moments - 1
-        speeds = rates(self._device.type, lossy=False)  # with what `fit` has asked for
+        speeds = rates(self._device.type, lossy=False, moves=False)  # and what `fit` has asked for
         return Profile(
             level=tuple(levels[0]),
             floor=tuple(levels[1]),

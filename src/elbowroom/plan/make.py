@@ -30,7 +30,7 @@ from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shared import share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, WITHOUT_CODES, Limits, lowered, peak, solve
-from elbowroom.units import show_nbytes
+from elbowroom.units import budget_argument, show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
 _SEARCHES = 16  # for a lower least peak
@@ -222,7 +222,7 @@ def too_small(
     least_is: what the least is, in words; ways: out, beside a larger budget.
     """
     what = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size > 0)
-    advice = ", or ".join((*ways, f"give budget={least}"))
+    advice = ", or ".join((*ways, f"give {budget_argument(least)}"))
     return BudgetTooSmall(
         f"budget {show_nbytes(budget)} is below the {show_nbytes(least)} {least_is}: "
         f"{what}. {advice[0].upper()}{advice[1:]}.",

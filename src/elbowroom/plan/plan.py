@@ -26,7 +26,7 @@ from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName, prefix
-from elbowroom.units import show_nbytes, show_seconds
+from elbowroom.units import budget_argument, show_nbytes, show_seconds
 
 VERSION = 1
 _COLUMNS = ("module", "op", "shape", "bytes", "held", "action", "seconds", "error", "why")
@@ -330,7 +330,8 @@ def check_plan(
     if plan.peak > budget:
         raise PlanError(
             f"this plan needs {show_nbytes(plan.peak)}, more than the budget of "
-            f"{show_nbytes(budget)}; make it with budget={budget}, or give budget={plan.peak}"
+            f"{show_nbytes(budget)}; make it with {budget_argument(budget)}, or give "
+            f"{budget_argument(plan.peak)}"
         )
     if exact and not plan.exact:
         what = "has lossy codes" if plan.is_lossy else "has convolutions that round otherwise"

@@ -26,7 +26,7 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.hooks import Saving
 from elbowroom.tools.holders import Holder, address_of, find_holders
-from elbowroom.units import parse_nbytes, show_nbytes
+from elbowroom.units import budget_argument, parse_nbytes, show_nbytes
 
 _MOST = 5  # rows a kind
 _ROOM_NBYTES = 64 << 20  # for an explanation, and what it imports
@@ -282,7 +282,7 @@ def _remedies(total: int, saved: int, profile: Profile | None) -> list[str]:
     lines.append(
         f"  a plan of the known profile fits {show_nbytes(total)}: peak {show_nbytes(plan.peak)} "
         f"in place of {show_nbytes(plan.plain_peak)} (estimated), {kind}; "
-        f"give budget={total}"
+        f"give {budget_argument(total)}"
     )
     return lines
 
@@ -300,10 +300,11 @@ def _foreseen(fitting: Fitting, total: int) -> list[str]:
     kind = "exact" if best.setting.exact else "lossy"
     by = "its first forward" if plain.is_whole else "the part of its first forward that had run"
     tail = (
-        f"give budget={total}"
+        f"give {budget_argument(total)}"
         if fits is not None
-        else f"more than the {show_nbytes(total)} that there were: give budget={total} all the "
-        "same, since plans can take less than settings, or halve the batch"
+        else f"more than the {show_nbytes(total)} that there were: give "
+        f"{budget_argument(total)} all the same, since plans can take less than "
+        "settings, or halve the batch"
     )
     return [
         f"  estimated by {by}, a step takes {show_nbytes(best.nbytes)} at setting "
