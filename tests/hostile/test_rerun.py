@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.runtime import rewind
 from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.recompute import recomputed
 
 
@@ -65,6 +67,13 @@ def test_it_runs_once_in_each_backward() -> None:
     assert module.runs == [3]
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, gradients(Runs(product), plainly)))
+
+
+def test_modules_of_a_run_that_ends_early_do_not_run_any_more() -> None:
+    """Else the next forward in an open context would be named as if it were inside of them."""
+    with er.saving():
+        again(Runs(product), given()).sum().backward()
+        assert outermost() is None
 
 
 def test_what_an_earlier_backward_has_left_is_not_used() -> None:

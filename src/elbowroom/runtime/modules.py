@@ -138,6 +138,19 @@ def on_stack() -> list[nn.Module]:
     return running
 
 
+@contextmanager
+def cut_short() -> Iterator[None]:
+    """Context around calls that may be ended in their midst: then no hook tells that they ended.
+
+    Hooks are called where an Exception is raised, and not for any other BaseException.
+    """
+    running, before = _thread.running, len(_thread.running)
+    try:
+        yield
+    finally:
+        del running[before:]
+
+
 def join(calls: Calls, outside: int) -> None:
     """Begins in the middle of a forward, whose modules are found on Python's stack.
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
+from elbowroom.runtime.modules import cut_short
 from elbowroom.runtime.rerun import Region
 from elbowroom.runtime.rewind import Attributes, Generators, are_same, modules_of
 from elbowroom.runtime.storage import check_version, version_of, versions_of
@@ -66,7 +67,7 @@ def recomputed(
 
     def again(tensors: list[Tensor]) -> None:
         again_args, again_kwargs = arguments.again(tensors)
-        with state.again():
+        with cut_short(), state.again():
             call(*again_args, **again_kwargs)
 
     with torch._C.DisableTorchFunction():
