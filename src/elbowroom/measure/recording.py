@@ -55,15 +55,18 @@ class Recording:
         """True if backward has asked for anything: a forward alone is no whole step."""
         return self.recorder.backward is not None
 
-    def finish(self) -> Profile | None:
-        """Returns what was written down so far; None if this thread cannot tell."""
+    def finish(self, *, moves: bool = False) -> Profile | None:
+        """Returns what was written down so far; None if this thread cannot tell.
+
+        moves: plans of it may move tensors, though no `fit` has asked for that
+        """
         *starts_s, seconds = self._clock.times_s()
         recorder = self.recorder
         levels = self._levels()
         if levels is None:
             return None
         last = recorder.moments - 1
-        speeds = rates(self._device.type, lossy=False, moves=False)  # and what `fit` has asked for
+        speeds = rates(self._device.type, lossy=False, moves=moves)  # and what `fit` has asked for
         return Profile(
             level=tuple(levels[0]),
             floor=tuple(levels[1]),

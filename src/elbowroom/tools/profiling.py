@@ -97,7 +97,7 @@ class Profiling:
         if recording is None:
             return
         try:
-            found = recording.finish() if recording.has_backward else None
+            found = recording.finish(moves=True) if recording.has_backward else None
             if found is not None:
                 self.profile = replace(found, standing=self.model_state.resident_bytes())
                 self._is_whole = not self._waits or 0 < self._updates_before < self._updates
