@@ -1,5 +1,7 @@
 """What backward takes, by the graph that a forward has built: beside what it really takes."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from elbowroom.fitting.planning import Planning
 from elbowroom.fitting.rehearse import rehearsed
 from elbowroom.fitting.signature import Signature
 from elbowroom.measure.clocks import levels_of
+from elbowroom.measure.graph import graph_of
 from elbowroom.measure.peak import peak
 from elbowroom.plan.backward import Graph, Node, run
 from elbowroom.plan.build_problem import build_problem
@@ -428,11 +431,76 @@ NETS = {
 }
 
 
+ROWS, WIDTH, SLOTS = 4000, 16, 200
+PLACES = torch.arange(ROWS) % SLOTS
+COLUMNS = PLACES[:, None].expand(-1, WIDTH)
+
+
+def reduced(x: Tensor, kind: str) -> Tensor:
+    return torch.zeros(SLOTS, WIDTH).scatter_reduce(0, COLUMNS, x, kind)
+
+
+def indexed(x: Tensor, kind: str) -> Tensor:
+    return torch.zeros(SLOTS, WIDTH).index_reduce(0, PLACES, x, kind)
+
+
+OPS = {  # of values between 0.1 and 0.9 [4000, 16]
+    **{f"scatter {kind}": partial(reduced, kind=kind) for kind in ("amax", "amin", "mean", "prod")},
+    **{f"index {kind}": partial(indexed, kind=kind) for kind in ("amax", "amin", "mean")},
+    **{
+        name: partial(getattr(torch, name), dim=1)
+        for name in ("amax", "amin", "std", "var", "logsumexp", "norm", "cumprod", "logcumsumexp")
+    },
+    **{
+        name: getattr(torch, name)
+        for name in (
+            *("abs", "asin", "atan", "cos", "cosh", "erf", "erfinv", "expm1", "log10", "log1p"),
+            *("log2", "reciprocal", "rsqrt", "sin", "sinc", "sinh", "sqrt", "tan", "sigmoid"),
+            *("max", "min", "prod", "neg", "exp", "log", "tanh", "relu", "square"),
+        )
+    },
+    "var and mean": lambda x: torch.var_mean(x, 1)[0],
+    "vector norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "clamp": lambda x: x.clamp(0.3, 0.6),
+    "less something": lambda x: x - 1,
+    "of something less": lambda x: torch.ones(ROWS, WIDTH) - x,
+    "a row less": lambda x: torch.ones(ROWS, WIDTH) - x[:1],
+    "a quotient": lambda x: x / torch.ones(ROWS, WIDTH),
+    "of both": lambda x: x / (x * 2),
+    "a divisor": lambda x: torch.ones(ROWS, WIDTH) / x,
+    "a divisor of rows": lambda x: x / x[:, :1],
+    "power": lambda x: x**3.5,
+    "exponent": lambda x: 2**x,
+    "maximum": lambda x: torch.maximum(x, torch.ones(ROWS, WIDTH)),
+    "minimum": lambda x: torch.minimum(x, torch.ones(ROWS, WIDTH)),
+    "atan2": lambda x: torch.atan2(x, torch.ones(ROWS, WIDTH)),
+    "logaddexp": lambda x: torch.logaddexp(x, torch.ones(ROWS, WIDTH)),
+    "addcmul": lambda x: torch.addcmul(torch.ones(1, WIDTH), x, x * 2),
+    "distances": lambda x: torch.cdist(x[:600], torch.ones(600, WIDTH)),
+    "prelu": lambda x: F.prelu(x, torch.ones(WIDTH, requires_grad=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+@pytest.mark.parametrize("name", OPS)
+def test_what_a_formula_makes_beside_its_results_is_counted(name):
+    x = (torch.rand(ROWS, WIDTH) * 0.8 + 0.1).requires_grad_()
+    y = OPS[name](x)
+    counted = max(one.nbytes for one in run(graph_of([y])))
+    grad = torch.ones_like(y)
+    took = grad.nbytes + peak(lambda: torch.autograd.grad(y, x, grad, retain_graph=True))
+    assert 0.88 * took <= counted <= 1.12 * took, (took, counted)
+
+
 def estimated(name: str) -> tuple[int, int, int]:
     """Returns the peak of a step, and its likely and its careful estimate, in bytes."""
     make, shape = NETS[name]
     torch.manual_seed(0)
-    model, x = make(), torch.randn(shape)
+    return estimated_of(make(), torch.randn(shape))
+
+
+def estimated_of(model: nn.Module, x: Tensor) -> tuple[int, int, int]:
+    """Returns the same of a model and what it is handed."""
     model_state = ModelState(model, None)
     static = model_state.nbytes
     model(x).backward()
@@ -462,6 +530,25 @@ def test_a_forward_alone_tells_the_peak_of_the_step(name):
 def test_a_forward_alone_tells_the_peak_of_the_step_on_two_threads(name):
     took, likely, careful = estimated(name)
     assert 0.85 * took <= likely <= careful <= 1.27 * took, (took, likely, careful)
+
+
+class HalfUsed(nn.Module):
+    """Two branches, of which one gives nothing that the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = {"a": torch.tanh(self.used(x)), "b": torch.tanh(self.unused(x)).exp()}
+        del found["b"]
+        return found["a"].mean()
+
+
+def test_what_a_branch_has_saved_goes_with_its_result():
+    """As forward ends, nothing holds it any more; it was counted to the end of backward."""
+    took, likely, _ = estimated_of(HalfUsed(), torch.randn(512, 64))
+    assert 0.97 * took <= likely <= 1.03 * took, (took, likely)
 
 
 def test_nothing_is_made_again_of_what_only_signs_are_held_of():

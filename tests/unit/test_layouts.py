@@ -46,7 +46,13 @@ AVX2_CASES = {  # not measured with AVX-512
     "volumes of groups": (16, 16, 8, {"maps": 3, "groups": 4}),
     "depthwise volumes": (32, 32, 8, {"maps": 3, "groups": 32}),
     "strided volumes": (16, 32, 8, {"maps": 3, "stride": 2}),
+    "volumes without padding": (16, 24, 12, {"maps": 3, "padding": 0}),
+    "pixels of volumes": (32, 64, 12, {"maps": 3, "kernel_size": 1, "padding": 0}),
     "many samples": (20, 40, 32, {"samples": 16, "kernel_size": 1, "padding": 0}),
+}
+AVX2_ONLY_WEIGHTS = {
+    "patches of volumes": (3, 96, 16, {"maps": 3, "kernel_size": 4, "stride": 4, "padding": 0}),
+    "volumes without padding": (8, 24, 12, {"maps": 3, "padding": 0}),
 }
 AVX2_CHANNELS_LAST = {
     "square": (64, 64, 16, {}),
@@ -120,6 +126,13 @@ def test_what_is_copied_for_the_gradient_of_the_weight_alone_is_counted(case):
 def test_what_is_copied_with_avx2_is_counted(case):
     took, counted = taken(AVX2_CASES[case])
     assert 0.97 * took <= counted <= 1.1 * took + WEIGHT
+
+
+@avx2
+@pytest.mark.parametrize("case", AVX2_ONLY_WEIGHTS)
+def test_what_is_copied_with_avx2_for_the_gradient_of_the_weight_alone_is_counted(case):
+    took, counted = taken(AVX2_ONLY_WEIGHTS[case], input_needs=False)
+    assert 0.97 * took - FEW <= counted <= 1.03 * took + FEW
 
 
 @avx2

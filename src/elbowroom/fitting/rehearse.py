@@ -88,7 +88,11 @@ def rehearsed(
     if seen is None:
         return None
     on = recording.recorder.on
-    forward_profile = ForwardProfile(seen, graph, loss_nbytes, out_nbytes, on(stood), on(outs))
+    last = len(seen.level) - 1
+    gone = frozenset(i for i, storage in enumerate(seen.storages) if storage.freed < last)
+    forward_profile = ForwardProfile(
+        seen, graph, loss_nbytes, out_nbytes, on(stood), on(outs), gone
+    )
     return forward_profile.given(on(held)) if held else forward_profile
 
 

@@ -77,13 +77,19 @@ def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
     leaf = getattr(fn, "variable", None)
     return Node(
         nth=fn._sequence_nr(),
-        name=fn.name().removeprefix("torch::autograd::"),
+        name=_name(fn),
         takes=tuple(map(_gradient_nbytes, fn._input_metadata)),
         gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or copied_nbytes(fn),
         reads=tuple(_reads(fn, found)) if is_hidden else (),
     )
+
+
+def _name(fn: Any) -> str:
+    """Returns what autograd calls a node; a reduction over indices is followed by its kind."""
+    name, kind = fn.name().removeprefix("torch::autograd::"), getattr(fn, "_saved_reduce", "")
+    return f"{name} {kind}" if kind else str(name)
 
 
 def _gradient_nbytes(made: Any) -> int:

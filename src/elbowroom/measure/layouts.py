@@ -95,6 +95,8 @@ def _maps_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
     """
     made, given = fn._input_metadata[0], fn.next_functions[0][0]
     x, y = _nbytes(shape, made), _blocked(_nbytes(made.shape, made), made.shape[1], of.block)
+    if of.is_partial and len(shape) == 5 and _multiplies_pixels(fn):
+        return 0 if given is None else x
     if _multiplies_columns(fn, shape, of, channels_last=False):
         of_weight = _columns_nbytes(fn, shape)
     elif shape[1] in of.images:
@@ -113,9 +115,9 @@ def _multiplies_columns(
 ) -> bool:
     """Returns whether oneDNN computes the gradient of a weight from columns of windows.
 
-    With AVX2 it does so for dilated kernels, in three dimensions, where kernels are higher than the
-    maps or wider than 13 pixels, and for groups that fill no blocks, unless channels come last or
-    kernels are small and depthwise.
+    With AVX2 it does so for dilated kernels, in three dimensions with padding, where kernels are
+    higher than the maps or wider than 13 pixels, and for groups that fill no blocks, unless
+    channels come last or kernels are small and depthwise.
 
     shape: of the input
     """
@@ -126,7 +128,8 @@ def _multiplies_columns(
     maps = fn._input_metadata[0].shape if fn._saved_transposed else shape
     if max(pixels) == 1:
         return False
-    if max(fn._saved_dilation) > 1 or len(pixels) > 2 or pixels[-1] > _LONG_ROW:
+    is_volume = len(pixels) > 2 and (fn._saved_transposed or max(fn._saved_padding) > 0)
+    if max(fn._saved_dilation) > 1 or is_volume or pixels[-1] > _LONG_ROW:
         return True
     groups: int = fn._saved_groups
     if _is_small_depthwise(outs, ins, pixels, groups):
@@ -199,13 +202,18 @@ def _copies_maps(fn: Any) -> bool:
     known, maps are taken to be copied.
     """
     made = fn._input_metadata[0]
-    weight, which = fn.next_functions[1]
-    if weight is None or made.dtype is not torch.float32 or fn._saved_groups != 1:
-        return True
-    pixels = weight._input_metadata[which].shape[2:]
-    is_product = {*pixels, *fn._saved_stride} == {1} and len(pixels) < 3
+    is_flat = len(made.shape) < 5 and made.dtype is torch.float32
     uses_library = made.shape[0] >= _LIBRARY_SAMPLES or torch.get_num_threads() > 1
+    is_product = is_flat and _multiplies_pixels(fn)
     return uses_library or not is_product or prod(made.shape[2:]) == 1
+
+
+def _multiplies_pixels(fn: Any) -> bool:
+    """Returns whether each pixel is multiplied by one matrix, which has a gradient, alone."""
+    weight, which = fn.next_functions[1]
+    if weight is None or fn._saved_groups != 1:
+        return False
+    return {*weight._input_metadata[which].shape[2:], *fn._saved_stride} == {1}
 
 
 def _has_channels_last(view: View) -> bool:

@@ -15,23 +15,65 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-_BETWEEN = {  # largest gradients that a formula makes beside its result
-    "PowBackward": 2,
-    "DivBackward": 1,
-    "RsqrtBackward": 2,
-    "SqrtBackward": 1,
-    "StdBackward": 2,
-    "VarBackward": 1,
-    "ReciprocalBackward": 1,
-    "LogSigmoidBackward": 1,
-    "NativeBatchNormBackward": 1,
+# What a formula makes beside its results: so many of the largest tensor that it takes or gives.
+# Measured on a CPU (`tests/unit/test_backward.py`); a reduction also makes some of what it takes.
+_BETWEEN = {
     "AbsBackward": 1,
-    "CosBackward": 1,
-    "SinBackward": 1,
-    "Log1PBackward": 1,
+    "AddcdivBackward": 4,
+    "AddcmulBackward": 1,
+    "AmaxBackward": 1.25,
+    "AminBackward": 1.25,
+    "AsinBackward": 4,
+    "Atan2Backward": 3,
+    "AtanBackward": 2,
+    "ClampBackward1": 0.5,
+    "CosBackward": 2,
+    "CoshBackward": 1,
+    "CumprodBackward": 3.25,
     "CumsumBackward": 2,
     "ErfBackward": 4,
+    "ErfinvBackward": 4,
+    "EuclideanDistBackward": 1,
+    "Expm1Backward": 1,
+    "FftR2CBackward": 2,
+    "IndexReduceBackward amax": 3.25,
+    "IndexReduceBackward amin": 3.25,
+    "IndexReduceBackward mean": 2,
+    "LerpBackward1": 1,
+    "LinalgVectorNormBackward": 1,
+    "Log10Backward": 1,
+    "Log1PBackward": 1,
+    "Log2Backward": 1,
+    "LogaddexpBackward": 3,
+    "LogcumsumexpBackward": 7,
+    "LogsumexpBackward": 2,
+    "MaxBackward1": 2.25,
+    "MaximumBackward": 1.5,
+    "MinBackward1": 2.25,
+    "MinimumBackward": 1.5,
+    "NativeBatchNormBackward": 1,
+    "NormBackward": 1,
+    "PowBackward": 2,
+    "PowBackward1": 4.25,
+    "PowBackward2": 1,
+    "PreluKernelBackward": 1,
+    "ProdBackward": 1,
+    "ReciprocalBackward": 2,
+    "RsqrtBackward": 2,
+    "ScatterReduceBackward amax": 4.25,
+    "ScatterReduceBackward amin": 4.25,
+    "ScatterReduceBackward mean": 2,
+    "ScatterReduceBackward prod": 6.25,
+    "SinBackward": 1,
+    "SincBackward": 7,
+    "SinhBackward": 1,
+    "SqrtBackward": 1,
+    "StdBackward": 1,
+    "TanBackward": 2,
+    "VarBackward": 1,
+    "VarMeanBackward": 1,
 }
+_QUOTIENT = 4  # largest tensors that a quotient makes in all, if its divisor needs a gradient
 _PASS = (  # their gradient is what came in, or a view of it
     *("AddBackward", "AliasBackward", "CatBackward", "CloneBackward", "ExpandBackward"),
     *("PermuteBackward", "ReshapeAliasBackward", "SqueezeBackward", "StackBackward"),
@@ -48,6 +90,8 @@ _VIEWS = (  # what they make lies in the memory of what they read
 _PARTS = ("CatBackward", "StackBackward")  # each gets a part of what came in
 _EMPTY = ("_NegativeLogLikelihoodBackward",)  # what they hand on has no memory
 _REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole product, then its sum
+_NONE = (-1, 0)  # an input that needs no gradient
+_DIFFERENCE = "SubBackward"  # its second input gets what came in with the other sign
 
 
 @dataclass(frozen=True)
@@ -55,7 +99,7 @@ class Node:
     """One op of the backward graph.
 
     nth     autograd's number of it: the later it was made, the higher
-    name    as autograd calls it
+    name    as autograd calls it; of a reduction over indices followed by which one it is
     takes   bytes of the gradient of each tensor that the op made
     gives   (node, which of its tensors) for each input of the op; node -1: it needs no gradient
     stays   what it takes is the gradient of a leaf, which has none yet
@@ -231,7 +275,10 @@ class _Backward:
                 self._gradients.drop(one)
             self._peak = self._gradients.nbytes
             return
-        made = [(to, which, self._made(node, to, which, came)) for to, which in node.gives]
+        made = [
+            (to, which, self._made(node, nth, to, which, came))
+            for nth, (to, which) in enumerate(node.gives)
+        ]
         self._peak = max(self._peak, self._gradients.nbytes + _between(node, self._nodes))
         for one in came.values():
             self._gradients.drop(one)
@@ -242,13 +289,14 @@ class _Backward:
                 if not self._missing[to]:
                     heapq.heappush(self._ready, (-self._nodes[to].nth, to))
 
-    def _made(self, node: Node, to: int, which: int, came: dict[int, int]) -> int:
+    def _made(self, node: Node, nth: int, to: int, which: int, came: dict[int, int]) -> int:
         if to < 0:
             return -1
         if node.name in _EMPTY:
             return self._gradients.make(0)
-        nbytes = self._nodes[to].takes[which]
-        if len(came) == 1 and node.name.rstrip("0123456789") in _PASS:
+        nbytes, name = self._nodes[to].takes[which], _stripped(node.name)
+        is_new = nth == 1 and name == _DIFFERENCE
+        if len(came) == 1 and name in _PASS and not is_new:
             (one,) = came.values()
             if self._gradients.size(one) == nbytes or node.name.startswith(_PARTS):
                 return self._gradients.hold(one)
@@ -280,10 +328,24 @@ def _reached(graph: Graph) -> set[int]:
 
 def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     """Returns the bytes that a node's formula takes beside what came in and what comes out."""
-    largest, name = max(node.takes, default=0), node.name.rstrip("0123456789")
+    name = _stripped(node.name)
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]
-    broadcasts = name in _REDUCING and sum(size < largest for size in sizes)
-    return node.workspace + largest * (_BETWEEN.get(name, 0) + broadcasts)
+    largest = max(*node.takes, *sizes, 0)
+    times = _BETWEEN.get(node.name, _BETWEEN.get(name, 0))
+    second = node.gives[1] if len(node.gives) == 2 else _NONE
+    if second[0] >= 0 and name == "DivBackward":
+        return node.workspace + _QUOTIENT * largest - sum(sizes)
+    if name in _REDUCING:
+        times += sum(size < largest for size in sizes)
+    elif second[0] >= 0 and name == _DIFFERENCE:
+        times += nodes[second[0]].takes[second[1]] < largest
+    return node.workspace + int(times * largest)
+
+
+def _stripped(name: str) -> str:
+    """Returns the name of a node without the number of its overload."""
+    op, *rest = name.split(" ")
+    return " ".join((op.rstrip("0123456789"), *rest))
 
 
 class _Hidden:
@@ -341,7 +403,7 @@ class _Hidden:
     def _base(self, read: tuple[int, int]) -> tuple[int, int]:
         """Returns the tensor that this one is a view of, or itself."""
         at, which = read
-        while self._nodes[at].name.rstrip("0123456789") in _VIEWS and self._nodes[at].gives:
+        while _stripped(self._nodes[at].name) in _VIEWS and self._nodes[at].gives:
             before, k = self._nodes[at].gives[0]
             if before < 0:
                 break

@@ -72,6 +72,8 @@ class ForwardProfile:
     out_nbytes   of all that forward gives
     resident     storages, by index, that stood before it: the model's buffers, which take no more
     outs         storages, by index, that what forward gives lies in: there until backward
+    gone         storages, by index, that nothing held any more as forward ended: those of a branch
+                 whose result it does not use
     """
 
     profile: Profile
@@ -80,6 +82,7 @@ class ForwardProfile:
     out_nbytes: int = 0
     resident: frozenset[int] = frozenset()
     outs: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
 
     @property
     def left_nbytes(self) -> int:
@@ -91,9 +94,9 @@ class ForwardProfile:
 
     @property
     def small(self) -> tuple[int, ...]:
-        """The storages, by index, that autograd holds by itself, and that forward has made."""
-        storages = enumerate(self.profile.storages)
-        return tuple(i for i, one in storages if i not in self.resident and not is_planned(one))
+        """The storages, by index, that autograd holds by itself, and that forward has left."""
+        storages, others = enumerate(self.profile.storages), self.resident | self.gone
+        return tuple(i for i, one in storages if i not in others and not is_planned(one))
 
     def beside(self, nbytes: int) -> "ForwardProfile":
         """Returns the same with so many bytes more held before it, and all the while."""
@@ -118,6 +121,7 @@ class ForwardProfile:
             self.out_nbytes + later.out_nbytes,
             self.resident.union(i + shift for i in later.resident),
             self.outs.union(i + shift for i in later.outs),
+            self.gone.union(i + shift for i in later.gone),
         )
 
     def given(self, indices: Collection[int]) -> "ForwardProfile":
@@ -184,7 +188,9 @@ def with_backward(
         samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
         floor.append(stays + waits if turns or not samples else -1)
     asked_storages = tuple(
-        _as_requested(storage, i, asked, first, first + len(base) - 1)
+        storage
+        if i in forward_profile.gone
+        else _as_requested(storage, i, asked, first, first + len(base) - 1)
         for i, storage in enumerate(storages)
     )
     dropped = [storage for storage in asked_storages if is_planned(storage)]
