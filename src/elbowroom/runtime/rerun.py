@@ -16,10 +16,8 @@ user's and these in regions: the inner one's inputs are tensors that the outer o
 may run inside of the call, on what it has saved so far.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -120,8 +118,8 @@ class Region:
         torch.autocast_increment_nesting()
         _push_hooks(fill, _given)
         try:
-            with eagerly() if "torch._dynamo" in sys.modules else nullcontext():
-                self._ambient.run(again, inputs)  # as in forward, without the compiler
+            with eagerly():  # as in forward
+                self._ambient.run(again, inputs)
         except _AllMade:
             pass
         except Exception:
