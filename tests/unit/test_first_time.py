@@ -1,4 +1,4 @@
-"""A first run says that kernels are being compiled, and no other run says anything."""
+"""A first run says that kernels are being compiled, no other does, and no clock counts it."""
 
 import os
 import subprocess
@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numba
 import pytest
 
+from elbowroom.kernels import ops
 from elbowroom.kernels.numba import first_time
 from elbowroom.kernels.numba.first_time import FirstTime
+from elbowroom.measure.clocks import Stopwatch
 
 RUN = """
 import torch
@@ -74,3 +77,40 @@ def test_only_seconds_of_our_loops_count(
     compile_for(1, ours, other)
     compile_for(9, ours, ours)
     assert len(caplog.records) == 1
+
+
+def test_a_step_is_not_charged_for_a_loop_that_is_compiled_in_it() -> None:
+    now = [0.0]
+    watch = Stopwatch(lambda: now[0])
+
+    @numba.extending.overload(_taking)
+    def _taken(x: Any) -> Any:
+        now[0] += 60.0  # as long as numba infers types
+        return _taking
+
+    loop = numba.njit(lambda x: _taking(x))
+    began = watch.read()
+    loop(1)
+    now[0] += 1.0
+    loop(1)
+    assert now[0] >= 61.0
+    assert watch.seconds_at([began, watch.read()]) == [0.0, 1.0]
+
+
+def _taking(x: Any) -> Any:
+    return x
+
+
+def test_a_step_is_not_charged_for_a_backend_that_is_imported_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    watch = Stopwatch(lambda: now[0])
+
+    def importing(name: str) -> None:
+        now[0] += 60.0
+
+    monkeypatch.setattr(ops, "importlib", SimpleNamespace(import_module=importing))
+    ops._backend.__wrapped__("numba")
+    assert now[0] == 60.0
+    assert watch.seconds_at([watch.read()]) == [0.0]

@@ -66,6 +66,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import reference
+from elbowroom.kernels.first_use import uncounted
 from elbowroom.kernels.specs import SPECS
 
 _log = logging.getLogger("elbowroom.kernels")
@@ -77,7 +78,8 @@ _library: Any = torch.library.Library("elbowroom", "DEF")  # type: ignore[no-unt
 def _backend(name: str) -> ModuleType | None:
     """`elbowroom.kernels.<name>`, or None, logged once, where it cannot be imported."""
     try:
-        return importlib.import_module(f"elbowroom.kernels.{name}")
+        with uncounted():
+            return importlib.import_module(f"elbowroom.kernels.{name}")
     except ImportError as error:
         _log.warning(
             "backend %s is not available (%s); the plain torch reference serves instead",

@@ -1,15 +1,20 @@
-"""Says, once a process, that kernels are being compiled: else a first run looks as if it hung.
+"""What happens as numba's loops are first called: it is said once, and no clock counts it.
 
 numba compiles a loop when it is first called with arguments of a kind, and keeps the machine code
-on disk, so an installation waits once. Nothing is said of what is loaded from there, nor of less
-than `UNNOTICED_S` in all. The events are numba's own (numba.core.event), sent under its lock.
+on disk, so an installation waits once; without a line, a first run looks as if it hung. Nothing is
+said of what is loaded from there, nor of less than `UNNOTICED_S` in all. The events are numba's own
+(numba.core.event): "compile" is sent under its lock, and "compiler_lock" of what is loaded, too.
 """
 
 import logging
+import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from numba.core import event as events
+
+from elbowroom.kernels.first_use import uncounted
 
 _log = logging.getLogger("elbowroom.kernels")
 UNNOTICED_S = 3.0
@@ -48,4 +53,25 @@ class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
                 self._earlier_s += time.perf_counter() - self._began_s
 
 
+class Uncounted(threading.local, events.Listener):  # type: ignore[misc]  # numba has no types
+    """Stops the clocks of a thread while it compiles or loads a loop, or waits for the lock."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._pauses = ExitStack()
+
+    def on_start(self, event: Any) -> None:
+        """Called before numba's lock is taken, on the thread that takes it."""
+        if not self._depth:
+            self._pauses.enter_context(uncounted())
+        self._depth += 1
+
+    def on_end(self, event: Any) -> None:
+        """Called after the lock was given back."""
+        self._depth = max(self._depth - 1, 0)  # it may have been taken before we listened
+        if not self._depth:
+            self._pauses.close()
+
+
 events.register("numba:compile", FirstTime())
+events.register("numba:compiler_lock", Uncounted())
