@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.loss import may_be_loss
+from elbowroom.plan.make import plain_peak
 from elbowroom.runtime.attach import opener_of
 
 WORDS, WIDTH = 1000, 32
@@ -370,3 +371,21 @@ def test_logits_are_kept_where_a_plan_encodes_other_tensors() -> None:
     collections.deque((step() for _ in range(4)), maxlen=0)
     assert not er.summary(model).exact
     assert weights_nbytes(model) + er.peak(step) <= budget
+
+
+@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}], ids=["ours", "torch's"])
+@pytest.mark.parametrize("holds", [False, True], ids=["let go", "held"])
+def test_a_profile_tells_what_torchs_own_cross_entropy_takes(how: dict, holds: bool) -> None:
+    head, labels = nn.Linear(32, 2000), torch.arange(512) % 2000
+
+    def step() -> None:
+        logits = head(torch.ones(512, 32))
+        loss = F.cross_entropy(logits, labels, **how)
+        if not holds:
+            del logits
+        loss.backward()
+        head.zero_grad()
+
+    plain = er.peak(step)
+    profile = er.measure(step)
+    assert plain_peak(profile) - profile.static == pytest.approx(plain, rel=0.02)

@@ -22,6 +22,7 @@ from elbowroom.errors import DataError, PlanError
 from elbowroom.files import write_text
 from elbowroom.plan.profile import Profile
 from elbowroom.report import profile_table, render_profile, step_page
+from elbowroom.report.step import plain
 from elbowroom.runtime.attach import attach, detach
 from elbowroom.tools import Discovery, Profiling, Unseen
 from elbowroom.units import show_nbytes
@@ -77,8 +78,8 @@ def _show(found: Profile, model: str, remark: str, out: Path, html: Path) -> Non
     write_text(render_profile(step_page(found, model, remark)), html)
     Console().print(profile_table(found))
     Console().print(
-        f"{model}: peak {show_nbytes(found.peak)}, of which {show_nbytes(found.static)} is held "
-        f"before the step; {show_nbytes(found.saved_nbytes)} saved for backward in "
+        f"{model}: peak {show_nbytes(plain(found).peak)}, of which {show_nbytes(found.static)} is "
+        f"held before the step; {show_nbytes(found.saved_nbytes)} saved for backward in "
         f"{len(found.storages)} tensors. {remark}",
         soft_wrap=True,
         markup=False,

@@ -66,19 +66,18 @@ class Summary:
 
     def rows(self) -> list[SummaryRow]:
         """Returns the known figures, each in the column "measured" or "estimated"."""
-        # A measured step in which nothing was done was a plain one.
-        plain = self.last_nbytes if self.setting == self.last_setting == "keep" else None
-        known = plain or self.plain_nbytes
+        known = "" if self.plain_nbytes else "not known: no step was profiled"
+        keeps = self.setting == self.last_setting == "keep"
+        # A step that keeps all tensors may take less: PyTorch's own ops may need more memory.
+        is_plain = bool(keeps and self.plain_nbytes and self.last_nbytes == self.plain_nbytes)
+        size = _size(self.plain_nbytes)
         rows = [
-            (
-                "peak, plain",
-                _size(plain),
-                "" if plain else _size(self.plain_nbytes),
-                "" if known else "not known: no step was profiled",
-            ),
+            ("peak, plain", size if is_plain else "", "" if is_plain else size, known),
             ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),
             ("peak", _size(self.last_nbytes), "", _verdict(self)),
         ]
+        if known and self.setting == "keep":
+            del rows[0]
         if self.highest_nbytes != self.last_nbytes:
             over = _over(self.highest_nbytes, self.budget_nbytes)
             rows.append(

@@ -534,7 +534,8 @@ ROWS = "rows"  # the rate at which the means and sizes of rows are found
 ATTENTION_LOOK = "attention levels"  # the rate at which it is found how fine its codes must be
 RESTORE = "decode bitmask"  # the fixed seconds of what does nearly nothing else
 _MAPS = (*RELUS, "batch_norm")  # what they make of a code has parts
-_WHOLE = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT)  # of what waits for its next reader
+# Of what waits for its next reader.
+_WHOLE = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT, Reads.ROWS)
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _TYPICAL = 32  # levels of a code that a module runs again from
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core

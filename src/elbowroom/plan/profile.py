@@ -203,17 +203,26 @@ class Profile:
     def spared(self) -> dict[int, int]:
         """Bytes by moment that torch's op takes there, beyond those of the op that elbowroom runs.
 
-        Example: for a factor that is expanded to the size of a map, torch allocates the whole
-        product.
+        For a factor that is expanded to the size of a map, torch allocates the whole product. For
+        cross entropy, it makes a gradient of the log-probabilities and one of the logits, where
+        elbowroom's takes the place of the logits.
         """
-        places = [
-            (save.asked, storage.nbytes)
+        asked = [
+            (save.asked, storage, save.site)
             for storage in self.storages
             for save in storage.saves
-            if save.site.reads is Reads.PLACE and save.asked >= 0
+            if save.asked >= 0
         ]
+        places = [(at, one.nbytes) for at, one, site in asked if site.reads is Reads.PLACE]
         factors = Counter(moment for moment, _ in places)
-        return {moment: nbytes for moment, nbytes in places if factors[moment] == 1}
+        found = {moment: nbytes for moment, nbytes in places if factors[moment] == 1}
+        for at, storage, site in asked:
+            if site.reads is Reads.ROWS and site.formula is Formula.LOG_PROBABILITY:
+                restored = 0 if storage.kept else storage.nbytes
+                taken = max(self.level[at] - self.floor[at] - restored, 0)
+                # But for a gradient beside logits that somebody still holds, as torch's, too.
+                found[at] = 2 * storage.nbytes - taken % storage.nbytes
+        return found
 
     @property
     def peak(self) -> int:

@@ -63,7 +63,7 @@ def share(profile: Profile, built: BuiltProblem, choice: Choice, allowed: int) -
 
 def _is_asked_by_all(storage: Storage) -> bool:
     """Returns whether each reader of its values restores it, so that the last one is known."""
-    reads = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT)
+    reads = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT, Reads.ROWS)
     values = [save for save in storage.saves if save.site.need in (Need.EXACT, Need.LOSSY)]
     return all(save.asked >= 0 and save.site.reads in reads for save in values)
 

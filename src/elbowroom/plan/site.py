@@ -106,6 +106,7 @@ class Reads(Enum):
     SAMPLES = "samples"  # what is decoded, a few samples at a time (convolution)
     GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
     PLACE = "place"  # the tensor, decoded or rebuilt to where the gradient will be (products)
+    ROWS = "rows"  # the tensor, some rows at a time: the gradient takes its place (cross entropy)
     SIZES = "sizes"  # sizes alone, of a tensor without memory (pooling)
 
 

@@ -112,7 +112,7 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
     device, name = profile.device
     return StepPage(
         title=f"{model}: where the memory of one step went",
-        lead=f"One plain training step on {name or f'the {device.upper()}'}, from one forward to "
+        lead=f"One training step on {name or f'the {device.upper()}'}, from one forward to "
         f"the next. {remark}" + ("" if plan is None else f" Compared with a {plan}."),
         heads=("one step", "size", "kind")
         if plan is None
@@ -206,8 +206,20 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
             or [one.storage.nbytes])
         for one in found
     )  # fmt: skip
+    peaks = [
+        Fact("peak", (show_nbytes(profile.peak),), "the highest memory use, everything counted")
+    ]
+    if not is_plain(profile):
+        peaks.append(
+            Fact(
+                "peak, plain",
+                (show_nbytes(plain(profile).peak),),
+                "with all tensors kept, and PyTorch's own ops",
+                "estimated",
+            )
+        )
     return [
-        Fact("peak", (show_nbytes(profile.peak),), "the highest memory use, everything counted"),
+        *peaks,
         Fact(
             "held before the step",
             (show_nbytes(profile.static),),

@@ -82,8 +82,8 @@ def profiled(profile: Profile) -> Step:
 
 
 def is_plain(profile: Profile) -> bool:
-    """Returns whether the profiled step kept all tensors, as plain autograd does."""
-    return all(storage.kept for storage in profile.storages)
+    """Returns whether the profiled step took what plain autograd does: it kept all tensors."""
+    return not profile.spared and all(storage.kept for storage in profile.storages)
 
 
 def plain(profile: Profile) -> Step:
@@ -93,7 +93,10 @@ def plain(profile: Profile) -> Step:
         return found
     held = {i: [(s.born, s.freed, s.nbytes)] for i, s in enumerate(profile.storages)}
     kept = Step(profile, found.level, held)
-    return Step(profile, found.level - found.saved + kept.saved, held)
+    level = found.level - found.saved + kept.saved
+    for moment, nbytes in profile.spared.items():
+        level[moment] += nbytes
+    return Step(profile, level, held)
 
 
 def planned(profile: Profile, plan: Plan) -> Step:

@@ -204,7 +204,7 @@ class Call:
 
         Otherwise the nodes of the ended call show it.
         """
-        return self.name in _READERS or self.reads not in (Reads.RESTORED, Reads.PLACE)
+        return self.name in _READERS or self.reads not in (Reads.RESTORED, Reads.PLACE, Reads.ROWS)
 
     def saves_part(self, x: Tensor) -> bool:
         """Returns whether x, which it saves, is rows of what one of our nodes makes in parts."""

@@ -132,7 +132,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
     F.dropout: Direct(dropout, Reads.BITS, fits_dropout),
     F.cross_entropy: Direct(
         cross_entropy,
-        Reads.RESTORED,
+        Reads.ROWS,
         fits_cross_entropy,
         always=True,
         coded=coded_cross_entropy,
