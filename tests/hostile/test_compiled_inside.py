@@ -264,6 +264,16 @@ class Broken(Classifier):
         return self.head(self.blocks[3](self.blocks[2](x)))
 
 
+def test_hooks_of_the_program_unpack_nothing_to_be_counted() -> None:
+    asked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.half(), asked.append):
+        made = Broken().between(X.clone().requires_grad_())
+    assert compiled.uncompiled_nbytes([made], []) == 10 * X.nbytes
+    inside = checkpoint(Broken().between, X.clone().requires_grad_(), use_reentrant=False)
+    assert compiled.uncompiled_nbytes([inside], [X]) <= X.nbytes
+    assert asked == []
+
+
 def test_what_code_between_regions_holds_is_counted(uncompiled) -> None:
     held = 20 * X.nbytes
     model = Broken()

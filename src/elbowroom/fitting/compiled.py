@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from elbowroom.compiled import (
@@ -69,6 +68,7 @@ from elbowroom.runtime.compiler import (
     is_compiled,
     original,
 )
+from elbowroom.runtime.readers import held_by
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_at_least, show_nbytes
 
@@ -739,6 +739,8 @@ def _tensors_in(out: Any) -> list[Tensor]:
 def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
     """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
 
+    Of what hooks of the program have packed, tensors count: a checkpoint's regions hold none.
+
     results: of a forward; beside: tensors that stand anyway
     """
     storages: dict[int, int] = {}
@@ -752,10 +754,7 @@ def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> in
                 pending.append(below)
         if type(node).__name__ == "CompiledFunctionBackward":
             continue
-        is_function = isinstance(node, BackwardCFunction)  # one that is written in Python
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        held = node.saved_tensors if is_function else [getattr(node, name) for name in names]
-        for x in _tensors_in(held):
+        for x in _tensors_in(list(held_by(node))):
             if x.layout is torch.strided:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     for x in beside:

@@ -85,6 +85,20 @@ def _fields(node: Node, name: str) -> Iterable[str]:
     return [each.removeprefix(_SAVED) for each in dir(node) if each.startswith(_SAVED)]
 
 
+def held_by(node: Any) -> Iterator[Any]:
+    """Yields what a node holds for backward, as hooks have packed it; nothing is unpacked."""
+    for name in dir(node):
+        if not name.startswith(_SAVED):
+            continue
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # backward has been there, and freed it
+            continue
+        for one in saved if isinstance(saved, list | tuple) else (saved,):
+            if (held := getattr(one, "data", None)) is not None:
+                yield held
+
+
 def _packed(node: Node, field: str) -> list[Any]:
     """Returns what hooks have packed for the tensors that a node has saved under one name."""
     saved = getattr(node, _SAVED + field, None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.measure.held import all_tensors, is_real
+from elbowroom.runtime.readers import held_by
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.undo import gradient_of, tensors_of
@@ -145,8 +146,9 @@ def _saved(
             owners[node] = owner
             op = node.name().partition("Backward")[0]
             where = f"{owner} ({op})" if owns else f"{op} after {owner}" if owner else op
-            for saved in _held_by(node):
-                yield where, saved
+            for saved in held_by(node):
+                if issubclass(type(saved), Tensor | View):
+                    yield where, saved
 
 
 def _inputs_first(root: Any, known: Mapping[Any, str]) -> Iterator[Any]:
@@ -183,17 +185,3 @@ def _parameter_of(node: Any, parameters: Mapping[int, str]) -> str:
             return ""
         node = node.next_functions[0][0]
     return ""
-
-
-def _held_by(node: Any) -> Iterator[Tensor | View]:
-    for name in dir(node):
-        if not name.startswith("_raw_saved_"):
-            continue
-        try:
-            raw = getattr(node, name)
-        except RuntimeError:  # freed: backward has been there
-            continue
-        for saved in raw if isinstance(raw, tuple | list) else (raw,):
-            held: Any = getattr(saved, "data", None)
-            if held is not None and issubclass(type(held), Tensor | View):
-                yield held
