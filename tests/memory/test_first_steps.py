@@ -242,3 +242,28 @@ def test_a_forward_that_holds_nothing_lets_go_of_what_it_held_once(monkeypatch):
     # The one that was tried; the rehearsed one, as it begins and as it ends. It was one a save.
     assert 2 <= len(dropped) <= 3
     er.release(net)
+
+
+class WithLoss(nn.Module):
+    """Gives its loss and its logits, as models of transformers do. The loss saves the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 4000)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits, labels), logits
+
+
+def test_results_that_are_saved_are_counted_once_in_an_estimate(caplog):
+    model = WithLoss()
+    x, labels = torch.randn(512, 32), torch.randint(0, 4000, (512,))
+    logits_nbytes, weights_nbytes = 512 * 4000 * 4, model.head.weight.nbytes
+    er.fit(model, budget=logits_nbytes * 3 // 2 + 2 * weights_nbytes, exact=True)
+    for _ in range(3):
+        model(x, labels)[0].backward()
+        model.zero_grad()
+    told = er.summary(model)
+    assert told.highest_nbytes <= told.budget_nbytes
+    assert not caplog.records

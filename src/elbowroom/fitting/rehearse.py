@@ -90,8 +90,16 @@ def rehearsed(
     on = recording.recorder.on
     last = len(seen.level) - 1
     gone = frozenset(i for i, storage in enumerate(seen.storages) if storage.freed < last)
+    results = on(outs)  # which are there in its last moment, too
+    storages = (replace(s, used=last) if i in results else s for i, s in enumerate(seen.storages))
     forward_profile = ForwardProfile(
-        seen, graph, loss_nbytes, out_nbytes, on(stood), on(outs), gone
+        replace(seen, storages=tuple(storages)),
+        graph,
+        loss_nbytes,
+        out_nbytes,
+        on(stood),
+        results,
+        gone,
     )
     return forward_profile.given(on(held)) if held else forward_profile
 
