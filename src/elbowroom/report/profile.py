@@ -214,7 +214,7 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
             Fact(
                 "peak, plain",
                 (show_nbytes(plain(profile).peak),),
-                "with all tensors kept, and PyTorch's own ops",
+                "with all tensors kept",
                 "estimated",
             )
         )
