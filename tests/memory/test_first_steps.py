@@ -256,14 +256,23 @@ class WithLoss(nn.Module):
         return F.cross_entropy(logits, labels), logits
 
 
-def test_results_that_are_saved_are_counted_once_in_an_estimate(caplog):
+@pytest.mark.parametrize(
+    ("holds", "share"), [(False, 1.5), (True, 2.5)], ids=["let go", "held by the program"]
+)
+def test_results_that_are_saved_are_counted_as_often_as_they_are_there(caplog, holds, share):
     model = WithLoss()
     x, labels = torch.randn(512, 32), torch.randint(0, 4000, (512,))
     logits_nbytes, weights_nbytes = 512 * 4000 * 4, model.head.weight.nbytes
-    er.fit(model, budget=logits_nbytes * 3 // 2 + 2 * weights_nbytes, exact=True)
+    er.fit(model, budget=int(share * logits_nbytes) + 2 * weights_nbytes, exact=True)
     for _ in range(3):
-        model(x, labels)[0].backward()
+        loss, logits = model(x, labels)
+        if not holds:
+            del logits
+        loss.backward()
         model.zero_grad()
+        loss = logits = None
     told = er.summary(model)
     assert told.highest_nbytes <= told.budget_nbytes
-    assert not caplog.records
+    assert "measured" not in caplog.text.replace("it is measured", "")
+    if holds:
+        assert not caplog.records

@@ -305,7 +305,7 @@ def chosen_by_forward(
         return replace(found, standing=resident)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY)}
-    if planning.options.exact is None:
+    if planning.options.exact is not False:
         steps[MIDDLE] = step(MIDDLE)
     more = fallbacks_of(planning)
     may_gain = planning.state.may_gain(more)

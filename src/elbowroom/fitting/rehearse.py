@@ -38,7 +38,10 @@ _MARGIN = 0.03  # of the non-static bytes, in budgets that are named
 # recomputation can be profiled, which replaces all estimates. Less care is optimistic, and comes
 # last.
 _TRIES: dict[bool | None, tuple[tuple[bool | None, Care, bool], ...]] = {
-    True: ((True, CAREFUL, False), (True, CAREFUL, True), (True, LIKELY, True)),
+    True: (
+        *((True, CAREFUL, False), (True, CAREFUL, True)),
+        *((True, MIDDLE, True), (True, LIKELY, True)),
+    ),
     None: (
         *((True, CAREFUL, False), (True, CAREFUL, True), (True, MIDDLE, True)),
         *((None, CAREFUL, False), (None, CAREFUL, True), (None, LIKELY, True)),

@@ -39,8 +39,9 @@ class Care(NamedTuple):
 
     ops         times what the graph says that an op takes
     workspaces  times the workspace that an op has saved, for that of its backward
-    any_loss    the loss may read all that forward gives; else it reads one tensor, and is all that
-                holds it
+    any_loss    the loss may read all that forward gives, and, where it is a part of forward, the
+                program may hold the other results until backward has ended; else the loss reads one
+                tensor, and is all that holds it
     """
 
     ops: float
@@ -164,6 +165,11 @@ def with_backward(
     turns         plans know what convolutions spare by taking turns, which they do not in the first
                   step, for it is profiled
     """
+    results: frozenset[int] = frozenset()
+    held_nbytes = 0
+    if care.any_loss and not any(forward_profile.loss_nbytes):
+        results, held_nbytes = forward_profile.outs, forward_profile.out_nbytes
+        forward_profile = forward_profile.given(results)
     profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
     graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
@@ -174,7 +180,7 @@ def with_backward(
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)
-    stands = profile.static + forward_profile.left_nbytes
+    stands = profile.static + forward_profile.left_nbytes + held_nbytes
     base, floor = [], []
     asked: dict[tuple[int, int], int] = {}
     for k, moment in enumerate(moments):
@@ -183,6 +189,7 @@ def with_backward(
         if k == 0 and loss_nbytes > beside:
             beside = waits = loss_nbytes
         beside += int(care.workspaces * _workspace_nbytes(storages, moment))
+        beside += _kept_places_nbytes(storages, moment, results)
         stays = stands + small[k] + min(moment.stay, born)
         base.append(stays + beside)
         samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
@@ -293,6 +300,18 @@ def _workspace_nbytes(storages: tuple[Storage, ...], moment: _Moment) -> int:
     """Returns the bytes that only the op that filled them can read: those without a dtype."""
     asked = {i for i, _ in moment.asks}
     return sum(storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8)
+
+
+def _kept_places_nbytes(
+    storages: tuple[Storage, ...], moment: _Moment, results: frozenset[int]
+) -> int:
+    """Returns the bytes of what is asked for, and whose place no gradient takes: others hold it."""
+    asked = (
+        storages[i]
+        for i, nth in moment.asks
+        if i in results and storages[i].saves[nth].site.reads is Reads.ROWS
+    )
+    return sum(storage.nbytes for storage in asked)
 
 
 def _as_requested(
