@@ -138,7 +138,7 @@ class StateNames(NamedTuple):
 
 
 def names(moment: str, kind: str) -> StateNames:
-    """fp32 states have the names of torch.optim, so that they are interchangeable."""
+    """Returns the keys of a moment in a state: of fp32, those of torch.optim, to be exchangeable."""
     return StateNames(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
 
 

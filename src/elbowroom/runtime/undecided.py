@@ -25,7 +25,7 @@ _BEFORE_EXPONENTIAL = (Part.SQUARED, Part.DIFFERENCE, Part.FACTOR)
 
 
 class _Saved(NamedTuple):
-    """One such tensor. model: the outermost module that ran as it was saved."""
+    """One undecided tensor. model: the outermost module that ran as it was saved."""
 
     slot: weakref.ref[Slot]
     site: Site
@@ -34,7 +34,7 @@ class _Saved(NamedTuple):
 
 
 class Undecided(dict[int, list[_Saved]]):
-    """Such tensors of one forward, by autograd's numbers of the nodes that have saved them."""
+    """Undecided tensors of one forward, by autograd's numbers of the nodes that saved them."""
 
     def __init__(self, context: Context, listener: Listener) -> None:
         super().__init__()

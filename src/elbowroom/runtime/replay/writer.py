@@ -392,7 +392,10 @@ class Writer:
         mine: list[tuple[NotedInstruction, Instruction]],
         frees: tuple[int, ...],
     ) -> Step:
-        """frees: numbers of slots that have ended when it has run."""
+        """Returns the step of a script for one op.
+
+        frees: numbers of slots that have ended when it has run
+        """
         before = tuple([instruction for one, instruction in mine if one.when == BEFORE])
         after = tuple([instruction for one, instruction in mine if one.when == AFTER])
         copies = tuple(
