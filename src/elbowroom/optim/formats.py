@@ -138,7 +138,7 @@ class StateNames(NamedTuple):
 
 
 def names(moment: str, kind: str) -> StateNames:
-    """Returns the keys of a moment in a state: of fp32, those of torch.optim, to be exchangeable."""
+    """Returns the keys of a moment in a state; those of fp32 are the keys of torch.optim."""
     return StateNames(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
 
 
