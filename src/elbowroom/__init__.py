@@ -27,7 +27,8 @@
 The packages, from the top down. Each imports only packages below it:
 
     cli/  demo/            commands, and the data and models of the demo
-    _api.py                the public functions; _checks.py: checks of their arguments
+    _training.py           the public functions of training; _checks.py: checks of arguments
+    _api.py                the other public functions
     tools/                 the largest batch, profiles of whole programs, finding their models
     fitting/  report/      the state machine of fit; tables and pages
     adaptive/              controllers that change bits and bounds during training
@@ -59,22 +60,22 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from elbowroom import errors as errors
     from elbowroom import nn as nn
     from elbowroom import optim as optim
-    from elbowroom._api import add_optimizer as add_optimizer
     from elbowroom._api import dry_run as dry_run
     from elbowroom._api import explain_oom as explain_oom
-    from elbowroom._api import fit as fit
     from elbowroom._api import following as following
     from elbowroom._api import gradient_error as gradient_error
-    from elbowroom._api import grow_batch as grow_batch
-    from elbowroom._api import largest_batch as largest_batch
     from elbowroom._api import load_snapshot as load_snapshot
-    from elbowroom._api import log_to as log_to
     from elbowroom._api import measure as measure
     from elbowroom._api import plan as plan
-    from elbowroom._api import release as release
     from elbowroom._api import saving as saving
-    from elbowroom._api import step as step
-    from elbowroom._api import summary as summary
+    from elbowroom._training import add_optimizer as add_optimizer
+    from elbowroom._training import fit as fit
+    from elbowroom._training import grow_batch as grow_batch
+    from elbowroom._training import largest_batch as largest_batch
+    from elbowroom._training import log_to as log_to
+    from elbowroom._training import release as release
+    from elbowroom._training import step as step
+    from elbowroom._training import summary as summary
     from elbowroom.codecs import Codec as Codec
     from elbowroom.codecs import Encoded as Encoded
     from elbowroom.codecs import Facts as Facts
@@ -93,20 +94,22 @@ __all__ = _show_lazily(
     ["adaptive", "errors", "nn", "optim"],
     {
         "_api": [
-            "add_optimizer",
             "dry_run",
             "explain_oom",
-            "fit",
             "following",
             "gradient_error",
-            "grow_batch",
-            "largest_batch",
             "load_snapshot",
-            "log_to",
             "measure",
             "plan",
-            "release",
             "saving",
+        ],
+        "_training": [
+            "add_optimizer",
+            "fit",
+            "grow_batch",
+            "largest_batch",
+            "log_to",
+            "release",
             "step",
             "summary",
         ],

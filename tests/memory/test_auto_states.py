@@ -1,6 +1,7 @@
 """state="auto": fit chooses how optimizer states are held, beside what it does to activations."""
 
 import copy
+import gc
 import logging
 from pathlib import Path
 
@@ -143,6 +144,22 @@ def test_states_that_exist_are_converted_before_the_step_that_has_no_room(caplog
     assert fitting.highest_nbytes <= budget
     assert training.peak() <= budget
     assert found == pytest.approx(losses("fp32", SOME, 8), rel=1e-3)
+
+
+def test_no_refusal_of_a_format_is_left_to_the_garbage_collector() -> None:
+    """Its frames would hold the output of a step while the next one is measured."""
+    budget, training = without_room(), Training(rows=SOME)
+    training()
+    training.fit(budget)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            training()
+        assert not [one for one in gc.get_objects() if type(one) is BudgetTooSmall]
+    finally:
+        gc.enable()
+    assert training.held_as != "fp32"
 
 
 def test_the_first_steps_stay_inside() -> None:

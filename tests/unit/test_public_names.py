@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -72,7 +73,8 @@ import importlib, os, sys, torch
 sys.path[:] = {sys.path!r}
 import elbowroom
 parts = "adaptive nn optim codecs files measure plan tools fitting compiled report cli demo".split()
-parts += ["runtime.slot", "runtime.identity", "runtime.handles", "plan.solve", "_api"]
+parts += ["runtime.slot", "runtime.identity", "runtime.handles", "plan.solve"]
+parts += ["_api", "_training"]
 for part in parts:
     child = os.fork()
     if not child:
@@ -130,7 +132,7 @@ def names_of(package: str) -> set[str]:
     """What the package shows that is no module, and no attribute but by name."""
     if package == "elbowroom":
         return {name for name in er.__all__ if f"elbowroom.{name}" not in {*SHOWN[:1], *SHOWN[2:]}}
-    tree = ast.parse(Path(sys.modules[package].__file__).read_text())
+    tree = ast.parse(Path(import_module(package).__file__).read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     return {alias.asname for node in imports for alias in node.names} - {None} - NO_PAGE
 

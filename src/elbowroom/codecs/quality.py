@@ -48,7 +48,7 @@ class Quality(NamedTuple):
 
     @property
     def levels_of_zeros(self) -> float:
-        """The same for outputs of a ReLU, for a codec with `is_relative`."""
+        """Levels of a dither with the same error on outputs of a ReLU, if `is_relative`."""
         return 1 + sqrt(_OF_ZEROS / max(self.error, 1e-30))
 
 

@@ -389,7 +389,7 @@ def _computed_from(
     gradients: Collection[fx.Node],
     stops: Collection[fx.Node] = (),
 ) -> list[fx.Node]:
-    """These values, and what backward computes from them without a gradient."""
+    """Returns the values, and what backward computes from them without a gradient."""
 
     def read(node: fx.Node) -> list[fx.Node]:
         if node in stops:
@@ -400,7 +400,7 @@ def _computed_from(
 
 
 def _viewed(values: Iterable[fx.Node]) -> list[fx.Node]:
-    """These values and their views."""
+    """Returns the values and their views."""
     return list(reached(values, lambda node: filter(is_view, node.users)))
 
 

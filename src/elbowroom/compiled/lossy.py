@@ -86,9 +86,10 @@ def fine(codec: Codec) -> Codec | None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Codes that fit. seconds: those of its step, plus the price of its variance."""
+    """A step with codes. seconds: its own, plus the price of its variance."""
 
     seconds: float
+    peak_nbytes: int
     saved_nbytes: int
     coded: list[Coded]
     base: Step
@@ -134,17 +135,13 @@ def code(
             if base.seconds >= bound:  # codes do not make it faster
                 continue
             coded = list(_coded(search.joint, base, variant, leaves))
-            quiet = _quiet(reach, base, coded, noise, variants)
-            if quiet is None or _held_at_least(search.joint, base, quiet) > max(room_nbytes, least):
+            most_nbytes = max(room_nbytes, least)
+            chosen = _choice(search.joint, reach, base, coded, noise, variants, most_nbytes)
+            if chosen is None:
                 continue
-            judged = _judged(search.joint, base, quiet)
-            if judged is None:
-                continue
-            least = min(least, judged.peak_nbytes)
-            seconds = judged.seconds * (1 + reach.variance(base, quiet))
-            if judged.peak_nbytes <= room_nbytes and seconds < bound:
-                choices = found if judged.saved_nbytes <= held_nbytes else wide
-                choices.append(_Choice(seconds, judged.saved_nbytes, quiet, base))
+            least = min(least, chosen.peak_nbytes)
+            if chosen.peak_nbytes <= room_nbytes and chosen.seconds < bound:
+                (found if chosen.saved_nbytes <= held_nbytes else wide).append(chosen)
                 bound = min([bound, *(one.seconds for one in found[-1:])])
         if found and exact is not False:
             break
@@ -154,11 +151,43 @@ def code(
         return None, least, 0.0
     if fills:
         best = _filled(search, reach, best, room_nbytes, held_nbytes, noise, variants)
-    held_nbytes = max(held_nbytes, best.saved_nbytes)
-    coded = _fewer(search.joint, best.base, best.coded, room_nbytes, held_nbytes)
-    variance = reach.variance(best.base, coded)
+    rewritten, variance = _rewritten(search.joint, reach, best, room_nbytes, held_nbytes)
+    return rewritten, least, variance
+
+
+def _rewritten(
+    joint: Joint, reach: Reach, best: _Choice, room_nbytes: int, held_nbytes: float
+) -> tuple[Step | None, float]:
+    """Rewrites the graph with as few codes as fit; returns its step and the codes' variance."""
+    most_nbytes = max(held_nbytes, best.saved_nbytes)
+    coded = _fewer(joint, best.base, best.coded, room_nbytes, most_nbytes)
     saved = {*best.base.saved, *(one.node for one in coded)}
-    return search.joint.step(Rewriting(search.joint, saved, coded).saved), least, variance
+    variance = reach.variance(best.base, coded)  # before nodes are replaced
+    return joint.step(Rewriting(joint, saved, coded).saved), variance
+
+
+def _choice(
+    joint: Joint,
+    reach: Reach,
+    base: Step,
+    coded: list[Coded],
+    noise: float | None,
+    variants: Sequence[Codec],
+    most_nbytes: int,
+) -> _Choice | None:
+    """Returns a step with these codes, or with finer ones if they would add too much noise.
+
+    None: no codes are quiet enough, the graph cannot be rewritten with them, or they alone take
+    more than `most_nbytes`.
+    """
+    quiet = _quiet(reach, base, coded, noise, variants)
+    if quiet is None or _held_at_least(joint, base, quiet) > most_nbytes:
+        return None
+    step = _judged(joint, base, quiet)
+    if step is None:
+        return None
+    seconds = step.seconds * (1 + reach.variance(base, quiet))
+    return _Choice(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base)
 
 
 def _best(found: Sequence[_Choice], wide: Sequence[_Choice]) -> _Choice | None:
@@ -189,14 +218,11 @@ def _filled(
         base = search.judge({*best.base.saved}.union(*groups[:count]))
         if base is None:
             return None
-        coded = _quiet(reach, base, list(_coded(joint, base, codec, leaves)), noise, variants)
-        step = None if coded is None else _judged(joint, base, coded)
-        if coded is None or step is None:
+        coded = list(_coded(joint, base, codec, leaves))
+        made = _choice(joint, reach, base, coded, noise, variants, room_nbytes)
+        if made is None or made.peak_nbytes > room_nbytes or made.saved_nbytes > held_nbytes:
             return None
-        if step.peak_nbytes > room_nbytes or step.saved_nbytes > held_nbytes:
-            return None
-        seconds = step.seconds * (1 + reach.variance(base, coded))
-        return _Choice(seconds, step.saved_nbytes, coded, base)
+        return made
 
     found, first, last = [best], 0, len(groups)
     while first < last:  # as many as fit, by bisection

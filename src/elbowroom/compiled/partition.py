@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
-from elbowroom.compiled.decide import MinCut, Search, choose, judge_all_cuts
+from elbowroom.compiled.decide import Search, choose, judge_all_cuts
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import HeldAtBackward, too_small
 from elbowroom.compiled.expand import expand
@@ -202,8 +202,9 @@ class _Answer:
 
         changes = _Changes(without_sums, reordered, delayed, undone)
         with _remembered_cuts():
+            searched = partial(Search, joint, min_cut, memory_budget)
             step, plain, search, noise = self._decided(
-                joint, min_cut, changes, memory_budget, room, inputs_nbytes
+                joint, searched, changes, room, inputs_nbytes
             )
         rounds = bool(search.rounded)
         _report_decision(joint, step, plain, inputs_nbytes, noise=noise, fuses_alike=rounds)
@@ -212,9 +213,8 @@ class _Answer:
     def _decided(
         self,
         joint: Joint,
-        min_cut: MinCut,
+        searched: Callable[..., Search],
         changes: "_Changes",
-        memory_budget: float,
         room: int | None,
         inputs_nbytes: int,
     ) -> tuple[Step, Step, Search, float]:
@@ -222,24 +222,25 @@ class _Answer:
 
         Returns the chosen step, the one of plain torch.compile, the search that found it, and the
         variance that its codes are predicted to add.
+
+        searched: makes a search in the graph as it is
         """
-        exact, codes = self._settings.exact, self._settings.codes
-        if codes is not None:
-            search = Search(joint, min_cut, memory_budget, same_bits=False)
-            codec = setting_named(codes) if codes else None
-            step, noise = code_all(search, codec, self._settings.min_nbytes)
+        exact = self._settings.exact
+        if self._settings.codes is not None:
+            search = searched(same_bits=False)
+            step, noise = self._all_coded(search, self._settings.codes)
             return step, search.plain, search, noise
-        search = Search(joint, min_cut, memory_budget, same_bits=exact is not False)
+        search = searched(same_bits=exact is not False)
         plain = search.plain
         if room is None or plain.peak_nbytes <= room:
             return _holding(search, plain, room, self._settings.held_nbytes), plain, search, 0.0
         is_moved = not search.rounded and changes.reordered()
         if is_moved:
-            search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
+            search = searched(same_bits=False, is_moved=True)
         held = self._settings.held_nbytes
         step = _holding(search, choose(search, room), room, held)
         if step.peak_nbytes > room and exact is True and is_moved and changes.delayed():
-            later = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=True)
+            later = searched(same_bits=False, is_moved=True)
             step, search = _lower((step, search), later, room, held, changes.undone)
         if step.peak_nbytes <= room and exact is not False:
             return step, plain, search, 0.0
@@ -249,10 +250,8 @@ class _Answer:
             moved, *_ = code(search, step, room, exact=True, held_nbytes=held_nbytes, offloads=True)
             if moved is not None:
                 return moved, plain, search, 0.0
-        if exact is not True and (changes.without_sums() or search.rounded):
-            # The second choice: other roundings.
-            is_moved = changes.reordered() or is_moved
-            search = Search(joint, min_cut, memory_budget, same_bits=False, is_moved=is_moved)
+        if exact is not True and (changes.without_sums() or search.rounded):  # other roundings
+            search = searched(same_bits=False, is_moved=changes.reordered() or is_moved)
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
                 return step, plain, search, 0.0
@@ -270,6 +269,11 @@ class _Answer:
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
         return step if coded is None else coded, plain, search, noise
+
+    def _all_coded(self, search: Search, codes: str) -> tuple[Step, float]:
+        """Codes all that the setting of this name may hold; "": exact codes alone."""
+        codec = setting_named(codes) if codes else None
+        return code_all(search, codec, self._settings.min_nbytes)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Coded:
 
     @property
     def error(self) -> float:
-        """Its squared error on normal data, relative to their square."""
+        """Squared error of the code on normal data, relative to their square."""
         return error_of(self.codec) if self.codec is not None else 0.0
 
 

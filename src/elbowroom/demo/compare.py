@@ -1,4 +1,4 @@
-"""The same training twice, plain and through elbowroom, and what each of them took.
+"""Trains one model twice, plain and through elbowroom, and says what each training took.
 
     train plain -> score     train ours -> score     then, on the two trained models and one batch:
 

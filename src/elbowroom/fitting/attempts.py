@@ -29,7 +29,7 @@ class KnownStep(NamedTuple):
 
     @property
     def unmade(self) -> tuple["Unmade", ...]:
-        """Its smallest plans, in the order in which they are tried.
+        """The smallest plans of the profile, in the order in which they are tried.
 
         A step without recomputed modules can be profiled, so its plan comes first of an estimate.
         """

@@ -28,7 +28,7 @@ _OURS = ("torch", "elbowroom")
 
 
 class ForeignHooks:
-    """It remembers the hooks that were met around a model, and whether they change values."""
+    """Memory of the hooks that were met around a model, and of whether they change values."""
 
     def __init__(self) -> None:
         self._known: dict[object, _Verdict] = {}
@@ -64,7 +64,7 @@ class ForeignHooks:
 
 
 class _Verdict:
-    """It says what is known of hooks.
+    """What is known of one pair of hooks.
 
     was_asked  backward has called them
     differs    they have changed a value
@@ -75,7 +75,7 @@ class _Verdict:
 
 
 class _Packed(NamedTuple):
-    """It is held in place of a saved tensor.
+    """What is held in place of a saved tensor.
 
     packed  what the program's own hook has made of the tensor
     was     facts of the tensor before that (`_facts`); None: they are not known
@@ -86,7 +86,7 @@ class _Packed(NamedTuple):
 
 
 class _Checked:
-    """It calls the program's hooks, and compares what they give back with what they got."""
+    """Pair of hooks that call the program's own, and compare what these give back and got."""
 
     def __init__(
         self, verdict: _Verdict, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]

@@ -140,13 +140,14 @@ class PlannerSettings:
         try:
             return self._make(profile, margin, exact=exact, recompute=recompute)
         except BudgetTooSmall as error:
-            refusal = without_frames(error)
+            refusals = [without_frames(error)]
         limited = replace(profile, noise=NoiseShares.by_size(profile.saved_nbytes))
         try:
             self._make(limited, margin, exact=exact, recompute=recompute)
         except BudgetTooSmall as error:
-            refusal = max(refusal, without_frames(error), key=lambda one: one.least_nbytes)
-        raise refusal
+            refusals.append(without_frames(error))
+        refusals.sort(key=lambda error: error.least_nbytes)
+        raise refusals.pop()  # as in `_cheaper`
 
     def _make(self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool) -> Plan:
         budget_nbytes, static = self.options.budget_nbytes, profile.static

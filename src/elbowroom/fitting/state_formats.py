@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from elbowroom.adaptive.state_noise import update_noise
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.chosen import Candidate, Chosen
-from elbowroom.fitting.messages import say_states
+from elbowroom.fitting.messages import say_states, without_frames
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.measure.updates import update_s
@@ -103,12 +103,13 @@ class States:
             try:
                 found.append(Chosen(candidate, settings.best_plan(candidate.profile)))
             except BudgetTooSmall as error:
-                refusals.append(error)
+                refusals.append(without_frames(error))
                 continue
             if estimated or found[-1].plan.changes_nothing:
                 break  # with fewer bytes there is nothing to win
         if not found:
-            raise min(refusals, key=lambda error: error.least_nbytes)
+            refusals.sort(key=lambda error: -error.least_nbytes)
+            raise refusals.pop()  # of what the frame holds, none is the error that it raises
         return found[0] if len(found) == 1 else min(found, key=self._cost_s)
 
     def smallest(

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.measure.memory import device_of
 from elbowroom.optim.sharded import is_sharded
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import budget_argument
@@ -130,8 +131,9 @@ def _take_part(model: nn.Module, forward: Callable[[], Any], given: Given) -> No
 
 def _largest(groups: list[Any], values: list[int], model: nn.Module) -> list[int]:
     """Returns, for each value, the largest in all processes. All of them must call this."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found = torch.tensor([int(value) for value in values], dtype=torch.int64, device=device)
+    found = torch.tensor(
+        [int(value) for value in values], dtype=torch.int64, device=device_of(model)
+    )
     for group in groups:
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
     return [int(value) for value in found.tolist()]

@@ -22,7 +22,7 @@ CHANNEL_NORMS = ("batch_norm", "group_norm")
 
 
 def channel_errors(error: Tensor, x: Tensor, upper: Tensor | None, rstd: Tensor | None) -> Tensor:
-    """v / s [2, C] of an error of x, both [N, C, ...]: by the upper code, and by the lower.
+    """Returns v / s [2, C] of an error of x, both [N, C, ...]: of the upper code and of the lower.
 
     upper  1 where that is held, else 0; None: there is one code. `error` is overwritten then
     rstd   1 / sqrt(s) [C], if it is known
@@ -41,7 +41,10 @@ def channel_errors(error: Tensor, x: Tensor, upper: Tensor | None, rstd: Tensor 
 
 
 def channel_noise(errors: Tensor, grad: Tensor) -> Tensor:
-    """sum_c D_c v_c / s_c of both parts [2]; errors: v / s [2, C], grad: dY [N, C, ...]."""
+    """Returns sum_c D_c v_c / s_c of both parts [2].
+
+    errors: v / s [2, C]; grad: dY [N, C, ...]
+    """
     return errors @ _squares(grad)
 
 

@@ -97,7 +97,7 @@ class GradientVariance:
 
     @property
     def sizes_now(self) -> dict[Key, float]:
-        """The same, of each parameter."""
+        """Squared norm of the gradient of each parameter in the backward that runs."""
         keys = list(self._now)
         parts = [self._now[key].square().sum().double().cpu() for key in keys]
         return dict(zip(keys, torch.stack(parts).tolist(), strict=True)) if parts else {}

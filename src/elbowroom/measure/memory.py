@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import torch
+from torch import nn
 
 from elbowroom.errors import PlanError
 from elbowroom.units import Share, parse_budget
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the first parameter; the CPU if there is none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def budget_nbytes(budget: float | str, device: torch.device | str) -> int:
-    """A budget in bytes. device: whose memory it is a share of, if it is one.
+    """Returns a budget in bytes. device: whose memory it is a share of, if it is one.
 
     Raises UnknownField for a budget that cannot be read, and PlanError for a share of a device
     whose memory is not known here.

@@ -319,7 +319,7 @@ class Fp8Merging(Derived):
 
 
 class Fp8MergingFlow(Fp8Merging, Fp8Flow):
-    """The same, where the adapter is part of the flow."""
+    """The user's adapter, which can be merged as in `Fp8Merging` and is part of the flow."""
 
 
 # --- the product ---

@@ -138,7 +138,7 @@ class StateNames(NamedTuple):
 
 
 def names(moment: str, kind: str) -> StateNames:
-    """fp32 states have the names of torch.optim, so that they are interchangeable."""
+    """Returns the keys of a moment in a state; those of fp32 are the keys of torch.optim."""
     return StateNames(moment if kind == "fp32" else f"{moment}_codes", f"{moment}_bounds")
 
 

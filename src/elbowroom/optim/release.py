@@ -85,7 +85,7 @@ class GradientRelease:
             optimizer.released = None
 
     def watch(self, number: int) -> None:
-        """Also releases the gradients of this parameter group."""
+        """Releases the gradients of another parameter group, too, given its number."""
         optimizer = self._optimizer()
         assert optimizer is not None
         index = sum(len(group["params"]) for group in optimizer.param_groups[:number])

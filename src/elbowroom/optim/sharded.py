@@ -49,7 +49,7 @@ def spread(part: Tensor, p: Tensor) -> Tensor:
 
 
 def aligned(grad: Tensor, p: Tensor) -> Tensor:
-    """grad, spread as p is."""
+    """Returns the gradient with the placements of its parameter, over the same mesh."""
     if is_sharded(p) and is_sharded(grad):
         return grad.redistribute(placements=p.placements)
     return grad

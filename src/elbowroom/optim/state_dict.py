@@ -116,7 +116,7 @@ def _like_saved(
 
 
 def _fill(target: Tensor, source: Tensor, key: str) -> None:
-    """target <- source; float states may come in another float dtype, codes may not."""
+    """Copies a loaded state; a float32 state may come in another float dtype, codes may not."""
     same = source.dtype == target.dtype or (
         source.dtype.is_floating_point and target.dtype is torch.float32
     )

@@ -25,7 +25,7 @@ from elbowroom.plan.policy import Lean
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
-from elbowroom.plan.site import RECOMPUTE, Site, SiteName, prefix
+from elbowroom.plan.site import FINE, RECOMPUTE, Site, SiteName, prefix
 from elbowroom.units import budget_argument, show_nbytes, show_seconds
 
 VERSION = 1
@@ -380,7 +380,7 @@ def _action_by(preset: Preset | None, site: Site, known: PlanEntry | None) -> Ac
     if known is None:
         return policy(site)
     # Whatever a fine formula reads is made of here is known to be, and has a code for that.
-    return policy(replace(site, curved=known.curved or site.formula.is_fine))
+    return policy(replace(site, curved=known.curved or site.formula in FINE))
 
 
 def _matches(known: PlanEntry, site: Site) -> bool:

@@ -178,7 +178,7 @@ class Profile:
 
     @cached_property
     def unmeasured(self) -> "Profile":
-        """The same, for questions about bytes alone: a rate that is not known stays so.
+        """This profile for questions about bytes alone: a rate that is not known stays unknown.
 
         `rates` may measure what is missing, and then compiles a kernel on a GPU, a second each.
         """

@@ -256,7 +256,9 @@ def _moments(graph: Graph, care: Care) -> list[_Moment]:
 
 
 def _requests(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """(storage, save) that each op of backward asks for, by its number. there: of all, ascending.
+    """Returns the pairs (storage, save) that each op of backward asks for, by the op's number.
+
+    there: the numbers of all ops, ascending
 
     What no op of the graph has saved is the input of the user's checkpoint, whose ops come between
     that save and the next: the first of them that runs asks for it. Or it is a branch that leads

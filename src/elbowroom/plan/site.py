@@ -81,13 +81,8 @@ class Formula(Enum):
         """True if an unbiased error of the value only adds noise to the gradient."""
         return self in _TOLERANT
 
-    @property
-    def is_fine(self) -> bool:
-        """True if the error of a coarse code would not average out."""
-        return self in FINE
 
-
-FINE = (
+FINE = (  # those in which the error of a coarse code would not average out
     *(Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY),
     *(Formula.LOG_PROBABILITY, Formula.TAIL),
 )

@@ -5,11 +5,10 @@ torch, and a tensor that is packed during a call is saved by it (about 3 us a ca
 2.13). Calls that torch makes inside a Python function of its own (multi_head_attention_forward) or
 in C++ (lstm) are seen as that function.
 
-Codes are lossy only for known readers. The table of derivative formulas (`formulas.py`) says what
-backward does with each tensor that a node has saved. The nodes exist once the call has ended: until
-then its saved tensors stay as they are (`Deferred`). A few functions are recognized immediately, by
-their arguments; of these only the arguments named here may carry an error, never weights or
-statistics.
+Codes are lossy only for known readers. A few functions are recognized immediately, by their
+arguments; of these only the arguments named here may carry an error, never weights or statistics.
+The saved tensors of all others stay as they are (`Deferred`) until the call has ended: then its
+nodes exist, and show by which formula backward reads each tensor (`readers.py`).
 """
 
 import types
@@ -22,25 +21,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from elbowroom.plan import Need
-from elbowroom.plan.precision_floor import ATTENTION, CURVED, FEW
+from elbowroom.plan.precision_floor import ATTENTION, CURVED
 from elbowroom.plan.site import (
     AGAIN,
     LEAST_FEATURES,
-    LEAST_WIDTH,
     NORMS,
     RECURRENT,
     Formula,
     Reads,
     SiteName,
 )
-from elbowroom.runtime.formulas import INVERSES, SIZES, WHY, reduced_by
-from elbowroom.runtime.identity import PLAIN, is_made_of_parameters
+from elbowroom.runtime.identity import PLAIN
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
-from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import version_of
@@ -97,8 +92,7 @@ _ASKED = {  # the argument that requests it
     "rrelu": 4,
 }
 LENDS = ("numpy", "__array__", "__dlpack__")  # memory, to what no version tells of
-_MOST_RESHAPES = 8
-_BATCHES = ("Bmm", "Baddbmm")
+MOST_RESHAPES = 8
 QUESTIONS = frozenset(  # reading metadata of a tensor saves nothing and creates nothing
     (
         *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous),
@@ -387,38 +381,6 @@ def _attention(x: Tensor, call: Call) -> Reading:
     return Reading(Need.EXACT, Formula.DIFFERENCE, why)
 
 
-def reading_by(
-    formula: Formula, x: Tensor, call: Call, name: str = "", node: Node | None = None
-) -> Reading:
-    """Returns how the op reads x by its derivative formula.
-
-    name: that of the node of that formula, which `node` may be
-    """
-    if formula is Formula.SHAPE and x.is_floating_point():
-        return Reading(Need.SHAPE, formula)
-    if formula.tolerates_errors and not x.is_floating_point():
-        return Reading(Need.EXACT, Formula.INDEX, "not a floating dtype")
-    if formula.tolerates_errors and x.grad_fn is None and not is_argument(x, call):
-        # Dropout's factors, for example: without exact zeros a gradient would pass where none
-        # should.
-        return Reading(Need.EXACT, Formula.STATISTIC, f"a constant that '{call.name}' has made")
-    if formula in (Formula.SUMMED, Formula.MATRIX):
-        formula = _as_product(formula, x, call)
-        if formula is Formula.MATRIX and _is_divided_out(call):
-            why = "a ReLU's results times a product, of which one part may be divided by another"
-            return Reading(Need.EXACT, Formula.DIFFERENCE, why)
-    if formula is Formula.SINGULAR and _is_normalized(x, call):
-        formula = Formula.PRODUCT
-    elif formula is Formula.SINGULAR and _is_scaled(x, call, name):
-        formula = Formula.SUMMED
-    if formula.tolerates_errors:
-        width, dims = _row_of(x, call, name, node)
-        if width:
-            return Reading(Need.LOSSY, formula, width=width, dims=dims, by_size=True)
-        return Reading(Need.LOSSY, formula, width=features_of(x, call))
-    return Reading(Need.EXACT, formula, f"'{call.name}': {WHY.get(formula, '')}")
-
-
 def features_of(x: Tensor, call: Call | None = None) -> int:
     """The elements of a row of x, if it has the shape of features of tokens or nodes; else 0.
 
@@ -426,97 +388,6 @@ def features_of(x: Tensor, call: Call | None = None) -> int:
     """
     is_rows = 2 <= x.dim() <= 3 or (call is not None and call.name == "linear")
     return x.shape[-1] if is_rows and x.shape[-1] >= LEAST_FEATURES else 0
-
-
-def _row_of(x: Tensor, call: Call, name: str, node: Node | None) -> tuple[int, tuple[int, ...]]:
-    """The elements of a row of x, if the op belongs to a norm that is written out, else 0.
-
-    And the dimensions that it has; (): the last ones. x^2, |x| and var(x) become the size of a row,
-    and x * rsqrt(...) reads x for the gradient of that.
-    """
-    dims = reduced_by(node, x) if name in SIZES else ()
-    if dims:
-        width = prod(x.shape[d] for d in dims)
-        is_last = dims == tuple(range(x.dim()))[-len(dims) :]
-        return width, () if is_last else dims
-    if not x.dim() or x.shape[-1] < LEAST_WIDTH:
-        return 0, ()
-    if _is_normalized(x, call):
-        return x.shape[-1], ()
-    if name in SIZES:
-        shape = call.arg(1, "normalized_shape") if call.name == "rms_norm" else 1
-        several = len(shape) if isinstance(shape, list | tuple) else 1
-        return prod(x.shape[-several:]), ()
-    if name != "MulBackward0":
-        return 0, ()
-    others = [one for one in call.args if isinstance(one, Tensor) and not _is(x, one)]
-    is_square = not others and len(call.args) > 1
-    by_row = any(one.dim() and one.shape[-1] == 1 and _is_inverse(one) for one in others)
-    return (x.shape[-1] if is_square or by_row else 0), ()
-
-
-def _is_normalized(x: Tensor, call: Call) -> bool:
-    """Returns whether the call divides rows of x by lengths that its nodes hold exactly.
-
-    Both x / length and the gradient of a length, x / length again, are linear in x then.
-    """
-    if call.name != "normalize" or call.arg(1, "p", 2.0) != 2 or not is_argument(x, call):
-        return False
-    return x.shape[-1] >= LEAST_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
-
-
-def _is_scaled(x: Tensor, call: Call, name: str) -> bool:
-    """Returns whether the call divides x, element by element, by a single number.
-
-    Only the gradient of that number reads x, in a sum over all elements.
-    """
-    by = call.arg(1, "other")
-    return name == "DivBackward0" and isinstance(by, Tensor) and by.numel() == 1 < x.numel()
-
-
-def _is_inverse(x: Tensor) -> bool:
-    """Returns whether x, through casts and reshapes, is 1 / something or a power."""
-    return _is_made_by(x, INVERSES)
-
-
-def _is_made_by(x: Tensor, names: tuple[str, ...], through: tuple[str, ...] = RESHAPES) -> bool:
-    """Returns whether x was made by a node of these names, but for nodes that are passed."""
-    node = x.grad_fn
-    for _ in range(_MOST_RESHAPES):
-        if node is None or not node.name().startswith(through):
-            break
-        node = next((below for below, _ in node.next_functions if below is not None), None)
-    return node is not None and node.name().startswith(names)
-
-
-def _is_divided_out(call: Call) -> bool:
-    """Returns whether the call multiplies results of a ReLU with a product.
-
-    That is attention without a softmax, q (k^T [v, 1]), which divides one part of the product by
-    the other. If q has one positive element, both are multiples of it, and its gradient is 0: the
-    difference of two terms, divided by q, in which no error of either factor cancels.
-    """
-    given = [y for y in call.args if isinstance(y, Tensor)]
-    is_product = [_is_made_by(y, _BATCHES) for y in given]
-    has_zeros = [_is_made_by(y, ("Relu",), (*RESHAPES, "Mul", "_Product")) for y in given]
-    return [is_product, has_zeros] in (
-        [[True, False], [False, True]],
-        [[False, True], [True, False]],
-    )
-
-
-def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
-    """Returns `Formula.SUMMED` if x is summed as a whole, `Formula.MATRIX` if by matrices.
-
-    A linear layer's input is read for the gradient of weights, which ends there. In a product of
-    two activations (q k^T) its error goes on upstream, however many are summed.
-    """
-    given = tensors_in((call.args, call.kwargs))
-    if sum(one.grad_fn is not None and not is_made_of_parameters(one) for one in given) > 1:
-        return Formula.MATRIX
-    if x.dim() == 3 and x.shape[0] > 1 and min(x.shape[1:]) < FEW:
-        return formula
-    return Formula.SUMMED
 
 
 def is_capped(call: Call) -> bool:
@@ -539,19 +410,19 @@ def tolerant_arguments(x: Tensor, call: Call) -> list[int | str]:
     """Returns which of the arguments that may carry an error x is, as positions or keywords."""
     known = TOLERANT.get(call.name)
     if known is _FIRST:
-        return [0 if call.args else "input"] if _is(x, call.first) else []
+        return [0 if call.args else "input"] if is_given_as(x, call.first) else []
     if known is None:
         places: list[int | str] = [*range(len(call.args)), *call.kwargs]
         values = (*call.args, *call.kwargs.values())
-        return [place for place, value in zip(places, values, strict=True) if _is(x, value)]
+        return [place for place, value in zip(places, values, strict=True) if is_given_as(x, value)]
     return [
         position if position < len(call.args) else name
         for position, name in known
-        if _is(x, call.arg(position, name))
+        if is_given_as(x, call.arg(position, name))
     ]
 
 
-def _is(x: Tensor, argument: Any) -> bool:
+def is_given_as(x: Tensor, argument: Any) -> bool:
     """Returns whether x is this argument.
 
     It is the same memory, or what the op made of it before its own work (a cast, a reshape).
@@ -579,7 +450,7 @@ def _starts_at(x: Tensor, argument: Tensor) -> bool:
 def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
     """Returns whether only casts, copies and reshapes lie between `argument` and x in the graph."""
     node, output = x.grad_fn, x.output_nr
-    for _ in range(_MOST_RESHAPES):
+    for _ in range(MOST_RESHAPES):
         if node is argument.grad_fn and output == argument.output_nr:
             return True
         if node is None or not node.name().startswith(RESHAPES):
@@ -592,7 +463,7 @@ def is_buffer(x: Tensor, call: Call | None) -> bool:
     """Returns whether x is a running statistic, which is the module's as parameters are."""
     if call is None or call.name not in BUFFERS or x.dim() > 1:
         return False
-    return any(_is(x, call.arg(*buffer)) for buffer in BUFFERS[call.name])
+    return any(is_given_as(x, call.arg(*buffer)) for buffer in BUFFERS[call.name])
 
 
 def is_running_copy(x: Tensor, call: Call | None) -> bool:
@@ -610,7 +481,7 @@ def is_argument(x: Tensor, call: Call | None) -> bool:
     if call is None:
         return False
     given = (*call.args, *call.kwargs.values())
-    return any(_is(x, argument) for argument in given if argument is not None)
+    return any(is_given_as(x, argument) for argument in given if argument is not None)
 
 
 def _is_layer_output(x: Tensor, call: Call) -> bool:

@@ -32,6 +32,7 @@ from torch import Tensor
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, suffices
+from elbowroom.plan.site import FINE
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.rebuild import Recipe, same_order
@@ -82,7 +83,7 @@ class Waiting:
     def would_suffice(self, site: Site) -> bool:
         """Returns whether the code that this site's reading leads to has the levels it needs."""
         action = self._action
-        is_curved = site.formula.is_fine and action.curved is not None
+        is_curved = site.formula in FINE and action.curved is not None
         codec = action.curved if is_curved else action.codec
         return codec is None or suffices(codec, site)
 

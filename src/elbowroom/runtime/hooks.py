@@ -45,7 +45,6 @@ from elbowroom.runtime.consumers import (
     Part,
     Reading,
     is_buffer,
-    reading_by,
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
@@ -66,7 +65,7 @@ from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
 from elbowroom.runtime.producers import note_copy, note_origin
-from elbowroom.runtime.readers import Reader, readers_of
+from elbowroom.runtime.readers import Reader, readers_of, reading_by
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.redrawn import Redrawn
 from elbowroom.runtime.repeats import why_not_again
@@ -292,7 +291,7 @@ class Saving:
             if self._serving.pieces.waiting:
                 self._serving.pieces.made(call, out)
             if self._serving.undecided:
-                self._serving.keep_decided(call, out, self.recorder)
+                self._serving.undecided.ended(call, out, self.recorder)
             if self._serving.waiting:
                 self._serving.waiting.ended(call, out, self._identity)
             for finish in call.at_end:
@@ -525,7 +524,7 @@ class Saving:
         measures = not self.is_exact()
         for one, x in saved:
             reader = readers.get(id(one), Reader())
-            reading = reading_by(reader.formula, x, call, reader.node, reader.of)
+            reading = reading_by(reader, x, call)
             if reading.formula is Formula.LOG_PROBABILITY and x is call.first and measures:
                 reading = Reading(Need.EXACT, Formula.DIFFERENCE, "logits, which are normalized")
             if reading.need is Need.LOSSY and self._may_round:

@@ -257,9 +257,9 @@ class Account(ABC):
         """
 
     def totals(self, by: str) -> dict[str, tuple[int, int]]:
-        """(before, after) bytes by one of the fields of a row.
+        """Returns bytes in plain autograd and bytes held, summed by one field of the rows.
 
-        That is "action", "module", "dtype", "consumer" or "why".
+        by: "action", "module", "dtype", "consumer" or "why"
         """
         sums: dict[str, tuple[int, int]] = {}
         for row in self.rows:

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elbowroom.codecs.base import Encoded, Seed
 from elbowroom.codecs.dropped import encoded_or_dropped, is_own
@@ -48,7 +48,6 @@ from elbowroom.plan.site import (
     NORMS,
     RECOMPUTE,
     Formula,
-    SiteKey,
     key_of,
 )
 from elbowroom.runtime.checkpoints import Pieces
@@ -70,9 +69,9 @@ from elbowroom.runtime.identity import Identity, covering
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
-from elbowroom.runtime.observer import Listener, Recorder, Watch
+from elbowroom.runtime.observer import Listener, Watch
 from elbowroom.runtime.prefetcher import Prefetcher
-from elbowroom.runtime.saturated import WHY, Saturated, divided, exponents, tell_late
+from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.sites import (
     MADE_OF_PARAMETERS,
     Request,
@@ -85,6 +84,7 @@ from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.statistics import layout_of, statistics_of
 from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.tiers import tier_for
+from elbowroom.runtime.undecided import Undecided
 
 _MOST_WAITING = 8  # of a kind
 _NOWHERE = SiteName("", "")
@@ -103,36 +103,11 @@ def is_lossy(action: Action, need: Need) -> bool:
     return need is Need.LOSSY and not at_once
 
 
-class Undecided(NamedTuple):
-    """Tensor that a later op may need exactly, as a node has saved it. model: the outermost."""
-
-    slot: weakref.ref[Slot]
-    site: Site
-    part: Part
-    model: nn.Module | None
-
-
-def _taken_back(slot: Slot, why: str) -> bool:
-    """Holds the tensor itself in place of its code, if it still exists; returns whether it does.
-
-    What is rebuilt is exact once all that it is rebuilt from is.
-    """
-    held = slot.value
-    if isinstance(held, RebuildHandle):
-        return all(one.exact or _taken_back(one, why) for one in held.ready.slots)
-    if not isinstance(held, EncodeHandle) or isinstance(held, MovedCodeHandle):
-        return False
-    original = held.original()
-    if original is not None:
-        slot.hold(KeepHandle(original, why))
-    return original is not None
-
-
 class Serving:
     """Serves the requests of one forward.
 
     waiting, pieces  tensors that are decided on later
-    undecided        by their nodes, tensors that a later op may need exactly (`saturated.py`)
+    undecided        tensors that a later op may turn out to need exactly
     """
 
     def __init__(
@@ -158,8 +133,7 @@ class Serving:
         self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
         self.pieces = Pieces()
-        self.undecided: dict[int, list[Undecided]] = {}
-        self._untold = set[SiteKey]()  # what this forward has learned without a wrong gradient
+        self.undecided = Undecided(context, listener)
 
     def end(self) -> None:
         """Ends the forward: nothing waits any more."""
@@ -176,7 +150,7 @@ class Serving:
         """Makes the slot hold what the op needs, if it does not yet."""
         if is_served(request):
             if request.slot.sites and request.reading.part is not Part.NONE:
-                self._note(request, request.slot.sites[-1])
+                self.undecided.note(request, request.slot.sites[-1])
             if request.slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(request.slot, self._site(request)[0])
             return
@@ -188,42 +162,6 @@ class Serving:
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
-
-    def keep_decided(self, call: Call, out: Any, recorder: Recorder | None) -> None:
-        """Keeps tensors exactly that a call turns out to need so (`saturated.py`).
-
-        Those are results whose small differences it divides by, and what is squared on the way into
-        an exponential.
-        """
-        for number in divided(call):
-            self._keep_parts(number, tuple(Part), call, recorder)
-        for number in exponents(call, out):
-            parts = (Part.SQUARED, Part.DIFFERENCE, Part.FACTOR)
-            self._keep_parts(number, parts, call, recorder)
-
-    def _keep_parts(
-        self, number: int, parts: tuple[Part, ...], call: Call, recorder: Recorder | None
-    ) -> None:
-        """Keeps what a node has saved; a tensor that has a code by now, from the next step on.
-
-        In this step that is taken back if something else holds the tensor itself.
-        """
-        for ref, site, part, model in self.undecided.get(number, ()):
-            slot = ref()
-            if slot is None or part not in parts:
-                continue
-            if not slot.exact:
-                if self._context.learn_exact(model, key_of(site), WHY[part]):
-                    self._untold.add(key_of(site))
-                self._listener.refuse(WHY[part], once=True)
-                if not _taken_back(slot, WHY[part]) and key_of(site) in self._untold:
-                    self._untold.remove(key_of(site))
-                    tell_late(site.consumer, site.module, WHY[part])
-            if slot.exact:
-                slot.promise(Need.EXACT, call.name)
-                slot.entry.why = WHY[part]
-            if recorder is not None:
-                recorder.decided(slot, WHY[part])
 
     def tighten(self, slot: Slot, policy: Policy) -> None:
         """Encodes tensors that were kept so far and may carry an error, by another policy."""
@@ -262,7 +200,7 @@ class Serving:
         seed = self._context.next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, name, site, ready, seed, self._context.count)
         if reading.part is not Part.NONE:
-            self._note(request, site)
+            self.undecided.note(request, site)
         covers = x.numel() == whole.numel()
         if need is Need.SHAPE and isinstance(action, Rebuild):
             slot.hold_shape()
@@ -290,12 +228,6 @@ class Serving:
         if reading.part is Part.DIFFERENCE:
             return not isinstance(action, Rebuild)
         return reading.part in (Part.SATURATED, Part.EXPONENTIAL)
-
-    def _note(self, request: Request, site: Site) -> None:
-        """Notes a part that a later op may need exactly. site: that of what is held."""
-        reading = request.reading
-        noted = self.undecided.setdefault(reading.number, [])
-        noted.append(Undecided(weakref.ref(request.slot), site, reading.part, outermost()))
 
     def _wait_for_sources(self, request: Request, site: Site) -> None:
         """Lets a kept tensor wait until an op saves a source of it, in exact contexts.

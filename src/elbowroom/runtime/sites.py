@@ -283,7 +283,10 @@ def sequence_of(x: Tensor, base: Geometry, op: str) -> int | None:
 
 @lru_cache(4096)
 def _sequence_in(stride: tuple[int, ...], base: Geometry, *, first: bool) -> int | None:
-    """first: channels come before the sequence, and not after it."""
+    """Returns the dimension of `base` with the stride of the sequence in a tensor, or None.
+
+    first: channels come before the sequence, and not after it
+    """
     if len(stride) < 2 or (first and len(stride) != 3):
         return None  # maps, or samples that do not follow each other
     step = stride[-1 if first else -2]

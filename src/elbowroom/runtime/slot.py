@@ -453,7 +453,10 @@ class Slot:
         return not isinstance(self.value, EncodeHandle) or self.value.has_made(whole)
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
-        """affine of the whole tensor, and 0 where a bit is not set; the caller may overwrite it."""
+        """Returns an affine of the whole tensor, which the caller may overwrite.
+
+        bits: it is 0 where one is not set
+        """
         if isinstance(self.value, EncodeHandle):
             return self.value.restore_mapped(affine, bits)
         x = self.restore_value(private=True)

@@ -54,7 +54,7 @@ def statistics_of(call: Call, saved: Tensor) -> Statistics | None:
 
 
 def logical_statistics(call: Call, x: Tensor) -> _Found | None:
-    """x, the input of a norm that has just ended, seen so that its mean and rstd broadcast."""
+    """Returns a view of x, the input of a norm, with the mean and rstd that broadcast over it."""
     find = _FINDERS.get(call.name)
     return None if find is None or not x.numel() else find(call, x)
 

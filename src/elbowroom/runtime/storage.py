@@ -72,7 +72,7 @@ def counter_of(x: Tensor) -> Tensor:
 
 
 def counted(counter: Tensor, x: Tensor) -> Tensor:
-    """x with the version counter of another tensor.
+    """Returns x with the version counter of another tensor.
 
     So a Python backward that overwrites x is detected.
     """

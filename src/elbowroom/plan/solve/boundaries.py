@@ -58,7 +58,7 @@ def uniform_from_codes(problem: Problem) -> Iterator[Choice]:
 
 
 def _recomputed(problem: Problem, named: list[int], coded: list[int]) -> Choice:
-    """These modules from codes, but those that an earlier one excludes.
+    """Returns the choice that recomputes these modules, except those that an earlier one excludes.
 
     Of one depth, none lies within another; they may still hold an item together, start from what
     another holds, or take another code of what both start from.

@@ -208,7 +208,7 @@ class Model:
                 self.program.row(moved, high=link.room / self.unit)
 
     def _region_noises(self) -> list[tuple[int, float]]:
-        """(column, variance) of all that regions add which start from codes.
+        """Returns (column, variance) for all that regions add which start from codes.
 
         A column for each variance that an input's options have, of all that have it or more: what
         these add beyond the next smaller one.
@@ -232,7 +232,7 @@ class Model:
         return found
 
     def _moved(self, name: str) -> list[tuple[int, int, int]]:
-        """(item, option, column) of all that may travel a link."""
+        """Returns what may travel a link: (item, option, column)."""
         items = self.problem.items
         return [
             (i, a, c) for (i, a), c in self._options.items() if items[i].options[a].link == name
@@ -277,7 +277,7 @@ class Model:
         self._lateness(back, lambda moment: time_to_return(problem, moment))
 
     def _dues(self, i: int, a: int, column: int) -> list[tuple[int, int, float]]:
-        """(moment, column, factor): what joins the queue of those to be back by a moment.
+        """Returns the moments by which an option has its item back: (moment, column, factor).
 
         Where a region starts from the item before its own need, it joins with that region.
         """

@@ -31,7 +31,7 @@ def packed(ctx: Any, i: int) -> Any:
 
 
 def flat_like(grad: Tensor, view: View) -> Tensor | None:
-    """grad as a flat run in the order of the view; None where it has another order or dtype.
+    """Returns grad as a flat run in the view's order; None where it has another order or dtype.
 
     Reordering it would give a gradient of another layout than torch's, from which later ops may
     compute other bits.

@@ -118,7 +118,10 @@ class EncodeHandle:
         return x
 
     def restore_mapped(self, affine: Affine, bits: Tensor | None) -> Tensor:
-        """affine(x), and 0 where a bit is not set: in one pass, in private memory."""
+        """Returns an affine of the tensor, made as it is decoded, in private memory.
+
+        bits: it is 0 where one is not set
+        """
         both = affine if self._normal is None else self._normal.undo().then(affine)
         if both is not None:
             return self._decoded(both, bits)

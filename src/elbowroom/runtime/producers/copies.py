@@ -135,7 +135,7 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
 
 def cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
-    """x in another floating dtype."""
+    """Returns the origin of a copy of x in another floating dtype."""
     x = call.first
     source = identity.operand(x, call)
     if source is None or not x.is_floating_point() or x.device != out.device:

@@ -392,41 +392,38 @@ class Writer:
         mine: list[tuple[NotedInstruction, Instruction]],
         frees: tuple[int, ...],
     ) -> Step:
-        """frees: numbers of slots that have ended when it has run."""
+        """Returns the step of a script for one op.
+
+        frees: numbers of slots that have ended when it has run
+        """
         before = tuple([instruction for one, instruction in mine if one.when == BEFORE])
         after = tuple([instruction for one, instruction in mine if one.when == AFTER])
-        copies = tuple(
-            [
-                (position, self._numbers[id(slot)])
-                for position, ref in op.copies
-                if (slot := ref()) is not None and id(slot) in self._numbers
-            ]
-        )
-        place = NOWHERE if op.out is None else self._places.get(op.out, NOWHERE)
-        if place != NOWHERE and self._made_at.get(op.out or (0, 0)) != at:
-            place = NOWHERE
-        keeps_run = op.direct is not None and not op.direct.exact
-        keeps_run = keeps_run or (op.direct is not None and op.direct.always)
         if op.is_between:
-            inputs = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            inputs = self._saves(at, op, mine)
             return Step(op.func, inputs, before=before, inputs=True, numel=op.numel)
         if op.module is not None:
-            given = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            given = self._saves(at, op, mine)
             is_acting = any(s is not None and (s.slot, s.noted) != (NOWHERE,) * 2 for s in given)
             held = given if is_acting else None
             return Step(op.func, held, before=before, module=op.module, numel=op.numel)
+        acts: dict[str, Any] = {
+            "opens": op.opens,
+            "place": self._place_made(at, op),
+            "copies": self._copies(op),
+            "before": before,
+            "after": after,
+            "frees": frees,
+        }
+        keeps_run = op.direct is not None and (op.direct.always or not op.direct.exact)
         if not (at in self._guarded or at in self._compared or keeps_run):
-            numel = None if op.run is not None else op.numel
-            acts: dict[str, Any] = {"copies": copies, "before": before, "after": after}
-            acts["frees"] = frees
-            return Step(op.func, opens=op.opens, place=place, numel=numel, **acts)
+            return Step(op.func, numel=None if op.run is not None else op.numel, **acts)
         if op.args == (Unwritable,):
             raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
         saves = None
         if at in self._guarded:
             if op.opens:
                 raise Unwritable("a function of torch's own that saves by itself")
-            saves = tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+            saves = self._saves(at, op, mine)
         seen: set[Place] = set()
         direct = op.direct if op.direct is not None and op.name == ATTENTION else None
         return Step(
@@ -437,14 +434,31 @@ class Writer:
             op.run,
             direct,
             op.levels if self._codes_any(at, op) else None,
-            op.opens,
-            place,
-            copies,
-            before,
-            after,
             numel=op.numel,
             stands=op.direct,
-            frees=frees,
+            **acts,
+        )
+
+    def _saves(
+        self, at: int, op: NotedOp, mine: list[tuple[NotedInstruction, Instruction]]
+    ) -> tuple[Save | None, ...]:
+        """Returns what the script says of each tensor that an op saves."""
+        return tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
+
+    def _place_made(self, at: int, op: NotedOp) -> int:
+        """Returns the place of the op's result, if that was not there before; else `NOWHERE`."""
+        if op.out is None or self._made_at.get(op.out) != at:
+            return NOWHERE
+        return self._places.get(op.out, NOWHERE)
+
+    def _copies(self, op: NotedOp) -> tuple[tuple[int, int], ...]:
+        """Returns the positions of the arguments that slots are copies of, with their numbers."""
+        return tuple(
+            [
+                (position, self._numbers[id(slot)])
+                for position, ref in op.copies
+                if (slot := ref()) is not None and id(slot) in self._numbers
+            ]
         )
 
     def _codes_any(self, at: int, op: NotedOp) -> bool:

@@ -79,7 +79,10 @@ class FileTier:
         return self._trouble
 
     def put(self, flat: Tensor, before: Callable[[], None] | None = None) -> "FileTicket":
-        """before: the worker's first action, such as waiting until `flat` is filled."""
+        """Has a worker write `flat` to the file; returns a ticket for it.
+
+        before: the worker's first action, such as waiting until `flat` is filled
+        """
         WORKERS.start()
         nbytes = flat.numel()
         self._let_go()

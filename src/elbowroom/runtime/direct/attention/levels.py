@@ -124,7 +124,7 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
 
 
 def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
-    """mean |row|^2 and mean range^2 of each head, by its longest rows."""
+    """Returns the means of |row|^2 and of range^2 of each head, in which long rows weigh most."""
     norms, ranges = _by_row(x)
     # 0 / 0 of a head of zeros: any weights do.
     weights = (norms / norms.amax(-1, keepdim=True)).pow_(3).nan_to_num_(1.0)

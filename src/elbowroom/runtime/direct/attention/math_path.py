@@ -60,7 +60,7 @@ class Given(NamedTuple):
 
     @property
     def scaled(self) -> tuple[Tensor, Tensor, float]:
-        """q f [n, T, E], (k f)^T [n, E, S], f."""
+        """Returns q f [n, T, E], (k f)^T [n, E, S] and f, the root of the scale of q k^T."""
         (n, T, S), E = self.each, self.q.shape[3]
         f = sqrt(1 / sqrt(E) if self.scale is None else self.scale)
         return (self.q * f).reshape(n, T, E), (self.k.transpose(-2, -1) * f).reshape(n, E, S), f
