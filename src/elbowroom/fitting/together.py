@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.messages import without_frames
 from elbowroom.measure.memory import device_of
 from elbowroom.optim.sharded import is_sharded
 from elbowroom.runtime.undo import Undo
@@ -85,7 +86,7 @@ class Together:
         try:
             out = run(noted)
         except BudgetTooSmall as error:
-            refused = error
+            refused = without_frames(error)
             if self.runs_once and not began:
                 _take_part(model, forward, given)
         least, learns = _largest(
@@ -105,7 +106,10 @@ class Together:
             raise BudgetTooSmall(
                 f"{refused}{more}", least_nbytes=least, parts=refused.parts
             ) from None
-        raise refused
+        try:
+            raise refused
+        finally:
+            refused = None  # the error has this frame, which must not have the error
 
 
 def _meshes_of(model: nn.Module) -> list[Any]:
