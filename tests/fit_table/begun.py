@@ -18,6 +18,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
+    CodesWithdrawn,
     Fallbacks,
     ForwardEnded,
     ForwardProfiled,
@@ -55,6 +56,7 @@ from fit_table.values import (
     PLAN,
     SETTLED,
     STOCK,
+    TRIED,
     TWO,
     UNBORN,
     VERIFYING,
@@ -350,6 +352,24 @@ ROWS = {
             "attempts": Attempts().knowing(Profile(peak=1300)),
         },
         (FORGET, MakePlan(again=True)),
+    ),
+    "codes are withdrawn from a plan that was settled on": Row(
+        replace(SETTLED, rounds=2, attempts=TRIED),
+        CodesWithdrawn(Profile(peak=1300)),
+        {
+            "phase": P.VERIFYING,
+            "profile": Profile(peak=1300),
+            "rounds": 0,
+            "attempts": Attempts(),
+        },
+    ),
+    "codes are withdrawn from a plan that was given": Row(
+        replace(GIVENS, phase=P.SETTLED),
+        CodesWithdrawn(Profile()),
+        {"phase": P.GIVEN, "profile": Profile()},
+    ),
+    "codes are withdrawn while a plan is measured": Row(
+        VERIFYING, CodesWithdrawn(Profile(peak=1300)), {"profile": Profile(peak=1300)}
     ),
     # A rehearsal.
     "a forward is rehearsed": Row(

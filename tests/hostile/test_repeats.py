@@ -2,11 +2,14 @@
 
 import logging
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
@@ -16,6 +19,7 @@ from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.consumers import Consumers
 from elbowroom.runtime.repeats import why_not_again, will_be_tested
+from elbowroom.runtime.undo import Undo
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 STEPS, ROWS, WIDTH = 9, 512, 64
@@ -277,3 +281,49 @@ def test_a_trial_takes_little_beside_inputs_and_result():
     why_not_again(layer, layer, Arguments((x,), {}))
     taken = peak(lambda: why_not_again(layer, layer, Arguments((x,), {})))
     assert taken <= 2.25 * x.nbytes  # a copy of the input, the result, and parts of it
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, by jvp of layer_norm
+def test_forward_mode_of_a_fitted_model(monkeypatch):
+    """Its blocks ran again outside of the dual level, and backward raised RestoreError."""
+    monkeypatch.setattr("elbowroom.runtime.transforms._said", True)
+
+    def trained(budget):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU()) for _ in range(4)]
+        model, x = nn.Sequential(*blocks), torch.randn(256, 64)
+        if budget is not None:
+            er.fit(model, budget=budget, exact=True)
+        losses = []
+        for _ in range(3):
+            with forward_ad.dual_level():
+                out = model(forward_ad.make_dual(x, torch.ones_like(x)))
+                primal, tangent = forward_ad.unpack_dual(out)
+                loss = (primal + tangent).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, [p.grad for p in model.parameters()]
+
+    expected, peak = trained(None), er.peak(lambda: trained(None))
+    got = trained(int(0.8 * peak))
+    for one, other in zip(chain(*got), chain(*expected), strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("around", [forward_ad.dual_level, parametrize.cached])
+def test_what_a_second_run_would_lack_in_backward(around):
+    """Tangents, and weights that are cached, are gone by then."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with around():
+        assert why_not_again(layer, layer.forward, Arguments((x,), {}))
+    assert not why_not_again(layer, layer.forward, Arguments((x,), {}))
+
+
+def test_an_undone_forward_leaves_no_cached_weights():
+    """The forward that followed a rehearsal used them: its graph held nothing (NothingHeld)."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with parametrize.cached():
+        undo = Undo(layer, ())
+        before = layer.weight
+        undo.back()
+        assert layer.weight is not before

@@ -169,6 +169,28 @@ def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog, 
     er.release(training.net)
 
 
+def test_a_settled_plan_is_measured_again_once_codes_are_withdrawn(caplog, monkeypatch):
+    """It had been measured with these codes, and stayed above the budget, unsaid."""
+    draw_prices(monkeypatch, 0)
+    caplog.set_level(logging.INFO, "elbowroom")
+    training = Training(lr=1e-3)
+    training.step()
+    budget = int(0.75 * er.peak(training.step))
+    er.fit(training.net, budget=budget, optimizer=training.optimizer, exact=True)
+    for _ in range(6):
+        training.step()
+    planning = opener_of(training.net).planning
+    assert planning.settled
+    caplog.clear()
+    planning.context.learn_exact(None, ("", "gelu", (1,), torch.float32), "its code was too coarse")
+    training.step()
+    assert not planning.settled
+    training.step()
+    assert planning.settled
+    assert ", measured" in caplog.text
+    er.release(training.net)
+
+
 def refused(noise: float, saying: str) -> BudgetTooSmall:
     """Returns the refusal of a budget that the noise is too little for."""
     training = Training(lr=1e-3)

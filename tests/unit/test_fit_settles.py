@@ -24,6 +24,7 @@ from elbowroom.fitting.commands import (
     Then,
 )
 from elbowroom.fitting.observations import (
+    CodesWithdrawn,
     Fallbacks,
     ForwardEnded,
     ForwardProfiled,
@@ -150,7 +151,7 @@ class Training:
         memory = GRADIENTS if odd and draw.random() < 0.2 else STOCK
         self.tell(StepBegan(memory, call, grew=grew))
         if odd:
-            kind = draw.randrange(4)
+            kind = draw.randrange(5)
             if kind == 0:
                 budget = draw.choice((700, 1000, 1300))
                 self.tell(OptionsChanged(FitOptions(budget)))
@@ -160,6 +161,8 @@ class Training:
                 self.tell(NotRepeatable(self.state.profile))
             elif kind == 3:
                 self.tell(UnexpectedStep(900))
+            elif kind == 4 and self.state.profile is not None:
+                self.tell(CodesWithdrawn(self.state.profile))
         measures = self.state.wants_measuring
         writes = self.state.wants_writing
         if measures and self.state.may_rehearse and draw.random() < 0.3:

@@ -100,6 +100,16 @@ class NotRepeatable:
 
 
 @dataclass(frozen=True)
+class CodesWithdrawn:
+    """Observation: tensors whose codes made gradients wrong are kept from now on.
+
+    profile  in which they stay exact
+    """
+
+    profile: "Profile"
+
+
+@dataclass(frozen=True)
 class UnexpectedStep:
     """Observation: this step differs from those before, and holds more.
 
@@ -293,6 +303,7 @@ Observation = (
     | OptionsChanged
     | LargerKnown
     | NotRepeatable
+    | CodesWithdrawn
     | UnexpectedStep
     | LayersHeldTooMuch
     | NoPlanLeft

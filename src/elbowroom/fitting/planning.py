@@ -64,6 +64,7 @@ from elbowroom.fitting.messages import (
 )
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
+    CodesWithdrawn,
     ForwardEnded,
     ForwardProfiled,
     LargerKnown,
@@ -184,8 +185,8 @@ class Planning(Followed):
         if self._learned != self.context.learned:  # in the backward of the last step, too
             self._learned = self.context.learned
             self.forget_scripts()
-            if self.profile is not None:  # the plan stays: its next step shows what it takes now
-                self.state = replace(self.state, profile=repeatable(self, self.profile))
+            if self.profile is not None:
+                self._tell(CodesWithdrawn(repeatable(self, self.profile)))
 
     def use(self, options: FitOptions) -> None:
         """Replaces the options, and plans again."""
@@ -232,7 +233,8 @@ class Planning(Followed):
 
     @property
     def _may_be_followed(self) -> bool:
-        return self.settled and self.meter is None and not self.calls.grew
+        may = self.settled and self.meter is None and not self.calls.grew
+        return may and self._learned == self.context.learned
 
     @property
     def _may_be_written(self) -> bool:

@@ -26,6 +26,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
+    CodesWithdrawn,
     Fallbacks,
     ForwardEnded,
     ForwardProfiled,
@@ -111,6 +112,8 @@ def _advanced(state: FitState, seen: Observation) -> Step:
             return replace(state, headroom=state.headroom.inherited(headroom)), ()
         case NotRepeatable(profile):
             return _not_repeatable(state, profile)
+        case CodesWithdrawn(profile):
+            return _codes_withdrawn(state, profile)
         case UnexpectedStep(held_nbytes):
             return _diverged(state, held_nbytes)
         case LayersHeldTooMuch():
@@ -246,6 +249,15 @@ def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
     if profile is None:
         return state.fresh(), (ForgetScripts(),)
     return _plan_again(replace(state, profile=profile), 1.0)
+
+
+def _codes_withdrawn(state: FitState, profile: "Profile") -> Step:
+    """Keeps the plan, which holds more from now on. If it was settled on, it is measured again."""
+    state = replace(state, profile=profile)
+    if not state.settled or state.plan is None:
+        return state, ()
+    phase = Phase.GIVEN if state.follows_given else Phase.VERIFYING
+    return replace(state, phase=phase, rounds=0, tries=0, attempts=Attempts()), ()
 
 
 def _diverged(state: FitState, held_nbytes: int) -> Step:

@@ -15,7 +15,7 @@ from torch import nn
 
 from elbowroom.runtime import calls
 from elbowroom.runtime.compiler import original, say_eager
-from elbowroom.runtime.transforms import is_traced, say_traced
+from elbowroom.runtime.transforms import is_transformed, say_transformed
 
 
 class Around(Protocol):
@@ -148,9 +148,9 @@ def _around(
         if around is not None:
             return around.passes(lambda: call(*args, **kwargs))
         return call(*args, **kwargs)
-    if is_traced():
+    if is_transformed():
         if around is not None:
-            say_traced()
+            say_transformed()
         elif _meet is not None and _is_outermost():
             _meet(module)
         return call(*args, **kwargs)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,7 @@ from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.transforms import is_transformed
 from elbowroom.runtime.unread import Reads, never_leave_out, note_unread, with_stand_ins
 
 TESTED_CALLS = 2  # calls
@@ -48,6 +50,10 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
     """Returns why a module's call may not be run a second time in backward; "": it may."""
     if arguments.why_not:
         return arguments.why_not
+    if is_transformed():
+        return "it is traced, transformed by torch.func, or runs in forward mode"
+    if parametrize._cache_enabled:
+        return "it runs inside torch.nn.utils.parametrize.cached()"
     if will_be_tested(module):
         _left[module] = _left.get(module, TESTED_CALLS) - 1
         with unobserved():

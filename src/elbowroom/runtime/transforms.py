@@ -26,13 +26,14 @@ def is_transformed() -> bool:
     return is_traced() or torch.autograd.forward_ad._current_level >= 0
 
 
-def say_traced() -> None:
+def say_transformed() -> None:
     """Warns, once, that a fitted model is called in such code."""
     global _said
     if not _said:
         _said = True
         warnings.warn(
-            "inside torch.func transforms and torch.jit.trace a fitted model runs plainly, "
-            "outside of its budget; train it with loss.backward() to keep to the budget",
+            "inside torch.func transforms, forward-mode differentiation and torch.jit.trace a "
+            "fitted model runs plainly, outside of its budget; train it with loss.backward() to "
+            "keep to the budget",
             stacklevel=2,
         )

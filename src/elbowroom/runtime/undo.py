@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +40,7 @@ class Undo:
         self._rewind = Rewind(model, given, copies=copies)
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
         self._states = [_States(optimizer) for optimizer in optimizers]
+        self._parametrized = dict(parametrize._cache)
 
     @property
     def changed_large(self) -> bool:
@@ -79,9 +81,10 @@ class Undo:
         """Restores everything.
 
         It also drops autocast's cached copies of weights: the next run has to create its own, to be
-        measured with them.
+        measured with them. The same holds for what `parametrize.cached()` has cached.
         """
         torch.clear_autocast_cache()
+        parametrize._cache = dict(self._parametrized)
         self._rewind.back()
         for gradient in self._gradients:
             gradient.back()
