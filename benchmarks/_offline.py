@@ -86,6 +86,7 @@ def capture(bench: Bench) -> list[Captured]:
             return Encode(_Recorder(site.consumer, seen), action.facts)
         return action
 
+    policy.exact = False  # type: ignore[attr-defined]
     bench.grads(Way("recording", lambda seed: er.saving(policy, seed=seed)))
     return [one for one in seen if _is_counted(one.consumer)]
 

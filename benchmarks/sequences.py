@@ -89,6 +89,7 @@ class Row:
                 return replace(action, facts=replace(action.facts, sequence=None))
             return action
 
+        policy.exact = False  # type: ignore[attr-defined]
         return Way(self.name, lambda seed: er.saving(policy, seed=seed), exact=False, ours=True)
 
     def given(self, tensors: list[Captured]) -> list[Captured]:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.runtime import opened
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import direct_of
@@ -330,3 +332,34 @@ def test_it_takes_few_functions_to_ask_whether_attention_has_a_node() -> None:
     finally:
         sys.setprofile(None)
     assert len(entered) <= 16
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_fit_runs_attention_again_only_where_its_plan_has_a_code_for_it(coded: bool) -> None:
+    """Neither the code of a linear layer nor that of a ReLU asks for it."""
+    net = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+    x = torch.randn(8, 64, 64)
+
+    def step() -> None:
+        net(x).square().mean().backward()
+
+    plan = er.plan(er.measure(step), budget="1 GiB", exact=False)
+    presets = {ATTENTION: "dither, 256 levels" if coded else "keep", "linear": "dither, 16 levels"}
+    sites = {
+        name: replace(entry, preset=presets.get(name.consumer, entry.preset))
+        for name, entry in plan.sites.items()
+    }
+    er.fit(net, budget="1 GiB", plan=replace(plan, sites=sites, exact=False))
+    nodes = _nodes_of(net(x).grad_fn)
+    assert ("_AttentionBackward" in nodes) is coded
+    assert any(name.startswith("ScaledDotProduct") for name in nodes) is not coded
+
+
+def _nodes_of(node: Any) -> set[str]:
+    """Returns the names of the nodes of a graph."""
+    found, seen = [node], {node}
+    for one in found:
+        below = {before for before, _ in one.next_functions if before is not None} - seen
+        found += below
+        seen |= below
+    return {one.name() for one in found}

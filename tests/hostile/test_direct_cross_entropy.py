@@ -304,10 +304,11 @@ def test_a_code_of_the_log_probabilities_is_held() -> None:
     assert 0 < (weight.grad - truth).square().sum() < 0.001 * truth.square().sum()
 
 
-def test_a_code_is_made_part_by_part() -> None:
+@pytest.mark.parametrize("rows", [1024, 1021])
+def test_a_code_is_made_part_by_part(rows: int) -> None:
     """Logits and all of their log-probabilities never stand side by side."""
-    x, weight, labels = logits_of(1024, 4096)
-    nbytes, parts = 1024 * 4096 * 4, 5 * 1024 * 4096 * 4 // 16
+    x, weight, labels = logits_of(rows, 4096)
+    nbytes, parts = rows * 4096 * 4, 5 * rows * 4096 * 4 // 16
 
     def forward() -> Tensor:
         return F.cross_entropy(F.linear(x, weight), labels)
@@ -352,6 +353,16 @@ def test_a_code_in_parts_has_gradients_of_all_orders(rows: int, weighted: bool) 
         assert torch.equal(coded[0], plain[0])
         for one, other in zip(coded[1:], plain[1:], strict=True):
             assert (one - other).square().sum() < 0.01 * other.square().sum()
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(256, 256), (255, 300), (3, 20000)])
+def test_no_part_is_too_small_for_a_code(rows: int, classes: int) -> None:
+    x, weight, labels = logits_of(rows, classes)
+    with er.saving("dither", levels=16) as saved:
+        loss = F.cross_entropy(F.linear(x, weight), labels)
+    loss.backward()
+    coded = sum(row.before_nbytes for row in saved.ledger.rows if row.action == "dither")
+    assert coded >= 0.8 * rows * classes * 4
 
 
 def test_parts_of_a_code_are_freed_by_backward() -> None:

@@ -265,6 +265,10 @@ class FittedSaving(Saving):
         plan = self._plan
         return plan is None or plan.encodes(self._module, consumer)
 
+    def _reruns_attention(self) -> bool:
+        plan = self._plan
+        return plan is None or plan.reruns_attention(self._module)
+
     def _is_over(self, site: Site, allowed_nbytes: int) -> bool:
         held = self.ledger.held_nbytes
         if held + site.nbytes <= allowed_nbytes:

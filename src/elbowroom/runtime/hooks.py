@@ -444,9 +444,13 @@ class Saving:
         if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
             return False
         if call.would_rerun:  # otherwise q and k could have no code
-            reruns = getattr(self.policy, "reruns_attention", True)
-            return allowed and bool(reruns(self._module) if callable(reruns) else reruns)
+            return allowed and self._reruns_attention()
         return allowed and self.recorder is None
+
+    def _reruns_attention(self) -> bool:
+        """Returns whether an attention of the running module runs again in backward."""
+        reruns = getattr(self.policy, "reruns_attention", True)
+        return bool(reruns(self._module) if callable(reruns) else reruns)
 
     def is_exact(self) -> bool:
         """Returns whether no code of the policy adds errors.

@@ -297,7 +297,7 @@ class _LogProbabilities(Node):
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack, ctx.unpack = hooks if hooks is not None else (_itself, _itself)
-        ctx.rows, ctx.held = [*_equal_parts(len(x))], []
+        ctx.rows, ctx.held = [*_coded_parts(x, labels.dtype)], []
 
         def hold(logp: Tensor) -> None:
             ctx.held.append(pack(logp.clamp_(min=LEAST_LOG_PROBABILITY)))
@@ -424,16 +424,22 @@ def _normalized(logp: Tensor) -> Tensor:
 
 def _parts(x: Tensor) -> Iterator[slice]:
     """All rows of x, a few at a time."""
-    rows = _rows(x)
-    return (slice(start, start + rows) for start in range(0, len(x), rows))
+    return _slices(len(x), _rows(x))
 
 
-def _equal_parts(rows: int) -> Iterator[slice]:
-    """All rows in equal parts, so that one script serves any number of rows."""
-    parts = _PARTS
-    while rows % parts:
-        parts //= 2
-    return (slice(start, start + rows // parts) for start in range(0, rows, rows // parts))
+def _coded_parts(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """All rows of x in at most `_PARTS` parts: equal ones, and the rest.
+
+    Their number does not depend on that of the rows, if these are many, so that one script serves
+    them all. A part has as many bytes as a tensor that is worth a code.
+    """
+    least = -(-_LEAST_NBYTES // (x.shape[1] * dtype.itemsize))
+    return _slices(len(x), max(-(-len(x) // _PARTS), least))
+
+
+def _slices(length: int, part: int) -> Iterator[slice]:
+    starts = range(0, length, part)
+    return (slice(start, min(start + part, length)) for start in starts)
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class _Merger:
     def _number(self, a: Any, b: int) -> Any:
         if type(a) is int and a == b:
             return b
-        return self.sizes.setdefault((a, b), Size(len(self.sizes), self._least(a, b)))
+        return self.sizes.setdefault((a, b), Size(len(self.sizes), self._least(a, b), _most(a, b)))
 
     def _least(self, a: Any, b: int) -> int:
         """Return the least number of rows that codes of both are fine enough for."""
@@ -213,6 +213,11 @@ class _Merger:
             return FEWEST
         fewest = min(a.least if isinstance(a, Size) else a, b)
         return FEW if fewest >= FEW else max(FEWEST, fewest if isinstance(a, Size) else fewest // 2)
+
+
+def _most(a: Any, b: int) -> int:
+    """Return twice the rows that a script of both was written from."""
+    return max(a.most, 2 * b) if isinstance(a, Size) else 2 * max(a, b)
 
 
 _KINDS: dict[type, Any] = {

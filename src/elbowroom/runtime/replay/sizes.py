@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from sys import maxsize
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,10 +25,12 @@ class Size(NamedTuple):
 
     nth    which of the script's
     least  that the script is right for, as a number of rows
+    most   likewise: what is small and kept may be worth a code where it has more rows
     """
 
     nth: int
     least: int = FEWEST
+    most: int = maxsize
 
 
 class Varying(Geometry):
@@ -50,7 +53,7 @@ class Varying(Geometry):
         if x.dim() != len(self.shape):
             return False
         for want, got in zip(self.shape, x.shape, strict=True):
-            if isinstance(want, Size) and got < want.least:
+            if isinstance(want, Size) and not want.least <= got <= want.most:
                 return False
         found: Any = chain(x.shape, x.stride(), (x.storage_offset(),))
         for want, got in zip(self.numbers, found, strict=True):
