@@ -65,6 +65,7 @@ class Plan:
 
     name: str
     peak: int = 900
+    profiled_peak: int = 0
     held_nbytes: int = 300
     largest_nbytes: int = 10
     exact: bool = True

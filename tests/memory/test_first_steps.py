@@ -11,6 +11,7 @@ import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
+from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.undo import Undo
 
@@ -276,3 +277,34 @@ def test_results_that_are_saved_are_counted_as_often_as_they_are_there(caplog, h
     assert "measured" not in caplog.text.replace("it is measured", "")
     if holds:
         assert not caplog.records
+
+
+class Dense(nn.Module):
+    """Each part normalizes all that the parts before it have given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [16 * n for n in range(1, 6)]
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(n), nn.ReLU(), nn.Conv2d(n, 16, 1)) for n in widths
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.cat([x, part(x)], 1)
+        return x.mean()
+
+
+def test_a_first_step_that_fits_by_codes_alone_is_not_profiled():
+    """A profiled batch norm reads its input restored, and makes one tensor beside the gradient."""
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(4, 16, 48, 48)
+    weights_nbytes = sum(t.nbytes for t in model.state_dict().values())
+    budget = int(0.45 * (weights_nbytes + peak(lambda: model(x).backward())))
+    model.zero_grad()
+    er.fit(model, budget=budget, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(2):  # the second one ends the measurement of the first
+        model(x).backward()
+        model.zero_grad()
+    assert opener_of(model).highest_nbytes <= 1.05 * budget
+    er.release(model)

@@ -214,7 +214,7 @@ def _taken_again(state: FitState) -> Step | None:
 def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     """Tries smaller plans after corrected ones have needed more than the budget.
 
-    If the plan is rehearsed and recomputes no module, the next step is profiled, which replaces all
+    If the plan is rehearsed and its step may be profiled, the next one is, which replaces all
     estimates. Otherwise the plans of the least predicted peak are measured, one after another.
     """
     plan = state.plan
@@ -226,7 +226,7 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     if more is not None:
         return more
     state = replace(state, once_nbytes=0, again_nbytes=0)
-    if state.rehearsed and not plan.recompute:
+    if state.rehearsed and state.may_be_profiled:
         return begun(state, plan)
     return state, (MakeSmallest(),)
 

@@ -24,6 +24,7 @@ _MANY_SMALL = 0.05  # of the budget, in tensors too small to be planned: these a
 _AS_MUCH = 0.9  # of what an unexpected step saved: enough to learn from
 _MOST_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
+_PROFILED = 1.1  # of the budget: a profiled step may take as much, for what it tells
 
 
 class Before(NamedTuple):
@@ -378,4 +379,17 @@ class FitState:
             case Phase.WRITING | Phase.IDLE:
                 return True
         better = self.rehearsed or self._outruns_profile
-        return makes_states or (better and not self.recompute)
+        return makes_states or (better and self.may_be_profiled)
+
+    @property
+    def may_be_profiled(self) -> bool:
+        """True if a step of the plan can be profiled, and is worth it.
+
+        With modules that run again it cannot. Where a followed step fits by its estimate, which no
+        step has refuted, and a profiled one would be far above the budget, it is only measured.
+        """
+        plan, budget_nbytes = self.plan, self.options.budget_nbytes
+        if plan is None:
+            return True
+        fits = self.rounds == 0 and plan.peak <= budget_nbytes
+        return not (plan.recompute or (fits and plan.profiled_peak > _PROFILED * budget_nbytes))

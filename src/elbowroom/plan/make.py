@@ -15,6 +15,7 @@ from elbowroom.plan.places import with_codes
 from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
     Choice,
+    Item,
     Solution,
     added_variance,
     cost,
@@ -267,7 +268,21 @@ def _plan(
         watched=0 if profile.noise is None else profile.noise.steps,
         standing=profile.standing,
         parted_nbytes=_parted_nbytes(profile, built, choice),
+        profiled_peak=_profiled_peak(built, choice) + in_flight,
     )
+
+
+def _profiled_peak(built: BuiltProblem, choice: Choice) -> int:
+    """Returns the peak of a step in which no op reads what is held of a tensor."""
+    restoring = tuple(map(_restoring, built.problem.items, choice.options))
+    return int(levels(replace(built.problem, items=restoring), choice).max(initial=0))
+
+
+def _restoring(item: Item, chosen: int) -> Item:
+    before, one, after = item.options[:chosen], item.options[chosen], item.options[chosen + 1 :]
+    if not (item.spared or one.direct):
+        return item
+    return replace(item, spared=(), options=(*before, replace(one, direct=()), *after))
 
 
 def _parted_nbytes(profile: Profile, built: BuiltProblem, choice: Choice) -> int:

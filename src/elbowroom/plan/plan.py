@@ -82,6 +82,8 @@ class Plan:
     watched        steps in which the noise of codes was measured; 0: it is estimated from sizes
     standing       bytes of the model and its optimizers between steps; None: not known
     parted_nbytes  bytes that are held, but not beside the others: in another part of the step
+    profiled_peak  the predicted peak of a profiled step, in bytes: torch's own ops read what is
+                   restored
     """
 
     budget: int
@@ -98,6 +100,7 @@ class Plan:
     standing: ResidentBytes | None = None
     strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
     parted_nbytes: int = field(default=0, compare=False, repr=False)
+    profiled_peak: int = field(default=0, compare=False, repr=False)
 
     def __hash__(self) -> int:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
@@ -175,6 +178,7 @@ class Plan:
             seconds=ratio * self.seconds,
             plain_seconds=ratio * self.plain_seconds,
             parted_nbytes=larger(self.parted_nbytes),
+            profiled_peak=static_nbytes + larger(self.profiled_peak - static_nbytes),
             sites={
                 name: replace(one, nbytes=larger(one.nbytes)) for name, one in self.sites.items()
             },
@@ -302,7 +306,7 @@ class Plan:
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
             "recompute": sorted(self.recompute),
         }
-        del data["strangers"], data["parted_nbytes"]
+        del data["strangers"], data["parted_nbytes"], data["profiled_peak"]
         files.write(path, data)
 
     @classmethod
