@@ -64,7 +64,7 @@ class ForeignHooks:
 
 
 class _Verdict:
-    """What is known of one pair of hooks.
+    """A verdict says what is known of one pair of hooks.
 
     was_asked  backward has called them
     differs    they have changed a value
@@ -75,7 +75,7 @@ class _Verdict:
 
 
 class _Packed(NamedTuple):
-    """What is held in place of a saved tensor.
+    """The value that the pair of hooks holds in place of a saved tensor.
 
     packed  what the program's own hook has made of the tensor
     was     facts of the tensor before that (`_facts`); None: they are not known

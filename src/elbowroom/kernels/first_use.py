@@ -13,8 +13,8 @@ from typing import Protocol
 from weakref import WeakSet
 
 
-class Clock(Protocol):
-    """Tells how long a step takes (`measure.clocks.Stopwatch`)."""
+class Pausable(Protocol):
+    """A clock that can stand still (`measure.clocks.Stopwatch`)."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Returns a context in which no time counts."""
@@ -24,20 +24,20 @@ class _Clocks(threading.local):
     """The clocks of this thread: another one's step does not wait for what this one compiles."""
 
     def __init__(self) -> None:
-        self.all: WeakSet[Clock] = WeakSet()
+        self.all: WeakSet[Pausable] = WeakSet()
 
 
 _clocks = _Clocks()
 
 
-def watch(clock: Clock) -> None:
+def watch(clock: Pausable) -> None:
     """Lets a clock stand still during first uses on this thread, as long as it exists."""
     _clocks.all.add(clock)
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """A context around a first use, which no clock counts."""
+    """Returns a context around a first use, which no clock of this thread counts."""
     with ExitStack() as pauses:
         for clock in tuple(_clocks.all):
             pauses.enter_context(clock.paused())

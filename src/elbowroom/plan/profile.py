@@ -220,8 +220,9 @@ class Profile:
             if site.reads is Reads.ROWS and site.formula is Formula.LOG_PROBABILITY:
                 restored = 0 if storage.kept else storage.nbytes
                 taken = max(self.level[at] - self.floor[at] - restored, 0)
-                # But for a gradient beside logits that somebody still holds, as torch's, too.
-                found[at] = 2 * storage.nbytes - taken % storage.nbytes
+                if taken >= storage.nbytes:  # a gradient beside logits that somebody still holds
+                    taken -= storage.nbytes  # torch's stands there, too
+                found[at] = max(2 * storage.nbytes - taken, 0)
         return found
 
     @property

@@ -1,4 +1,4 @@
-"""What happens as numba's loops are first called: it is said once, and no clock counts it.
+"""The first call of a loop says once that loops are compiled, and no clock counts what it takes.
 
 numba compiles a loop when it is first called with arguments of a kind, and keeps the machine code
 on disk, so an installation waits once; without a line, a first run looks as if it hung. Nothing is
