@@ -308,3 +308,27 @@ def test_a_first_step_that_fits_by_codes_alone_is_not_profiled():
         model.zero_grad()
     assert opener_of(model).highest_nbytes <= 1.05 * budget
     er.release(model)
+
+
+@pytest.mark.parametrize(
+    ("holds", "share"), [(False, 3.3), (True, 4.3)], ids=["let go", "held by the program"]
+)
+def test_a_loss_outside_of_the_model_is_in_the_first_plan(holds, share):
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Linear(1024, 32)) for _ in range(4)),
+        nn.Linear(32, 4000),
+    )
+    x, labels = torch.randn(512, 32), torch.randint(0, 4000, (512,))
+    logits_nbytes = 512 * 4000 * 4
+    weights_nbytes = sum(p.nbytes for p in model.parameters())
+    er.fit(model, budget=int(share * logits_nbytes) + 2 * weights_nbytes, exact=True)
+    for _ in range(3):
+        logits = model(x)
+        loss = F.cross_entropy(logits, labels)
+        if not holds:
+            del logits
+        loss.backward()
+        model.zero_grad()
+        loss = logits = None
+    told = er.summary(model)
+    assert told.highest_nbytes <= told.budget_nbytes

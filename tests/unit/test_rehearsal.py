@@ -13,7 +13,14 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import spared, workspace
 from elbowroom.plan.profile import Profile, Save, Storage
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, ForwardProfile, Unallocated, with_backward
+from elbowroom.plan.rehearsal import (
+    CAREFUL,
+    LEAST,
+    LIKELY,
+    ForwardProfile,
+    Unallocated,
+    with_backward,
+)
 from elbowroom.plan.site import Need, Reads, Site
 
 STATIC = 1000
@@ -70,10 +77,16 @@ def test_a_loss_outside_of_forward_takes_its_input_three_times_before_backward_b
     profile = of(saved(10, 0), saved(20, 1))
     assert levels(ForwardProfile(profile, loss_nbytes=(50, 50)), CAREFUL) == [150, 12]
     assert levels(ForwardProfile(profile, loss_nbytes=(5, 5)), CAREFUL) == [37, 12]
-    assert levels(ForwardProfile(profile, loss_nbytes=(50, 50)), LIKELY) == [
-        100,
-        10,
-    ]  # the input is let go of
+    assert levels(ForwardProfile(profile, loss_nbytes=(50, 50)), LIKELY) == [150, 10]
+    assert levels(ForwardProfile(profile, loss_nbytes=(50, 50)), LEAST) == [100, 10]
+
+
+def test_what_forward_gives_is_held_through_backward_by_the_program():
+    forward_profile = ForwardProfile(of(saved(10, 0), saved(20, 1)), out_nbytes=7)
+    bare = ForwardProfile(forward_profile.profile)
+    held = [nbytes + 7 for nbytes in levels(bare, CAREFUL)]
+    assert levels(forward_profile, CAREFUL) == held
+    assert levels(forward_profile, LIKELY) == levels(bare, LIKELY)
 
 
 def test_what_is_too_small_to_be_planned_is_there_until_it_was_asked_for():

@@ -62,7 +62,15 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, MIDDLE, Care, ForwardProfile, with_backward
+from elbowroom.plan.rehearsal import (
+    CAREFUL,
+    LEAST,
+    LIKELY,
+    MIDDLE,
+    Care,
+    ForwardProfile,
+    with_backward,
+)
 from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
 
@@ -304,7 +312,7 @@ def chosen_by_forward(
         found = step_of_parts(parts, lambda part: step_of(planning, part, care, turns=turns))
         return replace(found, standing=resident)
 
-    steps = {care: step(care) for care in (CAREFUL, LIKELY)}
+    steps = {care: step(care) for care in (CAREFUL, LIKELY, LEAST)}
     if planning.options.exact is not False:
         steps[MIDDLE] = step(MIDDLE)
     more = fallbacks_of(planning)

@@ -28,7 +28,7 @@ from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST, plain_peak
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, MIDDLE, Care, ForwardProfile
+from elbowroom.plan.rehearsal import CAREFUL, LEAST, LIKELY, MIDDLE, Care, ForwardProfile
 from elbowroom.runtime.identity import is_touchable
 from elbowroom.units import show_nbytes
 
@@ -161,7 +161,7 @@ def plan_by_forward(
                 if one.care != CAREFUL:
                     _warn_optimistic(settings, owner)
                 return Chosen(candidate, plan)
-    smallest = states.smallest(steps[LIKELY], owner, settings) if measures else None
+    smallest = states.smallest(steps[LEAST], owner, settings) if measures else None
     if smallest is not None:
         profile, budget_nbytes = smallest.candidate.profile, settings.options.budget_nbytes
         free = budget_nbytes - profile.static
@@ -233,7 +233,7 @@ def _refusal(
             least_nbytes=plan.budget,
         )
 
-    likely, careful, turning = steps[LIKELY], steps[CAREFUL], in_turns(CAREFUL)
+    likely, careful, turning = steps[LEAST], steps[CAREFUL], in_turns(CAREFUL)
     plain_profile = profile_of(likely)
     first, least, step = refused(likely).least_nbytes, refused(careful).least_nbytes, careful
     best = first
@@ -241,7 +241,7 @@ def _refusal(
         settled, static = refused(turning).least_nbytes, plain_profile.static
         least, step = (settled, turning) if settled > first else (first, likely)
         tried = static + int(_SURE * (first - static))  # a step is worth it from here on
-        best = min(max(refused(in_turns(LIKELY)).least_nbytes, tried), first)
+        best = min(max(refused(in_turns(LEAST)).least_nbytes, tried), first)
     should_do = _SHOULD_DO.format(show_nbytes(best))
     margin = int(_MARGIN * (least - careful.static))
     plain = plain_peak(plain_profile)

@@ -5,13 +5,14 @@
                and is still to be asked for + gradients of parameters so far + `care.ops` x what the
                op takes: its gradients and all that wait + a workspace for one that it has saved;
                at the first, the loss's input three times, if that is more and the loss is not part
-               of forward
+               of forward; with care, what forward gives, besides, as the program may hold it
 
 Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; MIDDLE takes the
-graph at its word, and LIKELY also supposes that the loss reads one tensor. An op that saves a
-workspace (an LSTM) takes 0.4 to 2.4 times as much for that of its backward. The plan that comes of
-it is corrected by the first measurement. Where a forward gives nothing that a graph is found from,
-what it saves is taken for one chain of ops.
+graph at its word, LIKELY also supposes that the loss reads one tensor, which nobody holds, and
+LEAST, for refusals, that the loss takes less. An op that saves a workspace (an LSTM) takes 0.4 to
+2.4 times as much for that of its backward. The plan that comes of it is corrected by the first
+measurement. Where a forward gives nothing that a graph is found from, what it saves is taken for
+one chain of ops.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,7 +32,6 @@ from elbowroom.plan.site import Reads
 
 # Largest tensors that are set aside for backward while nothing is known of it.
 SAFE, USUAL = 6, 3
-_LOSS = 3  # of its input: what the loss saves of it, its gradient, and, mostly, the input itself
 
 
 class Care(NamedTuple):
@@ -39,17 +39,20 @@ class Care(NamedTuple):
 
     ops         times what the graph says that an op takes
     workspaces  times the workspace that an op has saved, for that of its backward
-    any_loss    the loss may read all that forward gives, and, where it is a part of forward, the
-                program may hold the other results until backward has ended; else the loss reads one
-                tensor, and is all that holds it
+    any_loss    the loss may read all that forward gives, and the program may hold that until
+                backward has ended; else the loss reads one tensor, and is all that holds it
+    loss        times its input that a loss outside of forward takes beside that: what it saves of
+                it, the gradient of that, and its own
     """
 
     ops: float
     workspaces: float
     any_loss: bool
+    loss: int = 3
 
 
 CAREFUL, MIDDLE, LIKELY = Care(1.25, 0.75, True), Care(1.0, 0.5, True), Care(1.0, 0.5, False)
+LEAST = LIKELY._replace(loss=2)
 
 HELD = "an input that others hold, too"
 
@@ -165,18 +168,16 @@ def with_backward(
     turns         plans know what convolutions spare by taking turns, which they do not in the first
                   step, for it is profiled
     """
-    results: frozenset[int] = frozenset()
-    held_nbytes = 0
-    if care.any_loss and not any(forward_profile.loss_nbytes):
-        results, held_nbytes = forward_profile.outs, forward_profile.out_nbytes
-        forward_profile = forward_profile.given(results)
+    results = forward_profile.outs if care.any_loss else frozenset[int]()
+    held_nbytes = forward_profile.out_nbytes if care.any_loss else 0
+    forward_profile = forward_profile.given(results)
     profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
     graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
-    loss_nbytes = _LOSS * forward_profile.loss_nbytes[0]
+    loss_nbytes = care.loss * forward_profile.loss_nbytes[0]
     if not care.any_loss:
         graph = replace(graph, roots=graph.last_roots or graph.roots)
-        loss_nbytes = (_LOSS - 1) * forward_profile.loss_nbytes[1]
+        loss_nbytes = care.loss * forward_profile.loss_nbytes[1]
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)
