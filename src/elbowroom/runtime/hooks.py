@@ -64,7 +64,7 @@ from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
-from elbowroom.runtime.producers import note_copy, note_origin
+from elbowroom.runtime.producers import RECORDED, RECORDED_IN_EXACT, note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of, reading_by
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.redrawn import Redrawn
@@ -132,6 +132,7 @@ class Saving:
             self.ledger if getattr(policy, "rebuild", True) else None,
             is_exact=shares and self.is_exact() and bool(getattr(policy, "rebuild", False)),
         )
+        self._recorded = RECORDED_IN_EXACT if self._identity.is_exact else RECORDED
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
@@ -296,7 +297,9 @@ class Saving:
                 self._serving.waiting.ended(call, out, self._identity)
             for finish in call.at_end:
                 finish(call, out)
-            made = note_origin(call, out, self._identity)
+            made = None
+            if call.name in self._recorded or (isinstance(out, Tensor) and not out.requires_grad):
+                made = note_origin(call, out, self._identity)
             if made is not None:
                 self._listener.makes(made)
             if call.may_have_changed_first:

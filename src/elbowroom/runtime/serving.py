@@ -342,7 +342,7 @@ class Serving:
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
         need, norm = site.need, slot.statistics
-        outlived = partial(self._context.learn_keep, key_of(site))
+        outlived = partial(self._context.note_outlived, name, key_of(site))
         try:
             what = need, ready, seed, outlived, norm, name, self._context
             handle = perform(action, whole, *what, is_examined=True)

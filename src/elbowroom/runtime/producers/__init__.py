@@ -9,7 +9,7 @@ Formulas, and why they are right: `handles/rebuild.py`. By family:
     making       the helpers that all of these share
 
 `_MAKERS`, at the end of this file, maps the names of ops to these. `_OF_EXACT` has those for exact
-contexts alone.
+contexts alone. Of all other ops, only results without a gradient have an origin (`RECORDED`).
 """
 
 from collections.abc import Callable
@@ -283,3 +283,6 @@ _OF_EXACT: dict[str, _Maker] = {
     **dict.fromkeys(("baddbmm", "einsum"), contraction),
     **dict.fromkeys(("interpolate", "pad"), elementwise),
 }
+# Ops of whose results with a gradient something is recorded.
+RECORDED = frozenset((*_MAKERS, *_KEEP_ZEROS))
+RECORDED_IN_EXACT = frozenset((*_MAKERS, *_OF_EXACT))

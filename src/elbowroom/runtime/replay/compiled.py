@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from elbowroom.codecs.compact import Coder
+from elbowroom.codecs.compact import Coder, Compact
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import (
@@ -31,7 +31,7 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.replay.held import Flat, kept
+from elbowroom.runtime.replay.held import Coded, Flat, kept
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -303,14 +303,16 @@ def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     """Hold a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
     instruction, hold_in_slot = save.instruction, _hold_in_slot(save, is_exact)
     assert instruction is not None
-    encode = _encoder(instruction)
+    encode = _encoder(instruction, alone=True)
 
     def hold(replay: Replay, x: Tensor) -> Any:
-        handle = encode(replay, x)
-        if type(handle) is not EncodeHandle or handle.exact:
+        held = encode(replay, x)
+        if type(held) is Coded:
+            return held
+        if type(held) is not EncodeHandle or held.exact:
             return hold_in_slot(replay, x)
-        handle.is_shared, handle.token = False, replay.token
-        return handle
+        held.is_shared, held.token = False, replay.token
+        return held
 
     return hold
 
@@ -423,7 +425,7 @@ def _cast_or_keep(instruction: Instruction) -> Do:
 
 
 def _encode(instruction: Instruction) -> Do:
-    encode = _encoder(instruction)
+    encode: Callable[[Replay, Tensor], Any] = _encoder(instruction)
 
     def encode_in_slot(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
         slot.hold(encode(replay, whole))
@@ -431,9 +433,15 @@ def _encode(instruction: Instruction) -> Do:
     return encode_in_slot
 
 
-def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
-    """Encode by a coder of tensors of this shape, where the codec has one."""
-    action, perform_it = instruction.action, _performer(instruction)
+def _encoder(
+    instruction: Instruction, *, alone: bool = False
+) -> Callable[[Replay, Tensor], Handle | Coded]:
+    """Encode by a coder of tensors of this shape, where the codec has one.
+
+    alone: without a slot, and without a reference to the encoded tensor, unless one of this site
+    has lasted until backward in another step
+    """
+    action, perform_it, name = instruction.action, _performer(instruction), instruction.name
     assert isinstance(action, Encode)
     is_longer = action.least is not None or action.moved is not None
     if instruction.mask != NOWHERE or is_longer or instruction.varies:
@@ -443,7 +451,7 @@ def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
     is_normal = is_normalized(action) and (action.rows is not None or norm is not None)
     coders: list[Coder | None] = []  # one, made of the first tensor
 
-    def encode(replay: Replay, whole: Tensor) -> Handle:
+    def encode(replay: Replay, whole: Tensor) -> Handle | Coded:
         if not coders:
             coders.append(Coder.of(codec, whole, facts))
         coder = coders[0]
@@ -454,6 +462,8 @@ def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
+        if alone and type(encoded) is Compact and name not in replay.context.outlived:
+            return Coded((encoded, normal, replay.token))
         return EncodeHandle(encoded, whole, None, None if encoded.raw else normal)
 
     return encode

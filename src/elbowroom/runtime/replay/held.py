@@ -2,6 +2,7 @@
 
     Kept      the tensor, and its version
     Rebuilt   the kept tensors that it is recomputed from, exactly
+    Coded     a code of it, and how it was normalized
     Bits      where it is positive, for the backward of a ReLU (`masks.py`)
 
 A slot lets several readers share a value, and lets it change after it was saved. A script says
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from elbowroom.codecs.compact import Compact
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
+from elbowroom.runtime.normal import Normalized
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -109,6 +112,22 @@ class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
             tensors.append(x)
         whole = as_base(run(tensors, given), base, dtype)
         return whole if view is None else view.within(base, whole)
+
+
+class Coded(tuple[Compact, Normalized | None, Token | None]):
+    """A tensor that is held as a code, which nothing but one op of torch's reads.
+
+    The code; the normalization of the encoded tensor, or None; and what lives as long as anything
+    that is held so. Unlike an `EncodeHandle`, it has no reference to the encoded tensor, which in
+    the recorded step nothing held until backward.
+    """
+
+    __slots__ = ()
+
+    def restore(self) -> Tensor:
+        """Returns the decoded tensor, in new memory."""
+        code, normal, _ = self
+        return code.decoded(None if normal is None else normal.undo())
 
 
 def kept(replay: Replay, x: Tensor) -> Kept:
