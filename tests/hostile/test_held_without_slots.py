@@ -307,6 +307,24 @@ def test_a_tensor_that_is_held_until_backward_is_read_itself_in_every_step(polic
         assert same(got, plain), step
 
 
+def test_codes_in_slots_have_no_reference_to_what_was_encoded(monkeypatch):
+    """Codes of a ReLU's results take another number of bytes in each step, so they have slots."""
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    net, x = nn.Sequential(*layers, nn.Linear(32, 4)), torch.randn(64, 32)
+    script = written(lambda: net(x).sum(), policy="dither", levels=16, rebuild=False)
+    monkeypatch.setattr(PROCESS, "outlived", set())  # by sites of the same names in other tests
+    made = []
+    with monkeypatch.context() as patch, Watched(script) as replay:
+        patch.setattr("elbowroom.runtime.handles.encode.WeakStorage", made.append)
+        loss = net(x).sum()
+    assert not replay.diverged
+    assert sum(replay.held.values()) > 6
+    assert made == []
+    assert all(g is not None for g in torch.autograd.grad(loss, list(net.parameters())))
+
+
 @pytest.mark.parametrize(("policy", "fields"), CODED[:2])
 def test_a_code_that_one_op_reads_is_the_tensor_where_that_is_infinite(policy, fields):
     """Its ledger counts the bytes that are held, from the end of forward to that of the graph."""

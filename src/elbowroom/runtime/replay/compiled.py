@@ -44,7 +44,7 @@ from elbowroom.runtime.replay.script import (
 from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.serving import is_normalized, normalized, perform
 from elbowroom.runtime.slot import Geometry, Slot, View
-from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.storage import versions_of
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
@@ -438,8 +438,9 @@ def _encoder(
 ) -> Callable[[Replay, Tensor], Handle | Coded]:
     """Encode by a coder of tensors of this shape, where the codec has one.
 
-    alone: without a slot, and without a reference to the encoded tensor, unless one of this site
-    has lasted until backward in another step
+    There is no reference to the encoded tensor, unless one of this site has lasted until backward.
+
+    alone: a slot is not needed
     """
     action, perform_it, name = instruction.action, _performer(instruction), instruction.name
     assert isinstance(action, Encode)
@@ -462,9 +463,10 @@ def _encoder(
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
-        if alone and type(encoded) is Compact and name not in replay.context.outlived:
+        base = whole if name in replay.context.outlived else None
+        if alone and base is None and type(encoded) is Compact:
             return Coded((encoded, normal, replay.token))
-        return EncodeHandle(encoded, whole, None, None if encoded.raw else normal)
+        return EncodeHandle(encoded, base, None, None if encoded.raw else normal)
 
     return encode
 
@@ -528,7 +530,7 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
             slots[number] if below is None else below(replay),
             seen,
             made,
-            tuple([version_of(tensor) for tensor in fixed]),
+            tuple(versions_of(fixed)) if fixed else (),
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),
@@ -555,7 +557,7 @@ def _ready_varying(
             slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
             now(recipe.seen, sizes),
             now(recipe.made, sizes),
-            tuple([version_of(tensor) for tensor in op.fixed]),
+            tuple(versions_of(op.fixed)),
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),

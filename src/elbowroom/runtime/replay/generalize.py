@@ -172,7 +172,8 @@ class _Merger:
 
     def _ref(self, a: Ref, b: Ref) -> Ref:
         _check(a.noted == b.noted)
-        return Ref(b.noted, self._of_known(a.geometry, b.geometry))
+        is_whole = a.is_whole and b.is_whole
+        return Ref(b.noted, self._of_known(a.geometry, b.geometry), is_whole)
 
     def _norm(self, a: Norm, b: Norm) -> Norm:
         mean, rstd = self._ref(a.mean, b.mean), self._ref(a.rstd, b.rstd)

@@ -149,13 +149,10 @@ class Flat:
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Instruction]) -> None:
         self._saves: dict[int, list[tuple[Step, Save]]] = defaultdict(list)
-        self._noted: dict[int, Geometry] = {}
         for step in steps:
             for save in step.saves or ():
                 if save is not None and save.slot != NOWHERE:
                     self._saves[save.slot].append((step, save))
-                if save is not None and save.noted != NOWHERE:
-                    self._noted[save.noted] = save.geometry
         later = {instruction.slot for step in steps for instruction in (*step.before, *step.after)}
         later |= {instruction.slot for instruction in last}
         later |= {slot for step in steps for _, slot in step.copies}
@@ -225,7 +222,7 @@ class Flat:
         if save.instruction.bits:
             return _hold_bits(save.instruction, save.geometry, save.dtype)
         assert save.instruction.recipe is not None
-        return _rebuild(save.instruction.recipe, self._whole, save, self._noted)
+        return _rebuild(save.instruction.recipe, self._whole, save)
 
     def is_source(self, save: Save) -> bool:
         """Returns whether others may be rebuilt from what is only kept, and is all of a storage."""
@@ -302,17 +299,13 @@ def _rebuild(
     recipe: NumberedRecipe,
     whole: Callable[[int], Geometry],
     save: Save,
-    noted: dict[int, Geometry],
 ) -> HoldFlat:
-    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors.
-
-    noted: the geometries in which statistics are saved
-    """
+    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
     steps = tuple(recipe)
     numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))
     fixed = tuple(tensor for one in steps for tensor in one.op.fixed)
     refs = tuple(ref for one in steps for ref in _read(one))
-    are_whole = all(noted.get(ref.noted) == ref.geometry for ref in refs)
+    are_whole = all(ref.is_whole for ref in refs)
     numbers_of_given = tuple(ref.noted for ref in refs) if are_whole else None
     run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
     base = save.geometry if save.whole is None else save.whole

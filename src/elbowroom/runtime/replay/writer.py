@@ -307,17 +307,22 @@ class Writer:
 
     def _statistic(self, place: Place, geometry: Geometry) -> Ref:
         """Return a statistic, of which only the order in memory counts, as it was saved."""
-        ref = self._ref(place, geometry)
-        op, i = self._saved_at[place]
-        saved = self._ops[op].saves[i].geometry
-        return ref._replace(geometry=saved) if saved.is_run_like(geometry) else ref
+        saved = self._geometry_of(place)
+        return self._ref(place, saved if saved.is_run_like(geometry) else geometry)
 
     def _ref(self, place: Place, geometry: Geometry) -> Ref:
+        is_whole = self._geometry_of(place) == geometry
+        at = self._saved_at[place]
+        self._guarded.add(at[0])
+        return Ref(self._noted.setdefault(at, len(self._noted)), geometry, is_whole)
+
+    def _geometry_of(self, place: Place) -> Geometry:
+        """Returns the geometry in which an op saves what lies there."""
         at = self._saved_at.get(place)
         if at is None:
             raise Unwritable("a statistic that no op of the forward saves")
-        self._guarded.add(at[0])
-        return Ref(self._noted.setdefault(at, len(self._noted)), geometry)
+        op, i = at
+        return self._ops[op].saves[i].geometry
 
     def _close_sources(self) -> None:
         """Compares the operands of ops that compute the inputs of a compared op, and so on."""
