@@ -176,7 +176,7 @@ def fit(
             "compile=True plans inside torch.compile; leave worst, plan, solver, codecs without a "
             "form for graphs (see docs/compiled.md) and, for a model on a GPU, offload='file' out"
         )
-    given = None if plan is None else replace(plan, strangers=Counter())  # counted for this fit
+    given = None if plan is None else replace(plan, unknown_sites=Counter())  # counted for this fit
     fitting = Fitting(model, options, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)

@@ -130,7 +130,7 @@ class CompiledFitting:
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        resident = self.model_state.standing_nbytes() + self.uncompiled_nbytes
+        resident = self.model_state.resident_nbytes() + self.uncompiled_nbytes
         return max(self.options.budget_nbytes - resident, 0)
 
     @property
@@ -262,7 +262,7 @@ class CompiledFitting:
 
     def beside(self) -> dict[str, int]:
         """Returns what is not in the room of regions, in bytes by name."""
-        return {RESIDENT: self.model_state.standing_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
+        return {RESIDENT: self.model_state.resident_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
 
     @property
     def offloads(self) -> bool:
@@ -315,7 +315,7 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[bool, Any]:
-        """Run a kind of call that was not seen before, or that Dynamo may not compile again.
+        """Runs a kind of call that was not seen before, or that Dynamo may not compile again.
 
         Returns whether that was possible.
         """

@@ -57,7 +57,7 @@ class ForwardModes(MeasuredSteps):
         undo: copies of what the forward may change; those it leaves unchanged are dropped
         leaves_room: others of the same step follow, of which nothing is known
         """
-        since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
+        since = torch._C._autograd._get_sequence_nr() if self._neighbors.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
             saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
             saving.leaves_room = leaves_room
@@ -121,11 +121,11 @@ class ForwardModes(MeasuredSteps):
             if saving.rest is not None and saving.entry is not None:
                 known.ledger.follow(out)
                 known.ledger.when_over(saving.entry.close)
-                self._beside.opened(saving.rest.ledger)
+                self._neighbors.opened(saving.rest.ledger)
                 self._ended(saving.rest)
                 return out
         known.ledger.follow(out)
-        self._beside.opened(known.ledger)
+        self._neighbors.opened(known.ledger)
         self._last = known
         self._note_setting(known)
         return out

@@ -76,7 +76,7 @@ class CompiledProgram:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
     ) -> Region:
         model_state, holder = self._model_state()
-        resident = model_state.standing_nbytes() + self._held()
+        resident = model_state.resident_nbytes() + self._held()
         self._resident = self._resident or resident
         self.compiled += 1
         return compile_beside(

@@ -94,12 +94,12 @@ class Fitting(ForwardModes):
         """plan: the plan of the first step."""
         super().__init__(ModelState(model, optimizer), options)
         self.asked, self._has_given = options, plan is not None
-        self._shared = OpenStep()
+        self._open_step = OpenStep()
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
         moves = options.offload is not None
         rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
-        self._plannings = PlanCache(options, self.model_state, self.context, plan)
+        self._plan_cache = PlanCache(options, self.model_state, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
         self._foreign = ForeignHooks()
@@ -113,10 +113,10 @@ class Fitting(ForwardModes):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states from the next step on; if it has any, learning begins anew."""
-        before_nbytes = self.model_state.standing_nbytes()
+        before_nbytes = self.model_state.resident_nbytes()
         self.model_state.add(optimizer)
-        if self.model_state.standing_nbytes() > before_nbytes:
-            self._plannings.forget()
+        if self.model_state.resident_nbytes() > before_nbytes:
+            self._plan_cache.forget()
             self._parameters = None
             for one in list(_fittings):
                 if one.model_state.has_guest(self.model_state):
@@ -124,7 +124,7 @@ class Fitting(ForwardModes):
 
     def _learn_with_guests(self) -> None:
         """Learns anew what steps need; their forwards stay known."""
-        self._plannings.forget(but=self.planning)
+        self._plan_cache.forget(but=self.planning)
         if self.planning.state.is_learned:
             self.planning.calls.grew = True
 
@@ -149,16 +149,16 @@ class Fitting(ForwardModes):
         After an out-of-memory error, plans with less.
         """
         wrapper = called()
-        if self.compiled and self._beside.is_alone and calls_compiled(model, wrapper):
+        if self.compiled and self._neighbors.is_alone and calls_compiled(model, wrapper):
             self.successor = self.compiled(self, model if wrapper is None else wrapper)
             if self.successor is not None:
                 return self.successor.run(model, forward, args, kwargs)
         hooks = self._foreign.around(self.options)
         if hooks is not None:
             self._parameters = None
-            run = partial(self._run_aside, hooks)
+            run = partial(self._run_with_foreign_hooks, hooks)
             return self._run_together(run, model, forward, args, kwargs)
-        host = None if self._beside.is_alone else self._find_host()
+        host = None if self._neighbors.is_alone else self._find_host()
         if host is not None:
             return host._run_guest(self, model, forward, args, kwargs)
         self.ran_at = next_forward()
@@ -172,7 +172,7 @@ class Fitting(ForwardModes):
         have changed: then the rest of its graph is not needed any more.
         """
         last = self._last
-        if last is None or not last.waits or (self._shared.has_guests and last.was_asked):
+        if last is None or not last.waits or (self._open_step.has_guests and last.backward_began):
             return False
         if last.waits_again:
             before, self._versions = self._versions, self._versions_now()
@@ -187,13 +187,13 @@ class Fitting(ForwardModes):
 
     def _may_resume(self, given: Given) -> bool:
         """Returns whether a forward of the model itself goes on with a step that others share."""
-        if not self._shared.has_guests or self._last is None or not is_made_of_graph(given):
+        if not self._open_step.has_guests or self._last is None or not is_made_of_graph(given):
             return False
-        return self._shared.waits and self.planning.calls.may_go_on
+        return self._open_step.waits and self.planning.calls.may_go_on
 
     def _find_host(self) -> "Fitting | None":
         """Returns the fitted model whose step a forward of this one goes on with."""
-        if self._has_given or self._shared.waits:
+        if self._has_given or self._open_step.waits:
             return None
         hosts = (one for one in list(_fittings) if one is not self and one._may_take_in(self))
         return max(hosts, default=None, key=lambda one: one.ran_at)
@@ -221,7 +221,7 @@ class Fitting(ForwardModes):
 
     def _may_take_in(self, guest: "Fitting") -> bool:
         alike = self.asked == guest.asked and not (self._has_given or self._closed)
-        if not alike or self._last is None or not self._shared.may_take_in:
+        if not alike or self._last is None or not self._open_step.may_take_in:
             return False
         same_device = self.model_state.device == guest.model_state.device
         return same_device and self.planning.calls.may_go_on
@@ -238,7 +238,7 @@ class Fitting(ForwardModes):
         last = self._last
         assert last is not None
         self.ran_at, guest._host = next_forward(), weakref.ref(self)
-        self._shared.has_guests = True
+        self._open_step.has_guests = True
         if self.model_state.join(guest.model_state):
             self._joined(guest)
         title = self.model_state.title_of(guest.model_state)
@@ -246,14 +246,14 @@ class Fitting(ForwardModes):
         signature = replace(own, structure=(title, own.structure))
         with self._failures(), modules.titled(title):
             out = self._go_on(model, forward, signature, last, (args, kwargs))
-        self._shared.follow(out, self._last, self.planning.calls.at)
+        self._open_step.follow(out, self._last, self.planning.calls.at)
         return out
 
     def _joined(self, guest: "Fitting") -> None:
         """Counts the memory of a model that was not in a step of this one before."""
         self._stop()  # it has begun with what this model holds alone
         beside_nbytes = self.planning.memory.beside_nbytes
-        if self._beside.takes_turns_with(guest._beside):
+        if self._neighbors.takes_turns_with(guest._neighbors):
             beside_nbytes = max(beside_nbytes - guest.model_state.nbytes, 0)
         self.planning.join(self.model_state.memory().beside(beside_nbytes))
         self._learn_with_guests()
@@ -296,7 +296,7 @@ class Fitting(ForwardModes):
             self.interrupt()
             raise
 
-    def _run_aside(
+    def _run_with_foreign_hooks(
         self,
         hooks: AbstractContextManager[object],
         model: nn.Module,
@@ -306,10 +306,10 @@ class Fitting(ForwardModes):
     ) -> Any:
         """Runs a forward whose saved tensors the program's own hooks hold."""
         self.ran_at = next_forward()
-        self._step_aside()
+        self._begin_foreign_step()
         with hooks:
             out = forward()
-        self._follow_aside(out)
+        self._follow_foreign_graph(out)
         return out
 
     def _run_alone(
@@ -336,7 +336,7 @@ class Fitting(ForwardModes):
                 out = self._go_on(model, forward, signature, last, given)
             else:
                 out = self._step_with(model, forward, signature, given)
-        self._shared.follow(out, self._last, self.planning.calls.at)
+        self._open_step.follow(out, self._last, self.planning.calls.at)
         return out
 
     def _run_loss(
@@ -355,12 +355,12 @@ class Fitting(ForwardModes):
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Says what a refusal leaves out, and learns from an error that says there is no memory."""
-        before, self._shared.runs = self._shared.runs, True
+        before, self._open_step.runs = self._open_step.runs, True
         try:
             yield
             self.refusal = None
         except BudgetTooSmall as error:
-            add_room(error, self._beside.savings_nbytes)
+            add_room(error, self._neighbors.savings_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts
@@ -371,7 +371,7 @@ class Fitting(ForwardModes):
                 self.exhausted()
             raise
         finally:
-            self._shared.runs = before
+            self._open_step.runs = before
 
     def _repeats(self, signature: Signature) -> bool:
         """Returns whether this forward equals the last one, and needs no examination.
@@ -380,7 +380,7 @@ class Fitting(ForwardModes):
         """
         self._repeated += 1
         alike = self.planning.now == signature and self._shortage.ran_out_nbytes is None
-        free = self._shortage.less is None and self._step is None and self._beside.is_alone
+        free = self._shortage.less is None and self._step is None and self._neighbors.is_alone
         if alike and free and self._repeated < _MOST_REPEATED:
             return True
         self._parameters = None
@@ -443,8 +443,8 @@ class Fitting(ForwardModes):
     ) -> Any:
         """Runs another forward of the model in the same step (`calls.py`)."""
         planning = self.planning
-        resumes = self._shared.has_guests and before.was_asked
-        is_known = planning.go_on(signature, self._shared.waiting if resumes else None)
+        resumes = self._open_step.has_guests and before.backward_began
+        is_known = planning.go_on(signature, self._open_step.waiting if resumes else None)
         learns = planning.state.may_rehearse
         if isinstance(before, ReplayedForward):
             script = planning.next_script() if is_known else None
@@ -462,7 +462,7 @@ class Fitting(ForwardModes):
         try:
             if not undo.is_possible or self._together.runs_once:
                 return self._forward(forward, last)
-            has_guests = self._shared.has_guests
+            has_guests = self._open_step.has_guests
             is_other = has_guests and planning.calls.is_other(signature)
             # Where the next step is to be planned by a rehearsal, all of its forwards are.
             tries = is_other or (learns and not (has_guests and planning.calls.grew))
@@ -505,7 +505,11 @@ class Fitting(ForwardModes):
         the rehearsal that there was.
         """
         planning = self.planning
-        known = planning.state.infeasible or planning.calls.are_seen or planning.heard is not None
+        known = (
+            planning.state.infeasible
+            or planning.calls.are_seen
+            or planning.forward_profile is not None
+        )
         if not known:
             self.planning.leaves_room = self._leaves_room
             kept = self._kept(forward, undo=undo, leaves_room=self.planning.leaves_room)
@@ -514,7 +518,7 @@ class Fitting(ForwardModes):
                 return kept[0]
             undo.back()
         self._stop()
-        is_inside = self._beside.is_inside
+        is_inside = self._neighbors.is_inside
         try:
             self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
         except BaseException as error:
@@ -553,7 +557,7 @@ class Fitting(ForwardModes):
         try:
             with _as_in_training(model, (args, kwargs)) as undo:
                 signature = signature_of(model, args, kwargs)
-                self.planning = self._plannings.of(signature)
+                self.planning = self._plan_cache.of(signature)
                 self.planning.begin(self._memory(), signature)
                 with torch.enable_grad():
                     self.planning.prepare(undo.watching(lambda: model(*args, **kwargs)))
@@ -574,28 +578,28 @@ class Fitting(ForwardModes):
         self._dropped = dropped()
         if still_used(self.options.codecs) != self.options.codecs:
             return True
-        plans = [one.plan for one in self._plannings if one.plan is not None]
+        plans = [one.plan for one in self._plan_cache if one.plan is not None]
         return any(why_dropped(type(codec)) for plan in plans for codec in plan.codecs)
 
     def _begin(self, signature: Signature, given: Given) -> None:
         self.context.begin_step()
         self._learn()
-        for one in [] if self._beside.is_alone else list(_fittings):
+        for one in [] if self._neighbors.is_alone else list(_fittings):
             if one is not self:
                 one.end_step()  # where it is over, what follows is of this one
-        if self._shared.has_guests:
-            self.planning.calls.leave(self._shared.waiting)
-        self._shared.begin()
-        self._beside.begin()
+        if self._open_step.has_guests:
+            self.planning.calls.leave(self._open_step.waiting)
+        self._open_step.begin()
+        self._neighbors.begin()
         less = self._shortage.taken()
         if less is not None:
             self.options = less
         if self._loses_codecs() or less is not None:
             self.options = replace(self.options, codecs=still_used(self.options.codecs))
-            self._plannings.use(self.options)
-        self.planning = self._plannings.of(signature)
+            self._plan_cache.use(self.options)
+        self.planning = self._plan_cache.of(signature)
         self.planning.begin(self._memory(), signature)
-        self._beside.learns = not all(planning.settled for planning in self._plannings)
+        self._neighbors.learns = not all(planning.settled for planning in self._plan_cache)
         self._measure(given)
 
 

@@ -177,7 +177,7 @@ class Twin:
         return is_one and bool(peaks) and max(peaks) <= room_nbytes
 
     def check(self) -> None:
-        """Raise BudgetTooSmall if the room is exceeded."""
+        """Raises BudgetTooSmall if the room is exceeded."""
         excess = self.excess_nbytes()
         if excess <= 0:
             return

@@ -101,7 +101,7 @@ class Plan:
     lines: tuple[Line, ...]
     watched: int = 0
     standing: ResidentBytes | None = None
-    strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
+    unknown_sites: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
     parted_nbytes: int = field(default=0, compare=False, repr=False)
     profiled_peak: int = field(default=0, compare=False, repr=False)
 
@@ -113,13 +113,13 @@ class Plan:
         known = self.sites.get(_name_of(site))
         preset = self._preset_for(site, known)
         if preset is None:
-            self.strangers[site.name] += 1
+            self.unknown_sites[site.name] += 1
         return _action_by(preset, site, known)
 
     __call__ = action_for  # a plan is a policy
 
     def look_up(self, site: Site) -> Action:
-        """Returns the action for this site, without counting unknown sites in `strangers`."""
+        """Returns the action for this site, without counting unknown sites in `unknown_sites`."""
         known = self.sites.get(_name_of(site))
         return _action_by(self._preset_for(site, known), site, known)
 
@@ -309,7 +309,7 @@ class Plan:
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
             "recompute": sorted(self.recompute),
         }
-        del data["strangers"], data["parted_nbytes"], data["profiled_peak"]
+        del data["unknown_sites"], data["parted_nbytes"], data["profiled_peak"]
         files.write(path, data)
 
     @classmethod
@@ -326,7 +326,7 @@ def check_plan(
     offload: str | None = None,
     codecs: tuple[Codec, ...] | None = None,
 ) -> None:
-    """Raise PlanError unless this is None, or a plan to begin with under these terms."""
+    """Raises PlanError unless this is None, or a plan to begin with under these terms."""
     if plan is None:
         return
     if not isinstance(plan, Plan):

@@ -193,7 +193,7 @@ class Call:
         return type(x) in PLAIN and (lends or version_of(x) != self.version)
 
     @property
-    def is_told_at_once(self) -> bool:
+    def reading_is_known(self) -> bool:
         """True if the reading of a saved tensor is known as it is saved.
 
         Otherwise the nodes of the ended call show it.

@@ -325,7 +325,7 @@ class Saving:
             if self.recorder is not None:
                 return self.recorder.module(module, call, args, kwargs, self._source_of)
             return call(*args, **kwargs)
-        if not self._is_asked():  # inside a checkpoint of the user, or of ours
+        if not self._is_innermost():  # inside a checkpoint of the user, or of ours
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
@@ -373,7 +373,7 @@ class Saving:
         """
         with self._looking():
             listener, pieces = self._listener, self._serving.pieces
-            if self.ledger.was_asked:  # a context may stay open for a whole training
+            if self.ledger.backward_began:  # a context may stay open for a whole training
                 listener.refuse("a backward has run inside")
             listener.begins(call)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
@@ -386,7 +386,7 @@ class Saving:
             if self._serving.waiting:
                 self._serving.waiting.end_known()
             if pieces.waiting:
-                if self._is_asked():
+                if self._is_innermost():
                     pieces.end()
                 elif pieces.calls(call):
                     listener.compares()
@@ -415,7 +415,11 @@ class Saving:
         """Returns the function to run for a call that a node of ours could replace."""
         call.reads = direct.reads
         call.would_rerun = call.name == ATTENTION
-        if not self._may_stand(direct, call) or not may_run(call, direct) or not self._is_asked():
+        if (
+            not self._may_stand(direct, call)
+            or not may_run(call, direct)
+            or not self._is_innermost()
+        ):
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
@@ -467,7 +471,7 @@ class Saving:
         """True if codes add errors, in this forward or in those for which it is profiled."""
         return self.recorder is not None or not self.is_exact()
 
-    def _skims(self, x: Tensor) -> bool:
+    def _needs_no_slot(self, x: Tensor) -> bool:
         """Returns whether x needs no slot: neither for a plan, nor for planning."""
         is_small = storage_nbytes(x) < self.min_nbytes
         return is_small and hasattr(self.policy, "rebuild") and self.recorder is None
@@ -486,7 +490,7 @@ class Saving:
         codes_input = getattr(self.policy, "codes_input", None)
         return codes_input is not None and bool(codes_input(name))
 
-    def _is_asked(self) -> bool:
+    def _is_innermost(self) -> bool:
         """Returns whether this context gets what is saved now: its hooks are the innermost."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
@@ -512,7 +516,7 @@ class Saving:
             pieces.end()
         if is_input or call is None:
             self._listener.saves()
-        if call is None or call.is_told_at_once:
+        if call is None or call.reading_is_known:
             return self._packed(x, call, reading_of(x, call))
         deferred = Deferred(x)
         call.deferred.append((deferred, x))
@@ -564,7 +568,7 @@ class Saving:
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
-        if call is not None and call.name in RECURRENT and self._skims(x):
+        if call is not None and call.name in RECURRENT and self._needs_no_slot(x):
             return self._many.keep(x, self.ledger, self._module, self._consumer)
         return None
 

@@ -502,7 +502,7 @@ def _from(least: float, x: Tensor) -> Tensor:
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
-    """Return what is encoded in place of base: normalized by its rows, or as its norm does."""
+    """Returns what is encoded in place of base: normalized by its rows, or as its norm does."""
     if not is_normalized(action):
         return None
     rows, keep_zeros = action.rows, action.facts.has_zeros

@@ -82,7 +82,7 @@ def counted(counter: Tensor, x: Tensor) -> Tensor:
 
 
 def check_version(x: Tensor, version: int) -> None:
-    """Raise RestoreError if x was changed in place since `version`."""
+    """Raises RestoreError if x was changed in place since `version`."""
     try:
         now = x._version
     except RuntimeError:  # as in `version_of`, which would be one more call

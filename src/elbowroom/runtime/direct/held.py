@@ -42,7 +42,7 @@ def flat_like(grad: Tensor, view: View) -> Tensor | None:
 
 
 def lies_like(grad: Tensor, view: View) -> bool:
-    """Return whether grad has the dtype and order of the view, and is a plain tensor."""
+    """Returns whether grad has the dtype and order of the view, and is a plain tensor."""
     (shape, stride, _), slot = view.geometry, view.slot
     return not slot.is_window and is_alike(grad, shape, stride, slot.dtype, slot.device)
 
@@ -54,7 +54,7 @@ def is_alike(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether grad is a plain tensor of this kind."""
+    """Returns whether grad is a plain tensor of this kind."""
     if type(grad) is not Tensor or untouchable(grad):  # batched, for one
         return False
     alike = grad.dtype is dtype and grad.stride() == stride

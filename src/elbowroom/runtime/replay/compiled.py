@@ -120,7 +120,7 @@ def _nothing() -> None:
 
 
 def _guard(step: Step) -> Guard:
-    """Compare the arguments of a call: constants by identity first, then all tensors at once."""
+    """Compares the arguments of a call: constants by identity first, then all tensors at once."""
     assert step.args is not None
     count, names = len(step.args), tuple(name for name, _ in step.kwargs)
     wants = (*step.args, *(want for _, want in step.kwargs))
@@ -140,7 +140,7 @@ def _guard(step: Step) -> Guard:
             return False
         if not saves and runs_itself:
             return True  # it saves nothing: a mask that is made without gradients, too
-        if not torch.is_grad_enabled() or (saves and not replay.is_asked()):
+        if not torch.is_grad_enabled() or (saves and not replay.is_innermost()):
             return False
         return not needs_more or replay.may_stand(step, args, kwargs)
 
@@ -270,7 +270,7 @@ def _hold_first(
     hold: Callable[[Replay, Tensor], Any] | None,
 ) -> Callable[[Replay, Tensor], Any]:
     def hold_first(replay: Replay, x: Tensor) -> Any:
-        replay.look_around()
+        replay.check_for_compiled()
         return kept if hold is None else hold(replay, x)
 
     return hold_first
@@ -300,7 +300,7 @@ def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
 
 
 def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
-    """Hold a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
+    """Holds a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
     instruction, hold_in_slot = save.instruction, _hold_in_slot(save, is_exact)
     assert instruction is not None
     encode = _encoder(instruction, alone=True)
@@ -318,7 +318,7 @@ def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
 
 
 def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
-    """Hold what has another number of rows in each forward."""
+    """Holds what has another number of rows in each forward."""
     wanted, dtype, same, need = save.geometry, save.dtype, save.same, save.need
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     all_of_it = save.geometry if save.whole is None else save.whole
@@ -436,7 +436,7 @@ def _encode(instruction: Instruction) -> Do:
 def _encoder(
     instruction: Instruction, *, alone: bool = False
 ) -> Callable[[Replay, Tensor], Handle | Coded]:
-    """Encode by a coder of tensors of this shape, where the codec has one.
+    """Encodes by a coder of tensors of this shape, where the codec has one.
 
     There is no reference to the encoded tensor, unless one of this site has lasted until backward.
 
@@ -472,7 +472,7 @@ def _encoder(
 
 
 def _rebuild(instruction: Instruction, is_exact: bool) -> Do:
-    """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
+    """Holds the recipe; in an exact script without the statistics that it reads of codes alone."""
     assert instruction.recipe is not None
     make_ready, must_be_exact = _ready(instruction.recipe, is_exact), instruction.need is Need.EXACT
     steps = tuple(instruction.recipe)
@@ -509,7 +509,7 @@ def _works_lossy(step: NumberedRecipe, is_exact: bool) -> bool:
 
 
 def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
-    """Return the recipe with the slots of the forward that runs."""
+    """Returns the recipe with the slots of the forward that runs."""
     op, source, fixed = recipe.op, recipe.source, recipe.op.fixed
     number = source if isinstance(source, int) else NOWHERE
     seen, made, given = recipe.seen, recipe.made, recipe.given

@@ -350,7 +350,7 @@ class Tracer(Listener):
 
         ledger, seeds: those that it has started with; calls: of outermost modules in this step
         """
-        if ledger.was_asked:
+        if ledger.backward_began:
             self.refuse("a backward has run inside")
         if not self.why:
             writer = Writer(self._ops, self._done, self.noted, self._state)
