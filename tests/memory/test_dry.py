@@ -20,7 +20,7 @@ from elbowroom.measure.rates import Rates
 from elbowroom.measure.record import record
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile, Save, Storage
-from elbowroom.runtime.identity import PLAIN
+from elbowroom.runtime.storage import PLAIN
 
 MIN_NBYTES = 4096
 SPEED = Speed(flops=1e10, nbytes=1e10, overhead_s=1e-6)

@@ -22,13 +22,12 @@ from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import layers_of, saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.identity import is_parameter, is_touchable
 from elbowroom.runtime.kept import Beside, Deferred, Lone, last_node
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.slot import Slot, View
-from elbowroom.runtime.storage import storage_nbytes
+from elbowroom.runtime.storage import is_parameter, is_touchable, storage_nbytes
 
 
 class Fit(Protocol):
@@ -118,7 +117,7 @@ class FittedSaving(Saving):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        slots = self._identity.slots()
+        slots = self._sources.slots()
         self._saved += [
             (
                 weakref.ref(slot),

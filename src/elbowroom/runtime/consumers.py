@@ -33,12 +33,11 @@ from elbowroom.plan.site import (
     Reads,
     SiteName,
 )
-from elbowroom.runtime.identity import PLAIN
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Slot
-from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.storage import PLAIN, version_of
 
 # Functions that are recognized immediately -> arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)

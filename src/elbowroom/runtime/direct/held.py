@@ -9,10 +9,10 @@ from torch import Tensor
 
 from elbowroom.codecs import Encoded
 from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
-from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.slot import Geometry, View
+from elbowroom.runtime.storage import untouchable
 
 
 def view_of(ctx: Any, i: int) -> View | None:

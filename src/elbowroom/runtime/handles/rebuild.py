@@ -200,6 +200,13 @@ class Recipe:
         bits_of = None if output is None else weakref.ref(output)
         return cls(op, link, seen, Geometry.of(out), bits_of, versions)
 
+    def root(self) -> Slot | None:
+        """Returns the slot that the chain starts at, if it exists."""
+        source = self.source
+        while isinstance(source, Recipe):
+            source = source.source
+        return source()
+
     @property
     def links(self) -> "tuple[Link, ...]":
         """All that the op reads: its source, and the others."""

@@ -36,7 +36,6 @@ from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import Observing, unobserved, why_not_again
@@ -45,6 +44,7 @@ from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.storage import covering
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
