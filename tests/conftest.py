@@ -139,9 +139,15 @@ def measurements_end() -> Iterator[None]:
         pytest.fail("a measurement, or a profiler, still runs after this test")
 
 
+def pytest_sessionstart() -> None:
+    """Pause the garbage collector until all tests are found: 6 of 16 s of each process were its."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what was collected here."""
     _spare_the_collector()
+    gc.enable()
 
 
 def _spare_the_collector() -> None:

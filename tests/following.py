@@ -56,7 +56,6 @@ PURPOSE = {
     "runtime/direct/__init__.py": "checks whether a node of elbowroom replaces the op",
     "runtime/handles/encode.py": "holds the code",
     "runtime/hooks.py": "contains the pack and unpack hooks",
-    "runtime/identity.py": "identifies the tensor, and what it was computed from",
     "runtime/ledger.py": "counts the bytes held",
     "runtime/observer.py": "knows the observers of each op",
     "runtime/modules.py": "knows which module is running",
@@ -73,7 +72,8 @@ PURPOSE = {
     "runtime/serving.py": "asks the policy, and performs its action, now or later",
     "runtime/sites.py": "finds what the op needs, and the facts by which a policy decides",
     "runtime/slot.py": "stores one storage for all of its readers",
-    "runtime/storage.py": "checks whether a storage is alive and unchanged, and its size",
+    "runtime/sources.py": "finds what the op could be recomputed from",
+    "runtime/storage.py": "identifies the storage, whether it may be changed, and who saved it",
 }
 
 

@@ -42,7 +42,7 @@ The packages, from the top down. Each imports only packages below it:
     kernels/               reference (the specification), numba (CPU), triton (GPU)
     errors.py  files.py  units.py  waiting.py
 
-To follow one tensor: runtime/hooks.py `_pack` -> identity.py -> consumers.py (or, when its op has
+To follow one tensor: runtime/hooks.py `_pack` -> storage.py -> consumers.py (or, when its op has
 ended, readers.py -> formulas.py, the table of derivative formulas) -> plan/policy.py ->
 runtime/serving.py -> codecs/dither.py -> kernels/ops.py -> kernels/numba/dither.py, and back
 through runtime/slot.py `View.restore`; or, for ops that need no restored tensor, runtime/direct/.

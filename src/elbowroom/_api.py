@@ -396,7 +396,7 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
 
     If the plan changes nothing, no hooks are installed, and the ledger stays empty. Tensors that
     the plan does not know (another shape, another branch) get exact actions, and are counted in
-    `plan.strangers`.
+    `plan.unknown_sites`.
     """
     check_min_nbytes(min_nbytes)
     if not isinstance(plan, Plan):

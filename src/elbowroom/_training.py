@@ -28,15 +28,11 @@ from elbowroom.compiled import acts_in_graphs, place_of
 from elbowroom.errors import PlanError
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
-from elbowroom.fitting.compiled import (
-    CompiledFitting,
-    CompileSettings,
-    compile_settings,
-    planned,
-    take_over,
-)
+from elbowroom.fitting.compiled import CompiledFitting, take_over
 from elbowroom.fitting.inside import leave_regions, plan_inside, planned_inside
 from elbowroom.fitting.loss import cover, losses_of, uncover
+from elbowroom.fitting.summary import summary_of_regions
+from elbowroom.fitting.twin import CompileSettings, compile_settings
 from elbowroom.measure.memory import budget_nbytes, device_of
 from elbowroom.plan.plan import Plan, check_plan
 from elbowroom.plan.registered import chosen_settings
@@ -180,7 +176,7 @@ def fit(
             "compile=True plans inside torch.compile; leave worst, plan, solver, codecs without a "
             "form for graphs (see docs/compiled.md) and, for a model on a GPU, offload='file' out"
         )
-    given = None if plan is None else replace(plan, strangers=Counter())  # counted for this fit
+    given = None if plan is None else replace(plan, unknown_sites=Counter())  # counted for this fit
     fitting = Fitting(model, options, optimizer, given)
     if worst is not None:
         fitting.prepare(model, args, kwargs)
@@ -297,7 +293,8 @@ def summary(model: nn.Module) -> Summary:
         raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
     inside, beside_nbytes = planned_inside(fitting)
     if inside and not fitting.context.step:
-        return planned(name, fitting.model_state, fitting.options, beside_nbytes, inside, 0)
+        given = fitting.model_state, fitting.options, beside_nbytes, inside
+        return summary_of_regions(name, *given, 0)
     return summary_of(fitting, name)
 
 

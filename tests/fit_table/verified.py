@@ -374,7 +374,7 @@ ROWS = {
         (said(AGAIN, 1050), say(Line.GIVEN, plan=AGAIN.plan), FORGET),
     ),
     "the given plan does not know the step": Row(
-        GIVENS, step(900, strangers=True), FRESH, (said_given(900), DROPPED, FORGET)
+        GIVENS, step(900, unknown_sites=True), FRESH, (said_given(900), DROPPED, FORGET)
     ),
     "the step leaves the given plan": Row(
         GIVENS, step(900, climbed=True), FRESH, (DROPPED, FORGET)

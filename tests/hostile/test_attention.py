@@ -316,7 +316,7 @@ def test_plans_know_the_node(exact: bool | None) -> None:
     except er.errors.BudgetTooSmall as error:  # by the seconds that this machine took
         plan = er.plan(profile, budget=int(1.01 * error.least_nbytes), exact=exact)
     true, got = step(nullcontext()), step(er.following(plan))
-    assert not plan.strangers
+    assert not plan.unknown_sites
     assert same(got, true) if plan.exact else all(g.isfinite().all() for g in got)
 
 

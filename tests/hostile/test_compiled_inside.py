@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.compiled.partition import Decision, told
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting import compiled
+from elbowroom.fitting.uncompiled import uncompiled_nbytes
 from elbowroom.runtime.attach import attached
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import uncompiled as uncompiled
@@ -268,16 +268,16 @@ def test_hooks_of_the_program_unpack_nothing_to_be_counted() -> None:
     asked = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.half(), asked.append):
         made = Broken().between(X.clone().requires_grad_())
-    assert compiled.uncompiled_nbytes([made], []) == 10 * X.nbytes
+    assert uncompiled_nbytes([made], []) == 10 * X.nbytes
     inside = checkpoint(Broken().between, X.clone().requires_grad_(), use_reentrant=False)
-    assert compiled.uncompiled_nbytes([inside], [X]) <= X.nbytes
+    assert uncompiled_nbytes([inside], [X]) <= X.nbytes
     assert asked == []
 
 
 def test_what_code_between_regions_holds_is_counted(uncompiled) -> None:
     held = 20 * X.nbytes
     model = Broken()
-    assert compiled.uncompiled_nbytes([model.between(X.clone().requires_grad_())], []) == held
+    assert uncompiled_nbytes([model.between(X.clone().requires_grad_())], []) == held
     called = er.fit(torch.compile(model), budget="1 GiB", exact=True)
     plainly = trained(model, lambda: F.cross_entropy(called(X), Y))
     peak = er.summary(called).predicted_nbytes

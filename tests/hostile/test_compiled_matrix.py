@@ -20,7 +20,7 @@ import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.partition import Decision, told
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting import compiled
+from elbowroom.fitting import twin
 from elbowroom.runtime import compiler
 from elbowroom.runtime.attach import attached, opener_of
 from uncompiled import uncompiled as uncompiled
@@ -582,7 +582,7 @@ def test_what_the_backend_accepts_above_the_room_is_not_refused_by_fit(
     uncompiled, monkeypatch
 ) -> None:
     """It compiled the model once more, and refused a budget by what a warning had named."""
-    compiled_region = compiled.compile_region
+    compiled_region = twin.compile_region
 
     def compile_region(gm: Any, inputs: Any, regions: Any, *given: Any) -> Any:
         region = compiled_region(gm, inputs, regions, *given)
@@ -591,7 +591,7 @@ def test_what_the_backend_accepts_above_the_room_is_not_refused_by_fit(
         regions.decisions, regions.above_nbytes = [replace(one, peak_nbytes=peak)], 100
         return region
 
-    monkeypatch.setattr(compiled, "compile_region", compile_region)
+    monkeypatch.setattr(twin, "compile_region", compile_region)
     net = made("blocks")
     fitted = er.fit(torch.compile(net), budget="1650 KiB", exact=True)
     fitted(batch(net)).sum().backward()
@@ -664,5 +664,5 @@ def test_a_settled_size_that_is_compiled_again_has_a_plan_for_no_larger_one(unco
     for rows, net.number in ((4, 1), (7, 1), (4, 101)):
         net.zero_grad()
         fitted(x[:rows]).sum().backward()
-    (twin,) = opener_of(fitted)._twins
-    assert x[:4].numel() < twin.limit < x[:7].numel()
+    (one,) = opener_of(fitted)._twins
+    assert x[:4].numel() < one.limit < x[:7].numel()

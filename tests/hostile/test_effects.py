@@ -539,7 +539,7 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "_Hostile": (Exception,),  # in a snapshot: test_snapshot.py
         "_NoRoomError": (Exception,),  # inside the simulator of evictions: test_eviction.py
         "_AllMade": (BaseException,),  # ends the second run of a module: test_rerun.py
-        "_NothingCompiled": (Exception,),  # Dynamo runs all as it is: test_compiled_inside.py
+        "NothingCompiled": (Exception,),  # Dynamo runs all as it is: test_compiled_inside.py
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough
     }
 

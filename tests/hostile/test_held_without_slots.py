@@ -21,7 +21,7 @@ from elbowroom.runtime.context import PROCESS
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.masks import Bits
-from elbowroom.runtime.replay.held import Kept, Rebuilt
+from elbowroom.runtime.replay.held import Coded, Kept, Rebuilt
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
@@ -281,12 +281,48 @@ def test_a_code_that_one_op_reads_has_no_slot_and_the_same_bits(policy, fields, 
     replay = Watched(script)
     got = grads(lambda: loss(1.0), wanted, replay)
     assert not replay.diverged
-    assert replay.held[EncodeHandle] == 1
+    assert replay.held[EncodeHandle if policy == "cast" else Coded] == 1
     assert same(got, examined)
     assert not same(got, grads(lambda: loss(1.0), wanted))
     monkeypatch.setattr(PROCESS, "count", 0)
     twice = grads(lambda: loss(1.0), wanted, Watched(script), create_graph=True)
     assert same(twice[2:], got[2:])
+
+
+@pytest.mark.parametrize(("policy", "fields"), CODED[:2])
+def test_a_tensor_that_is_held_until_backward_is_read_itself_in_every_step(policy, fields):
+    """A code alone would be read in its place, if the step that was recorded had not seen it."""
+    pytest.importorskip("numba")
+    (net, loss), held = coded_net(), []
+    for layer in net:
+        layer.register_forward_hook(lambda module, given, out: held.extend((*given, out)))
+    how, plain = {"min_nbytes": 0, "rebuild": False, **fields}, None
+    wanted = list(net.parameters())
+    for step in range(4):
+        held.clear()
+        with er.saving(policy, **how) if step else contextlib.nullcontext():
+            value = loss(1.0)
+        got = list(torch.autograd.grad(value, wanted))
+        plain = got if plain is None else plain
+        assert same(got, plain), step
+
+
+def test_codes_in_slots_have_no_reference_to_what_was_encoded(monkeypatch):
+    """Codes of a ReLU's results take another number of bytes in each step, so they have slots."""
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    net, x = nn.Sequential(*layers, nn.Linear(32, 4)), torch.randn(64, 32)
+    script = written(lambda: net(x).sum(), policy="dither", levels=16, rebuild=False)
+    monkeypatch.setattr(PROCESS, "outlived", set())  # by sites of the same names in other tests
+    made = []
+    with monkeypatch.context() as patch, Watched(script) as replay:
+        patch.setattr("elbowroom.runtime.handles.encode.WeakStorage", made.append)
+        loss = net(x).sum()
+    assert not replay.diverged
+    assert sum(replay.held.values()) > 6
+    assert made == []
+    assert all(g is not None for g in torch.autograd.grad(loss, list(net.parameters())))
 
 
 @pytest.mark.parametrize(("policy", "fields"), CODED[:2])

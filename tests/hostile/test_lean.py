@@ -369,7 +369,7 @@ def test_tightening_while_it_waits():
         h, out = waiting_norm(saved)
         del h
         saved.tighten(Lean(plain=256))
-        assert saved._identity.slots()[0].value.label == "dither"
+        assert saved._sources.slots()[0].value.label == "dither"
         F.relu(out).sum().backward()
     assert of_norms(saved) == ["dither"]
 

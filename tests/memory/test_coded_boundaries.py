@@ -199,5 +199,5 @@ def test_plans_start_modules_from_codes_where_room_is_short() -> None:
     assert plan.peak <= budget
     _, exact, _ = run(model, plan_of(None, []))
     errors = [(run(model, plan, seed)[1] - exact).square().sum() for seed in range(4)]
-    assert not plan.strangers
+    assert not plan.unknown_sites
     assert 0 < sum(errors) / len(errors) < 0.1 * exact.square().sum()

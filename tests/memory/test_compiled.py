@@ -29,7 +29,7 @@ from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
-from elbowroom.fitting import compiled as fitting_compiled
+from elbowroom.fitting import twin
 from elbowroom.measure.peak import peak
 from uncompiled import uncompiled as uncompiled
 from uncompiled import without_codegen
@@ -724,7 +724,7 @@ def test_fit_goes_to_the_eager_engine_where_the_graph_cannot_reach_the_budget(
     def refuse(*args):
         raise BudgetTooSmall("this compiled region needs 1 GiB at least.", least_nbytes=2**30)
 
-    monkeypatch.setattr(fitting_compiled, "compile_region", lambda *args: refuse)
+    monkeypatch.setattr(twin, "compile_region", lambda *args: refuse)
     torch._dynamo.reset()
     model, x = convolutions()
     strict = er.fit(model, budget="10 MiB", exact=True, compile=True)

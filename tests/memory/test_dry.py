@@ -20,7 +20,7 @@ from elbowroom.measure.rates import Rates
 from elbowroom.measure.record import record
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile, Save, Storage
-from elbowroom.runtime.identity import PLAIN
+from elbowroom.runtime.storage import PLAIN
 
 MIN_NBYTES = 4096
 SPEED = Speed(flops=1e10, nbytes=1e10, overhead_s=1e-6)
@@ -195,7 +195,7 @@ def test_a_plan_of_it_is_followed_by_a_real_step(kind: str, share: float) -> Non
     step()
     assert said.static + er.peak(step) == pytest.approx(plan.peak, rel=0.05)
     assert not plan.changes_nothing
-    assert not plan.strangers
+    assert not plan.unknown_sites
 
 
 def test_nothing_of_the_users_changes() -> None:

@@ -738,9 +738,9 @@ def test_a_plan_of_its_own_step_knows_all_its_sites():
     run = Run("gpt", share_of("gpt", 0.7))
     fitting = settle(run)
     assert fitting.planning.plan is not None
-    fitting.planning.plan.strangers.clear()
+    fitting.planning.plan.unknown_sites.clear()
     run.step()
-    assert not fitting.planning.plan.strangers
+    assert not fitting.planning.plan.unknown_sites
     assert fitting.planning.plan.peak <= fitting.options.budget_nbytes
     er.release(run.model)
 
@@ -1345,7 +1345,7 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planning.state = replace(planning.state, phase=Phase.LAST_RESORT)
     assert planning.state.wants_measuring
     ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, most_nbytes=0)
-    last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger, was_asked=True)
+    last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger, backward_began=True)
     memory = MemoryState(0)
     measured = types.SimpleNamespace(
         peak=3 << 20, profile=None, memory=memory, writes=False, makes_states=False

@@ -177,11 +177,11 @@ def test_a_context_kept_open_holds_nothing_of_old_steps(mode):
             assert saved.ledger.held_nbytes == 0
             assert net.alive() == 0
         looking = saved._parts[0]
-        assert len(looking._identity.slots()) == 0
+        assert len(looking._sources.slots()) == 0
         # The records of dead storages are purged now and then.
-        assert len(looking._identity._storages) <= 2 * 256
+        assert len(looking._sources._storages) <= 2 * 256
         assert looking.tracer is None or not looking.tracer._ops
-    assert not looking._identity._storages
+    assert not looking._sources._storages
 
 
 def test_checkpointed_segments_free_theirs():

@@ -258,7 +258,7 @@ def test_a_context_around_a_training_does_not_grow():
         for _ in range(50):
             F.gelu(F.linear(w * 1, w)).sum().backward()
     assert len(saved.ledger._entries) < 20
-    assert len(saved._identity._storages) == 0  # closed
+    assert len(saved._sources._storages) == 0  # closed
     check_sums(saved.ledger)
 
 

@@ -438,7 +438,7 @@ def test_the_predicted_peak_is_the_measured_one(kind: str, exact: bool | None) -
         assert plan.peak == pytest.approx(measured, rel=NEAR), str(plan)
         assert plan.peak <= plan.budget
         assert measured <= OVER * plan.budget, str(plan)
-        assert not plan.strangers
+        assert not plan.unknown_sites
 
 
 def clocked_otherwise(profile: Profile, seed: int) -> Profile:
@@ -750,8 +750,8 @@ def test_a_larger_batch_is_a_stranger_and_exact() -> None:
     assert torch.equal(plain.step(n=2 * BATCH), other.step(following(plan)(), n=2 * BATCH))
     one, two = plain.model.state_dict().values(), other.model.state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    assert sum(plan.strangers.values()) > 20
-    assert all(isinstance(name, SiteName) for name in plan.strangers)
+    assert sum(plan.unknown_sites.values()) > 20
+    assert all(isinstance(name, SiteName) for name in plan.unknown_sites)
 
 
 @pytest.mark.parametrize("kind", ["resnet", "gpt", "unet"])
@@ -760,7 +760,7 @@ def test_a_smaller_last_batch_follows_the_plan(kind: str) -> None:
     assert plan is not None
     training = Training(kind)
     assert training.peak(following(plan), n=BATCH // 2) < plan.peak
-    assert not plan.strangers
+    assert not plan.unknown_sites
 
 
 def test_another_model_is_held_exactly() -> None:
@@ -774,7 +774,7 @@ def test_another_model_is_held_exactly() -> None:
     training.step(following(plan)())
     one, two = plain.model.parameters(), training.model.parameters()
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    assert plan.strangers
+    assert plan.unknown_sites
 
 
 def test_asking_for_a_setting_counts_no_stranger() -> None:
@@ -782,10 +782,10 @@ def test_asking_for_a_setting_counts_no_stranger() -> None:
     assert plan is not None
     site = Site("nowhere", "linear", "", (4,), torch.float32, 16, Need.EXACT)
     action = plan.look_up(site)
-    assert not plan.strangers
+    assert not plan.unknown_sites
     assert plan(site) == action
-    assert sum(plan.strangers.values()) == 1
-    plan.strangers.clear()
+    assert sum(plan.unknown_sites.values()) == 1
+    plan.unknown_sites.clear()
 
 
 def test_two_runs_of_one_step_that_differ() -> None:
@@ -850,7 +850,7 @@ def test_gradient_accumulation_is_one_step() -> None:
         measured = profile.static + er.peak(planned_step)
         assert plan.peak == pytest.approx(measured, rel=NEAR)
         assert measured <= OVER * budget
-        assert not plan.strangers
+        assert not plan.unknown_sites
 
 
 # --- Arguments

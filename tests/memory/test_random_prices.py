@@ -139,7 +139,7 @@ def test_a_step_takes_no_more_than_its_plan_says(kind: str, seed: int) -> None:
     said = plan.peak - profile.static
     for _ in range(2):  # one is examined, the other one is replayed
         assert taken() <= SLACK * said, str(plan)
-    assert not plan.strangers
+    assert not plan.unknown_sites
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4])

@@ -96,11 +96,11 @@ def test_the_plan_of_a_bucket_grows_with_its_largest_and_knows_all_its_sites():
     planning = opener_of(model).planning
     assert planning.largest.shapes == ((8, 250, WIDTH),)
     assert planning.plan is not None
-    planning.plan.strangers.clear()
+    planning.plan.unknown_sites.clear()
     for length in (129, 250, 199):
         step(model, optimizer, length)
         assert opener_of(model).planning is planning
-    assert not planning.plan.strangers
+    assert not planning.plan.unknown_sites
 
 
 def test_a_growth_that_no_estimate_fits_is_learned_again():
@@ -122,7 +122,7 @@ def test_random_lengths_stay_within_the_budget_and_plain_in_every_bit():
     assert torch.equal(torch.stack([step(*run, n) for n in lengths]), torch.stack(expected))
     fitting = opener_of(run[0])
     assert fitting.highest_nbytes <= budget
-    settled = [one for one in fitting._plannings if one.settled]
+    settled = [one for one in fitting._plan_cache if one.settled]
     assert settled
     for one in settled:
         assert total(*run, one.largest.shapes[0][1]) <= budget
@@ -142,14 +142,14 @@ def test_a_branch_and_evaluation_with_gradients_have_plans_of_their_own():
         model.train()
     assert len(set(map(id, seen))) == 3
     for planning in seen[-3:]:
-        assert planning.plan is None or not planning.plan.strangers
+        assert planning.plan is None or not planning.plan.unknown_sites
 
 
 def test_shapes_that_never_end_are_bounded():
     model, _ = make("1 GiB")
     for n in range(3 * _MOST):
         model(torch.randn(1 << (n % 5), 1 << (n // 5), WIDTH))
-    assert len(list(opener_of(model)._plannings)) == _MOST
+    assert len(list(opener_of(model)._plan_cache)) == _MOST
 
 
 def test_what_makes_two_calls_one_kind():
@@ -203,7 +203,7 @@ def test_a_plan_for_larger_tensors_does_the_same_and_knows_them():
         assert grown.sites[name].nbytes >= 1.5 * known.nbytes
     with er.following(grown, min_nbytes=4096):
         layer(torch.randn(768, 64)).sum().backward()
-    assert not grown.strangers
+    assert not grown.unknown_sites
 
 
 # --- The longest batch, first

@@ -90,7 +90,7 @@ def test_both_keep_to_one_budget(share, more):
 def test_what_takes_turns_is_counted_with_its_graph():
     pair = Pair()
     pair.fit("1 GiB", "2 GiB")
-    beside = opener_of(pair.discriminator)._beside
+    beside = opener_of(pair.discriminator)._neighbors
     counted = []
     for seed in range(3):
         pair.step(batch(seed))
@@ -111,7 +111,7 @@ def test_a_model_that_trained_before_or_after_is_not_counted():
             pair.step(batch(seed))
     first.step(batch(3))
     for model in first:
-        beside = opener_of(model)._beside
+        beside = opener_of(model)._neighbors
         (own,) = (opener_of(one).model_state.tensors() for one in first if one is not model)
         assert beside.nbytes == storage_nbytes(own)
 

@@ -1,5 +1,6 @@
 """The command line: results on stdout, one line for a mistake, never a traceback."""
 
+import gc
 import json
 import platform
 import re
@@ -13,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import elbowroom as er
+from elbowroom.__main__ import main
 from elbowroom.cli import app, precompile
 
 doctor = import_module("elbowroom.cli.doctor")  # a function has its name
@@ -236,3 +238,11 @@ def test_python_dash_m_works():
     )
     assert told.returncode == 0
     assert "demo" in told.stdout
+
+
+def test_the_collector_is_paused_while_the_command_is_imported(monkeypatch):
+    enabled = []
+    monkeypatch.setattr("elbowroom.__main__.gc.freeze", lambda: enabled.append(gc.isenabled()))
+    monkeypatch.setattr("elbowroom.cli.main", lambda: enabled.append(gc.isenabled()))
+    main()
+    assert enabled == [False, True]

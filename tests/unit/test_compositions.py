@@ -287,7 +287,7 @@ def test_a_plan_with_moved_codes_is_followed(profile: Profile) -> None:
     alone, off, totals = noise_of(plan, model, x)
     assert off < 3 * alone / DRAWS**2
     assert "dither" in totals
-    assert not plan.strangers
+    assert not plan.unknown_sites
 
 
 def test_a_plan_that_moves_codes_is_read_back_and_refused_without_a_tier(

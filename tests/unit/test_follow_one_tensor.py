@@ -13,9 +13,9 @@ from following import Entered, Tracer, total
 CEILINGS = {
     "`er.saving()`, the first step: rebuilt": (14, 654),
     "`er.saving()`, later steps: rebuilt": (4, 116),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (16, 600),
-    '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (5, 182),
-    "`er.fit`, a step that learns: rebuilt": (16, 598),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (14, 598),
+    '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (4, 139),
+    "`er.fit`, a step that learns: rebuilt": (13, 592),
     "`er.fit`, a settled step: rebuilt": (4, 116),
 }
 

@@ -29,7 +29,7 @@ CLASSES = {
     },
     "plan": {kind.__name__: kind for kind in (er.Plan, PlanEntry, Line)},
 }
-NOT_WRITTEN = {"mask", "strangers", "parted_nbytes", "profiled_peak"}
+NOT_WRITTEN = {"mask", "unknown_sites", "parted_nbytes", "profiled_peak"}
 
 
 def sections(page):

@@ -391,7 +391,7 @@ def test_a_registered_codec_is_chosen(profile: Profile) -> None:
         loss = model(x).square().mean()
     loss.backward()
     assert "signs" in str(followed.ledger)
-    assert not plan.strangers
+    assert not plan.unknown_sites
 
 
 @pytest.mark.parametrize("other", [Halves, Integers])

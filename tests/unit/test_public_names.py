@@ -73,7 +73,7 @@ import importlib, os, sys, torch
 sys.path[:] = {sys.path!r}
 import elbowroom
 parts = "adaptive nn optim codecs files measure plan tools fitting compiled report cli demo".split()
-parts += ["runtime.slot", "runtime.identity", "runtime.handles", "plan.solve"]
+parts += ["runtime.slot", "runtime.storage", "runtime.sources", "runtime.handles", "plan.solve"]
 parts += ["_api", "_training"]
 for part in parts:
     child = os.fork()

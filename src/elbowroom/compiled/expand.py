@@ -21,7 +21,7 @@ from elbowroom.kernels import aten
 
 
 def expand(gm: fx.GraphModule, device: str = "cuda") -> int:
-    """Write out all codes whose tensors are on such a device; return how many ops.
+    """Writes out all codes whose tensors are on such a device; returns how many ops.
 
     What many layers have is traced once: but for its seed, it is the same for all.
     """
@@ -72,7 +72,7 @@ def _mixed_later(node: fx.Node, given: fx.Node) -> fx.Node:
 
 
 def _encoding(node: fx.Node) -> tuple[Any, ...] | None:
-    """Encode as a function of a value and, where there is one, a seed; and its settings."""
+    """Encoding as a function of a value and, where there is one, a seed; and its settings."""
     args: Any = node.args
     x, order, coding, _, _ = args
     written = _written(coding, x.meta["val"].shape, order)

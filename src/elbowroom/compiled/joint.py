@@ -74,7 +74,7 @@ class Joint:
         inputs: Sequence[fx.Node],
         n_forward_outputs: int,
     ) -> None:
-        """Take a graph apart. required: the nodes that forward's outputs need."""
+        """Takes a graph apart. required: the nodes that forward's outputs need."""
         self.graph = graph
         self.inputs = list(inputs)
         self.required = set(required)

@@ -421,7 +421,7 @@ def _too_small(
 
 
 def check_torch() -> None:
-    """Raise PlanError where this version of torch lacks what a compiled plan needs."""
+    """Raises PlanError where this version of torch lacks what a compiled plan needs."""
     from torch._inductor import config
 
     from elbowroom.errors import PlanError

@@ -23,7 +23,7 @@ _MARK = "elbowroom_sum"  # in the meta of a node: PyTorch copies graphs between 
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Write each sum of a product and something else as Inductor will."""
+    """Writes each sum of a product and something else as Inductor will."""
     for node in reversed(list(graph.nodes)):
         if node.target is not _aten.add.Tensor or node.kwargs or _prefers_loops(node):
             continue

@@ -26,24 +26,16 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from math import inf, sqrt
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.compiled import (
     Decision,
-    Regions,
-    compile_region,
-    counted,
-    frame_of,
-    hearing,
     in_whole,
     place_of,
 )
@@ -55,24 +47,21 @@ from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting, next_forward
 from elbowroom.fitting.signature import signature_of
-from elbowroom.fitting.summary import Summary
+from elbowroom.fitting.summary import Summary, summary_of_regions
 from elbowroom.fitting.summary import summary as summary_of
-from elbowroom.runtime.attach import attach, called, opener_of
+from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with_hooks
+from elbowroom.fitting.uncompiled import UNCOMPILED, tensors_in, uncompiled_nbytes
+from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
+from elbowroom.runtime.attach import attach, opener_of
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
-    compiled_forward,
-    context_of,
     eagerly,
     has_said,
-    inductor_options,
-    is_compiled,
     original,
 )
-from elbowroom.runtime.readers import held_by
 from elbowroom.runtime.undo import Undo
-from elbowroom.units import show_at_least, show_nbytes
+from elbowroom.units import show_nbytes
 
-UNCOMPILED = "held by uncompiled code"  # likewise of what autograd holds between regions
 _MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MOST_KINDS = 4096  # of calls that are remembered
 _MOST_WAITING = 64  # forwards that are counted
@@ -80,163 +69,10 @@ _PROBES = 4  # about as many parameters tell whether gradients stand
 _SPARE = 1.5  # a graph with symbolic sizes is planned for this factor of the call's elements
 
 
-@dataclass(frozen=True)
-class CompileSettings:
-    """Arguments that torch.compile was given for a model. options: those of Inductor."""
-
-    dynamic: bool | None = None
-    fullgraph: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def compile_settings(model: nn.Module) -> CompileSettings | None:
-    """Returns the arguments that torch.compile was given for a model; None without Inductor."""
-    options = inductor_options(model) if is_compiled(model) else None
-    if options is None:
-        return None
-    context = context_of(model)
-    dynamic = getattr(context, "_dynamic", None)
-    return CompileSettings(dynamic, bool(getattr(context, "fullgraph", False)), options)
-
-
-class _NothingCompiled(Exception):
-    """Raised if Dynamo has run a model as it was written."""
-
-
 class _Thread(threading.local):
     """Thread-local flag that is set while the compiled twin runs on this thread."""
 
     runs = False
-
-
-class _Twin:
-    """Compiled copy of a model, and its backend.
-
-    regions   the decision for each compiled region
-    limit     the most elements of inputs that graphs with symbols may serve
-    stands    whether its room is beside gradients that stand
-    resident  resident bytes beside its room
-    refused   the error by which a region of the current call was not compiled
-    compiles  whether Dynamo has found anything to compile
-    """
-
-    compiler_name = "elbowroom.fit"
-
-    def __init__(
-        self,
-        fitting: "CompiledFitting",
-        model: nn.Module,
-        spare: float,
-        *,
-        stands: bool,
-        runs: int = 1,
-    ) -> None:
-        self._fitting, self._spare, self.stands = fitting, spare, stands
-        self.resident = 0
-        self.regions = Regions(settings_of(fitting.options), runs=runs)
-        self.regions.reserved_nbytes = fitting.reserved_nbytes
-        self.limit: float = inf
-        self.refused: BudgetTooSmall | None = None
-        self.compiles = False
-        self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
-        self.numel = 0  # of the call that runs
-        how = fitting.how
-
-        def compiled(what: Any) -> Callable[..., Any]:
-            return torch.compile(what, backend=self, dynamic=how.dynamic, fullgraph=how.fullgraph)
-
-        self.call: Callable[..., Any]
-        if model._compiled_call_impl is not None:  # by model.compile()
-            self.call = compiled(model._call_impl)
-        elif (given := compiled_forward(model)) is not None:
-            forward = compiled(given._torchdynamo_orig_callable)  # type: ignore[attr-defined]
-            self.call = partial(_with_forward, model, forward)
-        else:
-            self.call = compiled(model)
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles a region. Dynamo calls this for each region and shape."""
-        self.compiles = True
-        room = self._fitting.room_nbytes()
-        self.resident = self._fitting.options.budget_nbytes - room
-        symbolic = any(map(_has_symbols, example_inputs))
-        self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
-        compiled, before = None, len(self.regions.decisions)
-        if symbolic and self._spare > 1:
-            with suppress(BudgetTooSmall):
-                compiled = self._compiled(gm, example_inputs, int(room / self._spare**2))
-        try:
-            compiled = compiled or self._compiled(gm, example_inputs, room)
-        except BudgetTooSmall as error:
-            budget, beside = self._fitting.options.budget_nbytes, self._fitting.beside()
-            self.refused = in_whole(error, budget, beside, self.regions.settings.limit)
-            raise self.refused from None
-        made = self.regions.decisions[before:]
-        if symbolic and (made or _may_record(example_inputs)):
-            # Of a graph from a cache the plan may not be known: it serves no larger calls.
-            spare = sqrt(room / max(made[-1].peak_nbytes, 1)) if made else 1.0
-            self.limit = min(self.limit, self.numel * max(1.0, spare))
-        return compiled
-
-    def run(self, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a kind of call that may be compiled now. Our own errors are raised unwrapped."""
-        self.numel, self.refused = numel, None
-        try:
-            self.ran.clear()
-            with hearing(lambda _, held, __: self.ran.append(held)), _refusing_to_stop():
-                return _with_hooks(self.call, args, kwargs)
-        except Exception:  # of any class: Dynamo wraps what a backend raises
-            if self.refused is not None:
-                raise self.refused.with_traceback(None) from None
-            raise
-
-    def may_exceed(self) -> bool:
-        """Returns whether its plans may need more than the room is now."""
-        peak = max((one.peak_nbytes for one in self.regions.decisions), default=0)
-        return peak + self.regions.elsewhere_nbytes > self._fitting.room_nbytes()
-
-    def excess_nbytes(self) -> int:
-        """Returns the least number of bytes by which the last forward exceeded the room.
-
-        What the backend has accepted, with a warning, does not count.
-        """
-        spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
-        room = self._fitting.room_nbytes() + self.regions.above_nbytes
-        return self._fitting.forwards * sum(self.ran) + spent - room
-
-    def fits(self, room_nbytes: int) -> bool:
-        """Returns whether its plans are known to need no more than this."""
-        peaks = [one.peak_nbytes for one in self.regions.decisions]
-        is_one = not self.regions.shares and self.regions.runs == 1 and self.limit == inf
-        return is_one and bool(peaks) and max(peaks) <= room_nbytes
-
-    def check(self) -> None:
-        """Raise BudgetTooSmall if the room is exceeded."""
-        excess = self.excess_nbytes()
-        if excess <= 0:
-            return
-        budget, forwards = self._fitting.options.budget_nbytes, self._fitting.forwards
-        parts = {
-            "held by compiled regions": forwards * sum(self.ran),
-            UNCOMPILED: self._fitting.uncompiled_nbytes,
-        }
-        held = ", ".join(f"{what} {show_nbytes(size)}" for what, size in parts.items() if size)
-        raise BudgetTooSmall(
-            f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
-            f"{forwards * len(self.ran)} runs of compiled regions need until backward: {held}. "
-            f"Give {show_at_least(budget + excess)}, compile the model as a whole, or halve the "
-            "batch.",
-            least_nbytes=budget + excess,
-            parts=parts,
-        )
-
-    def _compiled(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
-    ) -> Callable[..., Any]:
-        self.regions.restrict(room, offloads=self._fitting.offloads)
-        # At once: a region that raises when it is called would stay in Dynamo's cache.
-        options = self._fitting.how.options
-        return counted(compile_region(gm, example_inputs, self.regions, options, True))
 
 
 class CompiledFitting:
@@ -263,7 +99,7 @@ class CompiledFitting:
         self._waiting: list[weakref.ref[Any]] = []  # nodes of forwards before their backward
         self._most_waiting = 0
         self._probes: Sequence[Tensor] = ()
-        self._twins: list[_Twin] = []
+        self._twins: list[Twin] = []
         self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (
             weakref.WeakKeyDictionary()
         )
@@ -294,7 +130,7 @@ class CompiledFitting:
 
     def room_nbytes(self) -> int:
         """Returns the bytes that forward and backward may take."""
-        resident = self.model_state.standing_nbytes() + self.uncompiled_nbytes
+        resident = self.model_state.resident_nbytes() + self.uncompiled_nbytes
         return max(self.options.budget_nbytes - resident, 0)
 
     @property
@@ -355,8 +191,8 @@ class CompiledFitting:
         if twin is not None and not self._is_full:
             twin.numel = kind.numel
             try:
-                return self._waits(_with_hooks(twin.call, args, kwargs))
-            except _failures() as error:  # it is compiled again where other things change
+                return self._waits(with_hooks(twin.call, args, kwargs))
+            except failures() as error:  # it is compiled again where other things change
                 self._fails_again(model, twin, error)
                 self._kinds.discard((kind, stands))
         elif self._eager is None or is_known:
@@ -393,7 +229,7 @@ class CompiledFitting:
             self._losses[loss] = known
         try:
             return known.run(max(self.room_nbytes() - self._held_nbytes, 0), args, kwargs)
-        except _failures() as error:
+        except failures() as error:
             self._reserve(type(loss).__name__, error)
         with eagerly():
             return forward()
@@ -426,7 +262,7 @@ class CompiledFitting:
 
     def beside(self) -> dict[str, int]:
         """Returns what is not in the room of regions, in bytes by name."""
-        return {RESIDENT: self.model_state.standing_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
+        return {RESIDENT: self.model_state.resident_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
 
     @property
     def offloads(self) -> bool:
@@ -434,7 +270,7 @@ class CompiledFitting:
         offload = self.options.offload
         return offload is not None and offload == place_of(self.model_state.device)
 
-    def _fails_again(self, model: nn.Module, twin: _Twin, error: Exception) -> None:
+    def _fails_again(self, model: nn.Module, twin: Twin, error: Exception) -> None:
         """Begins the eager engine after a settled call, of which nothing has run yet.
 
         Else the error is raised: before the second region of a forward, buffers may have changed.
@@ -447,7 +283,7 @@ class CompiledFitting:
 
     def _waits(self, out: Any) -> Any:
         """Notes that a forward waits for its backward; returns what it gave."""
-        node = next((n for x in _tensors_in(out) if (n := x.grad_fn) is not None), None)
+        node = next((n for x in tensors_in(out) if (n := x.grad_fn) is not None), None)
         if isinstance(node, torch._C._FunctionBase):  # that of a compiled region
             self._waiting.append(weakref.ref(node))
         return out
@@ -479,7 +315,7 @@ class CompiledFitting:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[bool, Any]:
-        """Run a kind of call that was not seen before, or that Dynamo may not compile again.
+        """Runs a kind of call that was not seen before, or that Dynamo may not compile again.
 
         Returns whether that was possible.
         """
@@ -500,13 +336,13 @@ class CompiledFitting:
                 out = None
                 undo.back()
                 runs = self.forwards * len(twin.ran)
-                twin = self._twins[-1] = _Twin(self, model, 1, stands=stands, runs=runs)
+                twin = self._twins[-1] = Twin(self, model, 1, stands=stands, runs=runs)
                 out = twin.run(kind.numel, args, kwargs)
                 twin.check()
-            if not twin.compiles and undo.is_possible and any(map(_records, _tensors_in(out))):
+            if not twin.compiles and undo.is_possible and any(map(_records, tensors_in(out))):
                 out = None
-                raise _NothingCompiled
-        except _failures() as error:
+                raise NothingCompiled
+        except failures() as error:
             if not self._may_go_eager(error) or not undo.is_possible:
                 raise
             undo.back()
@@ -531,12 +367,12 @@ class CompiledFitting:
 
         Returns whether it is more than was counted before.
         """
-        beside = [*model.parameters(), *model.buffers(), *_tensors_in((out, given))]
-        held, before = uncompiled_nbytes(_tensors_in(out), beside), self._uncompiled_nbytes
+        beside = [*model.parameters(), *model.buffers(), *tensors_in((out, given))]
+        held, before = uncompiled_nbytes(tensors_in(out), beside), self._uncompiled_nbytes
         self._uncompiled_nbytes = max(before, held)
         return held > before
 
-    def _twin_for(self, numel: int, stands: bool) -> _Twin | None:
+    def _twin_for(self, numel: int, stands: bool) -> Twin | None:
         """Returns the first twin whose plans are valid for this many elements, if any is.
 
         stands: they are to be valid beside gradients
@@ -544,10 +380,10 @@ class CompiledFitting:
         fitting = (t for t in self._twins if numel <= t.limit and t.stands >= stands)
         return next(fitting, None)
 
-    def _grown(self, model: nn.Module, stands: bool) -> _Twin:
+    def _grown(self, model: nn.Module, stands: bool) -> Twin:
         """Creates another twin, for larger calls, or for those that begin beside gradients."""
         spare = _SPARE if any(twin.stands == stands for twin in self._twins) else 1
-        self._twins.append(_Twin(self, model, spare, stands=stands, runs=self.forwards))
+        self._twins.append(Twin(self, model, spare, stands=stands, runs=self.forwards))
         pass_through()  # now that Dynamo is there
         return self._twins[-1]
 
@@ -557,37 +393,9 @@ class CompiledFitting:
         return not self.how.fullgraph  # a user who sets fullgraph wants the error
 
     def _go_eager(self, model: nn.Module, error: Exception) -> None:
-        from torch._dynamo.exc import FailOnRecompileLimitHit
-
         if self._eager is not None:  # which was said
             return
-        name = type(model).__name__
-        if isinstance(error, FailOnRecompileLimitHit):
-            said = (
-                f"{name} runs eagerly: torch.compile has compiled one of its functions as often as "
-                "torch._dynamo.config.recompile_limit says. It does so for each value of a number "
-                "that is an attribute of a module or an argument: keep numbers that change in "
-                "tensors, or raise that limit. The budget is kept by the eager engine."
-            )
-        elif isinstance(error, _NothingCompiled):
-            said = (
-                f"{name} runs eagerly: torch.compile finds nothing to compile in it. A graph break "
-                "inside a loop, or a layer such as nn.LSTM, leaves a whole function uncompiled. "
-                "The budget is kept by the eager engine."
-            )
-        elif isinstance(error, BudgetTooSmall):
-            said = (
-                f"{name} runs eagerly: inside torch.compile the budget cannot be kept ({error}) "
-                "The eager engine has coarser codes. exact=True raises instead."
-            )
-        else:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            said = (
-                f"{name} runs eagerly: torch.compile has failed ({type(error).__name__}: "
-                f"{lines[-1] if len(lines) == 1 else ' '.join(lines[:2])}). The budget is kept by "
-                "the eager engine."
-            )
-        warnings.warn(said, stacklevel=4)
+        warnings.warn(why_eager(type(model).__name__, error), stacklevel=4)
         self._begin_eager(model)
 
     def _begin_eager(self, model: nn.Module) -> None:
@@ -621,7 +429,9 @@ class CompiledFitting:
         """
         if self._eager is not None and not self.regions:
             return summary_of(self._eager, model)
-        summary = planned(model, self.model_state, self.options, 0, self.regions, self.steps)
+        summary = summary_of_regions(
+            model, self.model_state, self.options, 0, self.regions, self.steps
+        )
         each = [(twin.resident, one) for twin in self._twins for one in twin.regions.decisions]
         return replace(
             summary,
@@ -649,73 +459,6 @@ def take_over(fitting: Fitting, called: nn.Module) -> CompiledFitting | None:
     return successor
 
 
-def planned(
-    model: str,
-    model_state: ModelState,
-    options: FitOptions,
-    resident_nbytes: int,
-    regions: Sequence[Decision],
-    steps: int,
-) -> Summary:
-    """Returns the summary of a compiled model, from the decisions for its regions."""
-    plain = max((one.plain_nbytes for one in regions), default=None)
-    peak = max((one.peak_nbytes for one in regions), default=None)
-    return Summary(
-        model=model,
-        device=model_state.device.type,
-        budget_nbytes=options.budget_nbytes,
-        plain_nbytes=None if plain is None else resident_nbytes + plain,
-        predicted_nbytes=None if peak is None else resident_nbytes + peak,
-        last_nbytes=None,
-        last_setting="compiled",
-        highest_nbytes=None,
-        setting="compiled",
-        slowdown=None,
-        noise=_noise(regions),
-        exact=not any(one.is_lossy for one in regions),
-        steps=steps,
-        lines=(),
-    )
-
-
-def _noise(regions: Sequence[Decision]) -> float | None:
-    """Returns the variance that codes of all regions add, weighted by the bytes each would hold."""
-    whole = sum(one.plain_saved_nbytes for one in regions)
-    if not whole:
-        return None
-    return sum(one.noise * one.plain_saved_nbytes for one in regions) / whole
-
-
-def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns a call of the model, hooks and all, with another forward."""
-    held, model.forward = model.forward, forward
-    try:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-    finally:
-        model.forward = held
-
-
-def _with_hooks(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a compiled twin gives, with the hooks of the wrapper that was called.
-
-    torch.compile's wrapper is a module of its own, whose hooks run outside of the graph.
-    """
-    wrapper = called()
-    if wrapper is None or original(wrapper) is wrapper or not _has_hooks(wrapper):
-        return call(*args, **kwargs)
-    # Not `call` itself: a module that is set on another one would become its child.
-    return _with_forward(wrapper, lambda *given, **named: call(*given, **named), *args, **kwargs)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-
-
 def _probes(model: nn.Module) -> Sequence[Tensor]:
     """Returns a few of the parameters that are trained, to see whether gradients stand."""
     trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
@@ -732,64 +475,5 @@ def _holds(node: Any) -> bool:
         return False
 
 
-def _tensors_in(out: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
-
-
-def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
-    """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
-
-    Of what hooks of the program have packed, tensors count: a checkpoint's regions hold none.
-
-    results: of a forward; beside: tensors that stand anyway
-    """
-    storages: dict[int, int] = {}
-    pending = [x.grad_fn for x in results if x.grad_fn is not None]
-    seen: set[Any] = set(pending)
-    while pending:
-        node: Any = pending.pop()
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                pending.append(below)
-        if type(node).__name__ == "CompiledFunctionBackward":
-            continue
-        for x in _tensors_in(list(held_by(node))):
-            if x.layout is torch.strided:
-                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    for x in beside:
-        if x.layout is torch.strided:
-            storages.pop(x.untyped_storage()._cdata, None)
-    return sum(storages.values())
-
-
 def _records(x: Tensor) -> bool:
     return x.grad_fn is not None
-
-
-def _has_symbols(x: Any) -> bool:
-    if isinstance(x, torch.SymInt):
-        return True
-    return isinstance(x, Tensor) and not all(isinstance(n, int) for n in x.shape)
-
-
-def _may_record(example_inputs: Sequence[Any]) -> bool:
-    """Returns whether a region may have a backward."""
-    given = (x for x in example_inputs if isinstance(x, Tensor))
-    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that Dynamo or our backend raise where a call cannot be compiled."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    return BudgetTooSmall, FailOnRecompileLimitHit, TorchDynamoException, _NothingCompiled
-
-
-def _refusing_to_stop() -> AbstractContextManager[Any]:
-    """A context in which Dynamo raises an error where it would run uncompiled, after its limit."""
-    from torch._dynamo import config
-
-    return (
-        nullcontext() if config.suppress_errors else config.patch(fail_on_recompile_limit_hit=True)
-    )

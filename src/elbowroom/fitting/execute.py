@@ -114,9 +114,9 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
             planning.context.blames_classes = False
         case RunLayersAgain(rounds):
             planning.context.runs_again, planning.context.keeps_bits = True, not rounds
-            planning.heard = None
+            planning.forward_profile = None
         case TakeSmall():
-            planning.context.takes_small, planning.heard = True, None
+            planning.context.takes_small, planning.forward_profile = True, None
         case StartMeter(predicts):
             planning.meter = ReachMeter(STEPS) if predicts else menu_meter(probes=1)
         case Refuse(least):
@@ -220,7 +220,7 @@ def observed(
         before_nbytes=last.ledger.before_nbytes,
         after_nbytes=last.ledger.after_nbytes,
         most_nbytes=last.ledger.most_nbytes,
-        strangers=planning.plan is not None and bool(planning.plan.strangers),
+        unknown_sites=planning.plan is not None and bool(planning.plan.unknown_sites),
         watched=planning.meter is not None and planning.meter.step >= STEPS,
         may_measure=may_measure(planning.model_state.device),
         fallbacks=fallbacks_of(planning),

@@ -54,7 +54,7 @@ class ForeignHooks:
                 warn_kept_hooks(options, name)
             known.was_said = True
             return nullcontext()
-        elif known.was_asked:
+        elif known.backward_began:
             if not known.was_said:
                 say_replaced_hooks(options, name)
             known.was_said = True
@@ -66,12 +66,12 @@ class ForeignHooks:
 class _Verdict:
     """A verdict says what is known of one pair of hooks.
 
-    was_asked  backward has called them
+    backward_began  backward has called them
     differs    they have changed a value
     was_said   the user was told what follows from that
     """
 
-    was_asked = differs = was_said = False
+    backward_began = differs = was_said = False
 
 
 class _Packed(NamedTuple):
@@ -100,7 +100,7 @@ class _Checked:
     def unpack(self, held: _Packed) -> Tensor:
         x = self._unpack(held.packed)
         verdict = self._verdict
-        verdict.was_asked = True
+        verdict.backward_began = True
         if not verdict.differs:
             verdict.differs = held.was is None or held.was != _facts(x)
         return x

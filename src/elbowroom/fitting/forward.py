@@ -22,13 +22,12 @@ from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.direct.recurrent import layers_of, saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.identity import is_parameter, is_touchable
 from elbowroom.runtime.kept import Beside, Deferred, Lone, last_node
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.slot import Slot, View
-from elbowroom.runtime.storage import storage_nbytes
+from elbowroom.runtime.storage import is_parameter, is_touchable, storage_nbytes
 
 
 class Fit(Protocol):
@@ -118,7 +117,7 @@ class FittedSaving(Saving):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        slots = self._identity.slots()
+        slots = self._sources.slots()
         self._saved += [
             (
                 weakref.ref(slot),
@@ -172,16 +171,16 @@ class FittedSaving(Saving):
     @property
     def waits_again(self) -> bool:
         """True if a backward has come with create_graph=True, and the next is still to come."""
-        return self.waits and self.ledger.was_asked
+        return self.waits and self.ledger.backward_began
 
     @property
-    def was_asked(self) -> bool:
+    def backward_began(self) -> bool:
         """True if backward has begun since this forward."""
-        return self.ledger.was_asked
+        return self.ledger.backward_began
 
     def resume(self) -> None:
         """Lets the step go on with another forward, after a backward of a part of it."""
-        self.ledger.was_asked = self.ledger.ends = False
+        self.ledger.backward_began = self.ledger.ends = False
         self._saved = [(slot, one) for slot, one in self._saved if slot() is not None]
         self.storages = [one for _, one in self._saved]
 
@@ -206,15 +205,15 @@ class FittedSaving(Saving):
         return super()._may_stand(direct, call)
 
     @property
-    def _is_in_vain(self) -> bool:
+    def _is_discarded(self) -> bool:
         """True if the forward will be discarded, so that nothing more is recorded."""
         return self.too_much and not (self._may_climb or self._only_counts)
 
     def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
-        return DropHandle() if self._is_in_vain else super()._taken(x)
+        return DropHandle() if self._is_discarded else super()._taken(x)
 
     def _finished(self, call: Call, out: Any) -> None:
-        if self._is_in_vain:
+        if self._is_discarded:
             return
         if not (self._may_climb or self.too_much):
             self._note_result(out)

@@ -52,7 +52,7 @@ class _Inside:
     """Regions that contain a fitted model, and what stood beside them when they were planned."""
 
     regions: Regions
-    standing_nbytes: int = 0
+    resident_nbytes: int = 0
 
 
 _fitted: "weakref.WeakKeyDictionary[Fitting, _Inside]" = weakref.WeakKeyDictionary()
@@ -116,7 +116,7 @@ def _end() -> None:
 def planned_inside(fitting: Fitting) -> tuple[Sequence[Decision], int]:
     """Returns the decisions for regions that contain this model, and the bytes beside them."""
     found = _fitted.get(fitting)
-    return ((), 0) if found is None else (found.regions.decisions, found.standing_nbytes)
+    return ((), 0) if found is None else (found.regions.decisions, found.resident_nbytes)
 
 
 def _compile_fitted(
@@ -129,9 +129,9 @@ def _compile_fitted(
         return None
     fitting = min(inside, key=lambda one: one.options.budget_nbytes)
     found = _fitted[fitting]
-    found.standing_nbytes = sum(one.model_state.standing_nbytes() for one in inside)
+    found.resident_nbytes = sum(one.model_state.resident_nbytes() for one in inside)
     return compile_beside(
-        gm, example_inputs, found.regions, options, fitting.options, found.standing_nbytes
+        gm, example_inputs, found.regions, options, fitting.options, found.resident_nbytes
     )
 
 

@@ -254,7 +254,7 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     state = replace(state, tries=state.tries + 1)
     diverged = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
     if state.profile is None and peak_nbytes > budget_nbytes:
-        state, commands = _correct_given(state, peak_nbytes, strangers=seen.strangers)
+        state, commands = _correct_given(state, peak_nbytes, unknown_sites=seen.unknown_sites)
     elif diverged and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:
         # Its forwards climb in each step: they may not hold as much as the plan assumes.
         margin = max(peak_nbytes - plan.peak, int(_LEFT_FREE * budget_nbytes))
@@ -266,7 +266,7 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
         if not state.settled and peak_nbytes <= budget_nbytes:
             return state, commands  # of many micro-batches before the update, none is said
     elif state.profile is None:
-        state, commands = _settle_given(state, strangers=seen.strangers)
+        state, commands = _settle_given(state, unknown_sites=seen.unknown_sites)
     else:
         state, commands = _verified(state, seen, peak_nbytes)
     return state, (said, *commands)
@@ -301,11 +301,11 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
     return go_smaller(state, seen.fallbacks)
 
 
-def _settle_given(state: FitState, *, strangers: bool) -> Step:
+def _settle_given(state: FitState, *, unknown_sites: bool) -> Step:
     """Keeps the given plan, which fits, if it matches the step."""
     plan = state.plan
     assert plan is not None
-    if strangers:
+    if unknown_sites:
         return _drop_given(state)
     state = replace(state, phase=Phase.SETTLED, has_fit=True)
     if plan.watched:
@@ -315,7 +315,7 @@ def _settle_given(state: FitState, *, strangers: bool) -> Step:
     return state, ()
 
 
-def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Step:
+def _correct_given(state: FitState, peak_nbytes: int, *, unknown_sites: bool) -> Step:
     """Profiles a step of a given plan that is a little above the budget, or drops the plan.
 
     A lossy plan is dropped, because a profiled step needs more memory (convolutions run on the
@@ -324,7 +324,7 @@ def _correct_given(state: FitState, peak_nbytes: int, *, strangers: bool) -> Ste
     plan = state.plan
     assert plan is not None
     near = peak_nbytes <= _NEARLY * state.options.budget_nbytes
-    writable = plan.exact and not (plan.recompute or strangers)
+    writable = plan.exact and not (plan.recompute or unknown_sites)
     if near and writable and state.phase is Phase.GIVEN:
         return replace(state, phase=Phase.CORRECTING, given=None, rehearsed=True), ()
     return _drop_given(state)

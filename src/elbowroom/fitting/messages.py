@@ -130,7 +130,7 @@ def warn_uncorrected(options: FitOptions, least_nbytes: int, preset: str) -> Non
 
 def warn_given(options: FitOptions, plan: Plan) -> None:
     """Warns that a plan that was given cannot be used."""
-    unknown = sum(plan.strangers.values())
+    unknown = sum(plan.unknown_sites.values())
     _log.warning(
         "budget %s: the plan that was given %s; another one is made",
         show_nbytes(options.budget_nbytes),

@@ -132,7 +132,7 @@ class ModelState:
             gradient_nbytes=storage_nbytes(gradients),
         )
 
-    def standing_nbytes(self) -> int:
+    def resident_nbytes(self) -> int:
         """Returns the bytes that are held now, and those of optimizer states to come."""
         return storage_nbytes(self.tensors()) + self.unallocated_state_nbytes()
 

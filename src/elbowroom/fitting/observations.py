@@ -163,7 +163,7 @@ class StepMeasured:
     preset          that it ended at
     before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
     most_nbytes   the most that was held
-    strangers     it saved tensors that are not in the plan
+    unknown_sites     it saved tensors that are not in the plan
     watched       enough steps have been watched
     may_measure   steps can be measured here
     preset_within   the mildest preset that would have held at most so many bytes
@@ -184,7 +184,7 @@ class StepMeasured:
     before_nbytes: int = 0
     after_nbytes: int = 0
     most_nbytes: int = 0
-    strangers: bool = False
+    unknown_sites: bool = False
     watched: bool = False
     may_measure: bool = True
     fallbacks: Fallbacks = Fallbacks()

@@ -115,8 +115,8 @@ class Planning(Followed):
                  the
             least memory
     said    the setting that was logged last, and whether it is exact
-    heard   the first forward of the current step, as it was rehearsed; None: it was not, or a
-            rehearsal would record something else now
+    forward_profile  of the first forward of the current step, from a rehearsal; None: there was
+            none, or it would record something else now
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Planning(Followed):
         self.meter: NoiseMeter | ReachMeter | None = None
         self.redoes = self.leaves_room = False
         self.said: tuple[str, bool] | None = None
-        self.heard: ForwardProfile | None = None
+        self.forward_profile: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._learned = context.learned
         self._running = 0, nothing  # which forward of a step runs, and its signature
@@ -177,7 +177,7 @@ class Planning(Followed):
     def begin(self, memory: MemoryState, signature: Signature) -> None:
         """Begins a step with its first forward."""
         grew, calls = self.calls.grew, self.calls.before_it_grew
-        self.heard = None
+        self.forward_profile = None
         self.calls.begin()
         self._running = 0, signature
         self._tell(StepBegan(memory, signature, grew, calls))
@@ -288,14 +288,14 @@ class Planning(Followed):
     def rehearse(self, forward: Callable[[], Any], *, is_inside: bool = False) -> None:
         """Records a forward that holds nothing, and plans the step from it.
 
-        A forward that was heard in this step already is not run again. is_inside: backward
+        A forward that was rehearsed in this step already is not run again. is_inside: backward
         continues into the waiting graph of another fitted model. Raises BudgetTooSmall where no
         plan fits. Does nothing where the forward cannot be measured.
         """
-        if self.heard is None:
-            self.heard = rehearsed(self, self.model_state, forward, is_inside=is_inside)
-        if self.heard is not None:
-            self._tell(ForwardProfiled(self.heard))
+        if self.forward_profile is None:
+            self.forward_profile = rehearsed(self, self.model_state, forward, is_inside=is_inside)
+        if self.forward_profile is not None:
+            self._tell(ForwardProfiled(self.forward_profile))
 
     def rehearse_until_planned(
         self, forward: Callable[[], Any], undo: Undo, *, is_inside: bool = False
@@ -469,7 +469,7 @@ class Planning(Followed):
         memory: the memory as the next one begins. others_learn: see `Neighbors`.
         """
         knows = self.settled and not self.state.is_blind
-        if knows or not self.calls.is_whole(had_backward=last.was_asked):
+        if knows or not self.calls.is_whole(had_backward=last.backward_began):
             return
         seen = observed(self, last, step, memory.beside(step.memory.beside_nbytes))
         self._tell(replace(seen, others_learn=others_learn))

@@ -16,11 +16,10 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from elbowroom.compiled import Decision, Regions, Settings
-from elbowroom.fitting.compiled import planned
 from elbowroom.fitting.inside import Region, add_planner, compile_beside, remove_planner
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.summary import Summary
+from elbowroom.fitting.summary import Summary, summary_of_regions
 
 
 class CompiledProgram:
@@ -58,7 +57,8 @@ class CompiledProgram:
         """Returns a summary of what was planned, for the end of a training; nothing is measured."""
         model_state, _holder = self._model_state()
         name = "compiled code"
-        return planned(name, model_state, self.options, self._resident, self.regions, self.compiled)
+        given = self.options, self._resident, self.regions, self.compiled
+        return summary_of_regions(name, model_state, *given)
 
     def _model_state(self) -> tuple[ModelState, nn.ParameterList]:
         """Returns the optimizers' parameters and states, and the holder that keeps them alive."""
@@ -76,7 +76,7 @@ class CompiledProgram:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any]
     ) -> Region:
         model_state, holder = self._model_state()
-        resident = model_state.standing_nbytes() + self._held()
+        resident = model_state.resident_nbytes() + self._held()
         self._resident = self._resident or resident
         self.compiled += 1
         return compile_beside(

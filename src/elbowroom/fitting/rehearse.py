@@ -29,7 +29,7 @@ from elbowroom.measure.recording import Recording
 from elbowroom.plan.make import AT_LEAST, plain_peak
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LEAST, LIKELY, MIDDLE, Care, ForwardProfile
-from elbowroom.runtime.identity import is_touchable
+from elbowroom.runtime.storage import is_touchable
 from elbowroom.units import show_nbytes
 
 _SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"

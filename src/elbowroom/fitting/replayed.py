@@ -73,7 +73,7 @@ class ReplayedForward:
         return before + self.ledger.held_nbytes
 
     @property
-    def was_asked(self) -> bool:
+    def backward_began(self) -> bool:
         """True if a backward of the step has begun since this forward."""
         return not self.ledger.waits or self._count_over() > self._over
 

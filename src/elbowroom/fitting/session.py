@@ -8,8 +8,9 @@
 How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
 Forwards that wait for the same backward are one step (`calls.py`).
 Models that share a step have one plan (`guests.py`).
-Here each forward of the model runs. What is measured of its steps stands in `steps.py`,
-what follows where memory runs out in `shortage.py`. A forward is
+Here it is decided in which mode each forward of the model runs, and to which step it belongs. The
+modes are in `forward_modes.py`, measurements of steps in `steps.py`, and what follows where memory
+runs out in `shortage.py`. A forward is
 
     learning   examined: if it would hold more than is allowed, it climbs the ladder
     replaying  settled, and equal to the one before: its script is replayed without examination
@@ -29,29 +30,25 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from elbowroom.codecs.dropped import dropped, why_dropped
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
-from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.forward_modes import ForwardModes
 from elbowroom.fitting.guests import OpenStep, is_made_of_graph
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_room, warn_unplanned
+from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
-from elbowroom.fitting.planning import Planning
-from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
+from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
 from elbowroom.fitting.state_formats import is_auto
-from elbowroom.fitting.steps import MeasuredSteps
 from elbowroom.fitting.together import Together
-from elbowroom.measure.interval import may_measure
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.registered import still_used
@@ -60,7 +57,6 @@ from elbowroom.runtime.attach import Around, called
 from elbowroom.runtime.compiler import calls_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
-from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
@@ -69,7 +65,7 @@ _fittings: "weakref.WeakSet[Fitting]" = weakref.WeakSet()
 _MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
-class Fitting(MeasuredSteps):
+class Fitting(ForwardModes):
     """The controller of one fitted model, which runs every forward.
 
     ran_at   number of its last forward, counted over all models; 0: none yet
@@ -98,12 +94,12 @@ class Fitting(MeasuredSteps):
         """plan: the plan of the first step."""
         super().__init__(ModelState(model, optimizer), options)
         self.asked, self._has_given = options, plan is not None
-        self._shared = OpenStep()
+        self._open_step = OpenStep()
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
         moves = options.offload is not None
         rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
-        self._plannings = PlanCache(options, self.model_state, self.context, plan)
+        self._plan_cache = PlanCache(options, self.model_state, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
         self._foreign = ForeignHooks()
@@ -117,10 +113,10 @@ class Fitting(MeasuredSteps):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states from the next step on; if it has any, learning begins anew."""
-        before_nbytes = self.model_state.standing_nbytes()
+        before_nbytes = self.model_state.resident_nbytes()
         self.model_state.add(optimizer)
-        if self.model_state.standing_nbytes() > before_nbytes:
-            self._plannings.forget()
+        if self.model_state.resident_nbytes() > before_nbytes:
+            self._plan_cache.forget()
             self._parameters = None
             for one in list(_fittings):
                 if one.model_state.has_guest(self.model_state):
@@ -128,7 +124,7 @@ class Fitting(MeasuredSteps):
 
     def _learn_with_guests(self) -> None:
         """Learns anew what steps need; their forwards stay known."""
-        self._plannings.forget(but=self.planning)
+        self._plan_cache.forget(but=self.planning)
         if self.planning.state.is_learned:
             self.planning.calls.grew = True
 
@@ -153,16 +149,16 @@ class Fitting(MeasuredSteps):
         After an out-of-memory error, plans with less.
         """
         wrapper = called()
-        if self.compiled and self._beside.is_alone and calls_compiled(model, wrapper):
+        if self.compiled and self._neighbors.is_alone and calls_compiled(model, wrapper):
             self.successor = self.compiled(self, model if wrapper is None else wrapper)
             if self.successor is not None:
                 return self.successor.run(model, forward, args, kwargs)
         hooks = self._foreign.around(self.options)
         if hooks is not None:
             self._parameters = None
-            run = partial(self._run_aside, hooks)
+            run = partial(self._run_with_foreign_hooks, hooks)
             return self._run_together(run, model, forward, args, kwargs)
-        host = None if self._beside.is_alone else self._find_host()
+        host = None if self._neighbors.is_alone else self._find_host()
         if host is not None:
             return host._run_guest(self, model, forward, args, kwargs)
         self.ran_at = next_forward()
@@ -176,7 +172,7 @@ class Fitting(MeasuredSteps):
         have changed: then the rest of its graph is not needed any more.
         """
         last = self._last
-        if last is None or not last.waits or (self._shared.has_guests and last.was_asked):
+        if last is None or not last.waits or (self._open_step.has_guests and last.backward_began):
             return False
         if last.waits_again:
             before, self._versions = self._versions, self._versions_now()
@@ -191,13 +187,13 @@ class Fitting(MeasuredSteps):
 
     def _may_resume(self, given: Given) -> bool:
         """Returns whether a forward of the model itself goes on with a step that others share."""
-        if not self._shared.has_guests or self._last is None or not is_made_of_graph(given):
+        if not self._open_step.has_guests or self._last is None or not is_made_of_graph(given):
             return False
-        return self._shared.waits and self.planning.calls.may_go_on
+        return self._open_step.waits and self.planning.calls.may_go_on
 
     def _find_host(self) -> "Fitting | None":
         """Returns the fitted model whose step a forward of this one goes on with."""
-        if self._has_given or self._shared.waits:
+        if self._has_given or self._open_step.waits:
             return None
         hosts = (one for one in list(_fittings) if one is not self and one._may_take_in(self))
         return max(hosts, default=None, key=lambda one: one.ran_at)
@@ -225,7 +221,7 @@ class Fitting(MeasuredSteps):
 
     def _may_take_in(self, guest: "Fitting") -> bool:
         alike = self.asked == guest.asked and not (self._has_given or self._closed)
-        if not alike or self._last is None or not self._shared.may_take_in:
+        if not alike or self._last is None or not self._open_step.may_take_in:
             return False
         same_device = self.model_state.device == guest.model_state.device
         return same_device and self.planning.calls.may_go_on
@@ -242,7 +238,7 @@ class Fitting(MeasuredSteps):
         last = self._last
         assert last is not None
         self.ran_at, guest._host = next_forward(), weakref.ref(self)
-        self._shared.has_guests = True
+        self._open_step.has_guests = True
         if self.model_state.join(guest.model_state):
             self._joined(guest)
         title = self.model_state.title_of(guest.model_state)
@@ -250,14 +246,14 @@ class Fitting(MeasuredSteps):
         signature = replace(own, structure=(title, own.structure))
         with self._failures(), modules.titled(title):
             out = self._go_on(model, forward, signature, last, (args, kwargs))
-        self._shared.follow(out, self._last, self.planning.calls.at)
+        self._open_step.follow(out, self._last, self.planning.calls.at)
         return out
 
     def _joined(self, guest: "Fitting") -> None:
         """Counts the memory of a model that was not in a step of this one before."""
         self._stop()  # it has begun with what this model holds alone
         beside_nbytes = self.planning.memory.beside_nbytes
-        if self._beside.takes_turns_with(guest._beside):
+        if self._neighbors.takes_turns_with(guest._neighbors):
             beside_nbytes = max(beside_nbytes - guest.model_state.nbytes, 0)
         self.planning.join(self.model_state.memory().beside(beside_nbytes))
         self._learn_with_guests()
@@ -300,7 +296,7 @@ class Fitting(MeasuredSteps):
             self.interrupt()
             raise
 
-    def _run_aside(
+    def _run_with_foreign_hooks(
         self,
         hooks: AbstractContextManager[object],
         model: nn.Module,
@@ -310,10 +306,10 @@ class Fitting(MeasuredSteps):
     ) -> Any:
         """Runs a forward whose saved tensors the program's own hooks hold."""
         self.ran_at = next_forward()
-        self._step_aside()
+        self._begin_foreign_step()
         with hooks:
             out = forward()
-        self._follow_aside(out)
+        self._follow_foreign_graph(out)
         return out
 
     def _run_alone(
@@ -340,7 +336,7 @@ class Fitting(MeasuredSteps):
                 out = self._go_on(model, forward, signature, last, given)
             else:
                 out = self._step_with(model, forward, signature, given)
-        self._shared.follow(out, self._last, self.planning.calls.at)
+        self._open_step.follow(out, self._last, self.planning.calls.at)
         return out
 
     def _run_loss(
@@ -359,12 +355,12 @@ class Fitting(MeasuredSteps):
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Says what a refusal leaves out, and learns from an error that says there is no memory."""
-        before, self._shared.runs = self._shared.runs, True
+        before, self._open_step.runs = self._open_step.runs, True
         try:
             yield
             self.refusal = None
         except BudgetTooSmall as error:
-            add_room(error, self._beside.savings_nbytes)
+            add_room(error, self._neighbors.savings_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts
@@ -375,7 +371,7 @@ class Fitting(MeasuredSteps):
                 self.exhausted()
             raise
         finally:
-            self._shared.runs = before
+            self._open_step.runs = before
 
     def _repeats(self, signature: Signature) -> bool:
         """Returns whether this forward equals the last one, and needs no examination.
@@ -384,7 +380,7 @@ class Fitting(MeasuredSteps):
         """
         self._repeated += 1
         alike = self.planning.now == signature and self._shortage.ran_out_nbytes is None
-        free = self._shortage.less is None and self._step is None and self._beside.is_alone
+        free = self._shortage.less is None and self._step is None and self._neighbors.is_alone
         if alike and free and self._repeated < _MOST_REPEATED:
             return True
         self._parameters = None
@@ -447,8 +443,8 @@ class Fitting(MeasuredSteps):
     ) -> Any:
         """Runs another forward of the model in the same step (`calls.py`)."""
         planning = self.planning
-        resumes = self._shared.has_guests and before.was_asked
-        is_known = planning.go_on(signature, self._shared.waiting if resumes else None)
+        resumes = self._open_step.has_guests and before.backward_began
+        is_known = planning.go_on(signature, self._open_step.waiting if resumes else None)
         learns = planning.state.may_rehearse
         if isinstance(before, ReplayedForward):
             script = planning.next_script() if is_known else None
@@ -466,7 +462,7 @@ class Fitting(MeasuredSteps):
         try:
             if not undo.is_possible or self._together.runs_once:
                 return self._forward(forward, last)
-            has_guests = self._shared.has_guests
+            has_guests = self._open_step.has_guests
             is_other = has_guests and planning.calls.is_other(signature)
             # Where the next step is to be planned by a rehearsal, all of its forwards are.
             tries = is_other or (learns and not (has_guests and planning.calls.grew))
@@ -509,7 +505,11 @@ class Fitting(MeasuredSteps):
         the rehearsal that there was.
         """
         planning = self.planning
-        known = planning.state.infeasible or planning.calls.are_seen or planning.heard is not None
+        known = (
+            planning.state.infeasible
+            or planning.calls.are_seen
+            or planning.forward_profile is not None
+        )
         if not known:
             self.planning.leaves_room = self._leaves_room
             kept = self._kept(forward, undo=undo, leaves_room=self.planning.leaves_room)
@@ -518,7 +518,7 @@ class Fitting(MeasuredSteps):
                 return kept[0]
             undo.back()
         self._stop()
-        is_inside = self._beside.is_inside
+        is_inside = self._neighbors.is_inside
         try:
             self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
         except BaseException as error:
@@ -532,106 +532,6 @@ class Fitting(MeasuredSteps):
         except BudgetTooSmall:
             undo.back()
             raise
-
-    def _fail(
-        self,
-        forward: Callable[[], Any],
-        error: BaseException,
-        undo: Undo,
-        after: FittedSaving | None = None,
-    ) -> Any:
-        """Runs a forward whose rehearsal has raised and was undone: what it does first has to stay.
-
-        Plain training, too, keeps the counts of a batch norm, and the random numbers, that a
-        forward took before it raised. If this one does not raise, the fault is not the model's.
-        """
-        try:
-            out = self._forward(forward, after)
-        except BudgetTooSmall:
-            undo.back()
-            raise error from None
-        warn_unplanned(self.options, error)
-        return out
-
-    def _kept(
-        self,
-        forward: Callable[[], Any],
-        after: FittedSaving | None = None,
-        undo: Undo | None = None,
-        *,
-        leaves_room: bool = False,
-    ) -> tuple[Any] | None:
-        """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
-
-        undo: copies of what the forward may change; those it leaves unchanged are dropped
-        leaves_room: others of the same step follow, of which nothing is known
-        """
-        since = torch._C._autograd._get_sequence_nr() if self._beside.is_inside else 0
-        with self._context(may_climb=False, after=after) as saving:
-            saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
-            saving.leaves_room = leaves_room
-            try:
-                out = forward()
-            except NothingHeld:
-                return None
-        if undo is not None:
-            undo.let_go()
-        if saving.too_much or (after is None and self._will_be_too_much(out, saving, since)):
-            return None
-        self._ended(saving)
-        return (out,)
-
-    def _will_be_too_much(self, out: Any, saving: FittedSaving, since: int) -> bool:
-        """Returns whether backward would exceed the budget, and a plan could prevent this.
-
-        since: autograd's number of the first node of this model
-        """
-        if not may_measure(self.model_state.device) and self._step is None:
-            return False
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        highest = peak_of_backward(made, saving, self.planning.memory, since)
-        return highest > self.options.budget_nbytes
-
-    def _forward(self, forward: Callable[[], Any], after: FittedSaving | None = None) -> Any:
-        cut_short = False
-        with self._context(after=after) as saving:
-            try:
-                out = forward()
-            except NothingHeld:
-                if not saving.impossible:
-                    raise
-                cut_short = True
-        if cut_short:
-            _refuse_part(self.planning, saving)
-        self._ended(saving)
-        return out
-
-    def _replayed(
-        self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
-    ) -> Any:
-        """Runs a forward by its script; if it differs from the script, examines the rest."""
-        known = ReplayedForward(self.planning, script, after)
-        self._opened = known
-        if script.does_nothing and self._has_ample_room:
-            since = torch._C._autograd._get_sequence_nr()
-            out = forward()
-            self.planning.has_run(torch._C._autograd._get_sequence_nr() - since)
-        else:
-            with ReplayedSaving(self.planning, script, after) as saving:
-                out = forward()
-            if saving.diverged:
-                self.planning.forget_script()
-            if saving.rest is not None and saving.entry is not None:
-                known.ledger.follow(out)
-                known.ledger.when_over(saving.entry.close)
-                self._beside.opened(saving.rest.ledger)
-                self._ended(saving.rest)
-                return out
-        known.ledger.follow(out)
-        self._beside.opened(known.ledger)
-        self._last = known
-        self._note_setting(known)
-        return out
 
     def exhausted(self) -> None:
         """Sets a smaller budget from the next step on, after memory ran out in this one.
@@ -657,7 +557,7 @@ class Fitting(MeasuredSteps):
         try:
             with _as_in_training(model, (args, kwargs)) as undo:
                 signature = signature_of(model, args, kwargs)
-                self.planning = self._plannings.of(signature)
+                self.planning = self._plan_cache.of(signature)
                 self.planning.begin(self._memory(), signature)
                 with torch.enable_grad():
                     self.planning.prepare(undo.watching(lambda: model(*args, **kwargs)))
@@ -678,42 +578,29 @@ class Fitting(MeasuredSteps):
         self._dropped = dropped()
         if still_used(self.options.codecs) != self.options.codecs:
             return True
-        plans = [one.plan for one in self._plannings if one.plan is not None]
+        plans = [one.plan for one in self._plan_cache if one.plan is not None]
         return any(why_dropped(type(codec)) for plan in plans for codec in plan.codecs)
 
     def _begin(self, signature: Signature, given: Given) -> None:
         self.context.begin_step()
         self._learn()
-        for one in [] if self._beside.is_alone else list(_fittings):
+        for one in [] if self._neighbors.is_alone else list(_fittings):
             if one is not self:
                 one.end_step()  # where it is over, what follows is of this one
-        if self._shared.has_guests:
-            self.planning.calls.leave(self._shared.waiting)
-        self._shared.begin()
-        self._beside.begin()
+        if self._open_step.has_guests:
+            self.planning.calls.leave(self._open_step.waiting)
+        self._open_step.begin()
+        self._neighbors.begin()
         less = self._shortage.taken()
         if less is not None:
             self.options = less
         if self._loses_codecs() or less is not None:
             self.options = replace(self.options, codecs=still_used(self.options.codecs))
-            self._plannings.use(self.options)
-        self.planning = self._plannings.of(signature)
+            self._plan_cache.use(self.options)
+        self.planning = self._plan_cache.of(signature)
         self.planning.begin(self._memory(), signature)
-        self._beside.learns = not all(planning.settled for planning in self._plannings)
+        self._neighbors.learns = not all(planning.settled for planning in self._plan_cache)
         self._measure(given)
-
-
-def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
-    """Refuses a forward that could not continue where it ran a backward inside it."""
-    try:
-        planning.forward_ended(saving)
-    except BudgetTooSmall as error:
-        raise BudgetTooSmall(
-            f"{error} That is what was counted up to a backward inside of forward; the rest of "
-            "the step may need more.",
-            least_nbytes=error.least_nbytes,
-            parts=error.parts,
-        ) from None
 
 
 @contextmanager

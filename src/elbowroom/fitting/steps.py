@@ -27,9 +27,9 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.ledger import Tally
 
 _AMPLE = 0.25  # of the budget
-_MOST_INSIDE = 16  # forwards without gradients within settled steps that are measured
-_MOST_TRIED = 16  # settled steps, to measure one if none was until then
-_MOST_ASIDE = 4  # steps in which the program's own hooks hold what is saved, to measure those
+_MOST_EVALUATIONS = 16  # forwards without gradients within settled steps that are measured
+_MOST_LATE_MEASUREMENTS = 16  # settled steps, to measure one if none was until then
+_MOST_FOREIGN = 4  # steps in which the program's own hooks hold what is saved, to measure those
 HOOKS = "hooks"  # the setting of such a step
 
 
@@ -59,14 +59,15 @@ class MeasuredSteps:
         self.ran_backward = False
         self._last: FittedSaving | ReplayedForward | None = None
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
-        self._beside = Neighbors(model_state)
+        self._neighbors = Neighbors(model_state)
         self._said_lossy = False
         self._said_blind = False
-        self._gives_way = False  # the next step is measured of a model that runs inside
-        self._insides = 0  # forwards without gradients that were measured within settled steps
-        self._tried = 0  # settled steps that were measured, to know at least one
-        self._aside: Tally | None = None  # the graph of the last forward, if nothing of it is held
-        self._were_aside = 0  # steps of such forwards
+        self._skips_measuring = False  # the next step is measured of a model that runs inside
+        self._evaluations = 0  # forwards without gradients that were measured within settled steps
+        self._late_measurements = 0  # settled steps that were measured, to know at least one
+        # The graph of the last forward, if the program's own hooks hold what it has saved.
+        self._foreign_graph: Tally | None = None
+        self._foreign_steps = 0  # steps of such forwards
         self._closed = False
 
     def _context(
@@ -75,7 +76,7 @@ class MeasuredSteps:
         recorder = None if self._step is None else self._step.recorder
         opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
         self._opened = opened
-        self._beside.opened(opened.ledger)
+        self._neighbors.opened(opened.ledger)
         return opened
 
     def _memory(self) -> MemoryState:
@@ -86,7 +87,7 @@ class MeasuredSteps:
         memory = self.model_state.memory()
         if self.model_state.states.make_room(self.options, memory):
             memory = self.model_state.memory()
-        return memory.beside(self._beside.nbytes)
+        return memory.beside(self._neighbors.nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
         """Records the end of a forward whose graph holds saved tensors."""
@@ -102,18 +103,19 @@ class MeasuredSteps:
         self.end_step()
         last = self._last
         inside = last is not None and last.waits and self._step is None
-        if not inside or self._closed or self._insides >= _MOST_INSIDE or self._has_ample_room:
+        is_over = self._closed or self._evaluations >= _MOST_EVALUATIONS
+        if not inside or is_over or self._has_ample_room:
             return forward()
-        self._insides += 1
+        self._evaluations += 1
         running = Interval.start(
-            self.model_state.nbytes + self._beside.nbytes, self.model_state.device
+            self.model_state.nbytes + self._neighbors.nbytes, self.model_state.device
         )
         try:
             return forward()
         finally:
             peak = None if running is None else running.stop()
             if peak is not None and peak > self.options.budget_nbytes:
-                self._insides = _MOST_INSIDE  # it is said once
+                self._evaluations = _MOST_EVALUATIONS  # it is said once
                 warn_inside(self.options, peak)
 
     def end_step(self) -> None:
@@ -121,7 +123,7 @@ class MeasuredSteps:
         if self._step is None:
             return
         over = self._last is not None and self._last.is_over
-        if over or (self._aside is not None and not self._aside.waits):
+        if over or (self._foreign_graph is not None and not self._foreign_graph.waits):
             self._step.end()
 
     def _learn(self) -> None:
@@ -129,22 +131,22 @@ class MeasuredSteps:
         self._note_backward()
         last, self._last = self._last, None
         step, self._step = self._step, None
-        aside, self._aside = self._aside, None
+        graph, self._foreign_graph = self._foreign_graph, None
         if step is None:
             return
-        if aside is not None:
-            self._end_aside(step, aside)
+        if graph is not None:
+            self._end_foreign_step(step, graph)
             return
         step.end()
         if last is None or self._closed or isinstance(last, ReplayedForward):
             return
         planning = self.planning
         # A rehearsal of a model inside has ended it, which would happen in each step.
-        self._gives_way = step.peak is None and self._beside.others_learn
+        self._skips_measuring = step.peak is None and self._neighbors.others_learn
         if step.peak is not None and not (planning.plan is not None and step.makes_states):
             self._note_peak(step.peak, last)
         planning.learn(
-            last, step, self.model_state.memory(), others_learn=self._beside.others_learn
+            last, step, self.model_state.memory(), others_learn=self._neighbors.others_learn
         )
 
     def _measure(self, given: object = ()) -> None:
@@ -155,12 +157,12 @@ class MeasuredSteps:
         state = self.planning.state
         if self._closed or self._step is not None:
             return
-        if self._gives_way:
-            self._gives_way = False
+        if self._skips_measuring:
+            self._skips_measuring = False
             return
         if not (state.wants_measuring or self._is_unknown(state)):
             return
-        leaves = tree_leaves(given) if self._beside.is_inside else []
+        leaves = tree_leaves(given) if self._neighbors.is_inside else []
         until = [x for x in leaves if isinstance(x, Tensor)]
         self._step = Measurement.start(
             self.model_state, state.memory, writes=state.wants_writing, until=until
@@ -171,26 +173,26 @@ class MeasuredSteps:
             self._said_blind = True
             warn_blind(self.options)
 
-    def _step_aside(self) -> None:
+    def _begin_foreign_step(self) -> None:
         """Begins a step in which the program's own hooks hold what is saved, or goes on with it."""
-        if self._aside is not None and self._aside.waits:
+        if self._foreign_graph is not None and self._foreign_graph.waits:
             return
         if self._last is not None and self._last.waits:
             self.interrupt()  # a part of this step was held by us
         self._learn()
         self.context.begin_step()
-        self._were_aside += 1
-        if self._were_aside <= _MOST_ASIDE and not self._closed:
+        self._foreign_steps += 1
+        if self._foreign_steps <= _MOST_FOREIGN and not self._closed:
             self._step = Measurement.start(self.model_state, self._memory(), writes=False)
 
-    def _follow_aside(self, out: object) -> None:
+    def _follow_foreign_graph(self, out: object) -> None:
         """Follows the graph of such a forward."""
-        self._aside = Tally(0, 0)
-        self._aside.follow(out)
+        self._foreign_graph = Tally(0, 0)
+        self._foreign_graph.follow(out)
 
-    def _end_aside(self, step: Measurement, aside: Tally) -> None:
+    def _end_foreign_step(self, step: Measurement, graph: Tally) -> None:
         """Ends the measurement of such a step, unless its backward is still to come."""
-        if aside.waits:
+        if graph.waits:
             step.close()
             return
         step.end()
@@ -201,14 +203,14 @@ class MeasuredSteps:
     @property
     def setting(self) -> str:
         """The current setting of steps."""
-        return self.planning.setting if self._aside is None else HOOKS
+        return self.planning.setting if self._foreign_graph is None else HOOKS
 
     def _is_unknown(self, state: FitState) -> bool:
         """Returns whether steps have settled that could not be measured."""
         known = self.peak_nbytes is not None and not state.is_blind
-        if not state.settled or known or self._tried >= _MOST_TRIED:
+        if not state.settled or known or self._late_measurements >= _MOST_LATE_MEASUREMENTS:
             return False
-        self._tried += 1
+        self._late_measurements += 1
         return True
 
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
@@ -223,7 +225,7 @@ class MeasuredSteps:
 
     def _note_backward(self) -> None:
         last = self._last
-        self.ran_backward |= isinstance(last, FittedSaving) and last.ledger.was_asked
+        self.ran_backward |= isinstance(last, FittedSaving) and last.ledger.backward_began
 
     @property
     def _has_ample_room(self) -> bool:
@@ -246,9 +248,9 @@ class MeasuredSteps:
         """Ends the training: its last step counts as measured, if none with its setting was."""
         self._note_backward()
         last, step = self._last, self._step
-        if step is not None and self._aside is not None:
+        if step is not None and self._foreign_graph is not None:
             self._step = None
-            self._end_aside(step, self._aside)
+            self._end_foreign_step(step, self._foreign_graph)
         elif step is not None and last is not None and self.peak_setting != self.planning.setting:
             step.end()
             if step.peak is not None:
@@ -260,7 +262,7 @@ class MeasuredSteps:
         self.interrupt()
         self._closed = True
         self.model_state.is_fitted = False
-        self._beside.leave()
+        self._neighbors.leave()
 
     def interrupt(self) -> None:
         """Discards the running measurement: what follows is no training step."""

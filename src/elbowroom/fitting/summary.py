@@ -1,8 +1,12 @@
 """Summary of a fitted model in a few figures: at any time, or after training."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elbowroom.compiled import Decision
+from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Line
@@ -183,3 +187,40 @@ def _places(lines: list[Line], most: int = 3) -> str:
     names = list(dict.fromkeys(line.module or "(outermost)" for line in largest))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def summary_of_regions(
+    model: str,
+    model_state: ModelState,
+    options: FitOptions,
+    resident_nbytes: int,
+    regions: Sequence[Decision],
+    steps: int,
+) -> Summary:
+    """Returns the summary of a compiled model, from the decisions for its regions."""
+    plain = max((one.plain_nbytes for one in regions), default=None)
+    peak = max((one.peak_nbytes for one in regions), default=None)
+    return Summary(
+        model=model,
+        device=model_state.device.type,
+        budget_nbytes=options.budget_nbytes,
+        plain_nbytes=None if plain is None else resident_nbytes + plain,
+        predicted_nbytes=None if peak is None else resident_nbytes + peak,
+        last_nbytes=None,
+        last_setting="compiled",
+        highest_nbytes=None,
+        setting="compiled",
+        slowdown=None,
+        noise=_noise(regions),
+        exact=not any(one.is_lossy for one in regions),
+        steps=steps,
+        lines=(),
+    )
+
+
+def _noise(regions: Sequence[Decision]) -> float | None:
+    """Returns the variance that codes of all regions add, weighted by the bytes each would hold."""
+    whole = sum(one.plain_saved_nbytes for one in regions)
+    if not whole:
+        return None
+    return sum(one.noise * one.plain_saved_nbytes for one in regions) / whole

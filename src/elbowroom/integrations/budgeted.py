@@ -74,7 +74,7 @@ class Budgeted:
         return {} if self.summary is None else numbers(figures(self.summary))
 
     def log_to(self, targets: Iterable[Any], step: int) -> None:
-        """Give the figures to loggers, as `er.log_to` does."""
+        """Gives the figures to loggers, as `er.log_to` does."""
         if self._log is None:
             self._log = Log(*targets)
         self.look()
@@ -117,7 +117,7 @@ class Budgeted:
             self._fitting = None
 
     def look(self) -> None:
-        """Read the figures of the training so far."""
+        """Reads the figures of the training so far."""
         if self._model is not None and opener_of(self._model) is not None:
             self.summary = er.summary(self._model)
 

@@ -77,7 +77,7 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the figures to the log and to its history."""
+        """Adds the figures to the log and to its history."""
         figures = self._budgeted.figures()
         if logs is not None:
             logs.update(figures)

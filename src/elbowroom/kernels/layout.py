@@ -108,7 +108,7 @@ def sided_tile_nbytes(upper: int, lower: int, group_size: int, fold: int) -> int
 
 
 def check_payload(payload: Tensor, nbytes: int, *, goes_on: bool = False) -> None:
-    """Raise ValueError unless a payload of variable size is as long as its bitmap calls for.
+    """Raises ValueError unless a payload of variable size is as long as its bitmap calls for.
 
     goes_on: nbytes is that of a first part only.
     """

@@ -66,7 +66,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import reference
-from elbowroom.kernels.first_use import uncounted
+from elbowroom.kernels.paused_clocks import uncounted
 from elbowroom.kernels.specs import SPECS
 
 _log = logging.getLogger("elbowroom.kernels")
@@ -93,7 +93,7 @@ _watchers = torch._C._len_torch_dispatch_stack
 
 
 def by_address(x: Tensor) -> ModuleType | None:
-    """Return kernels that take x by its address (`numba/by_address.py`); None: ops must serve it.
+    """Returns kernels that take x by its address (`numba/by_address.py`); None: ops must serve it.
 
     They run on one thread, as its ops would. Nothing is seen of them by dispatch modes, by autograd
     and by torch.compile, so the caller knows that x is a plain tensor; a mode that is open shall
@@ -189,7 +189,7 @@ _calls = torch.ops.elbowroom
 
 
 def _by_seed(op: str) -> Callable[..., Any]:
-    """Return the op for a seed that is a number, or that lies in a tensor (int64 [1])."""
+    """Returns the op for a seed that is a number, or that lies in a tensor (int64 [1])."""
     of_number, of_tensor = getattr(_calls, op).default, getattr(_calls, op).seeded
     at = SPECS[op].schema[: SPECS[op].schema.index(" int seed")].count(",")
 

@@ -150,7 +150,7 @@ class Allocations:
         return self._changes, self._marks
 
     def check(self) -> None:
-        """Raise RuntimeError if not all was seen."""
+        """Raises RuntimeError if not all was seen."""
         if self.was_ended:
             raise RuntimeError(
                 "the step has started a profiler of its own, which ended the measurement of its "
@@ -158,7 +158,7 @@ class Allocations:
             )
 
     def take(self, changes: list[Change], marks: list[Mark]) -> None:
-        """Add what has come since the last time."""
+        """Adds what has come since the last time."""
         self._changes += changes
         self._marks += marks
 
@@ -235,7 +235,7 @@ def is_in_backward() -> bool:
 
 
 def quiet_profiler() -> None:
-    """Keep the profiler's own log lines ("USDT: ... profiler_start", torch 2.13) off stderr.
+    """Keeps the profiler's own log lines ("USDT: ... profiler_start", torch 2.13) off stderr.
 
     It reads this once, when the first profiler of a process is prepared.
     """

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from elbowroom.kernels.first_use import watch
+from elbowroom.kernels.paused_clocks import watch
 from elbowroom.measure.cuda_peak import CudaPeak
 from elbowroom.measure.held import Held
 from elbowroom.measure.peak import MemoryCurve, mark
@@ -68,7 +68,7 @@ class Stopwatch:
 
     The recorder examines each op and each saved tensor, which takes as long as a small op, and does
     exact actions that plain autograd would not. Inside `paused()` no time counts, so that readings
-    are those of plain autograd. Nor does it while a kernel is compiled or loaded (`first_use.py`).
+    are those of plain autograd. Nor does it while a kernel is loaded (`paused_clocks.py`).
 
     A reading is an index, which is converted to seconds when the step is over, so that the host
     need not wait for a GPU inside of the step. On a GPU, a pause is the time between an event

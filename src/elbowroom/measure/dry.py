@@ -34,7 +34,7 @@ from elbowroom.measure.resident_bytes import resident_bytes_of
 from elbowroom.measure.roofline import Speed, speed_of
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.identity import taken_for_plain
+from elbowroom.runtime.storage import taken_for_plain
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _NEED_VALUES = (

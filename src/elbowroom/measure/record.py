@@ -45,7 +45,7 @@ def record(
     warm_up: int = 1,
     noise: bool = False,
 ) -> Profile:
-    """Run `step` warm_up + 2 times, and write down what the last two did.
+    """Runs `step` warm_up + 2 times, and writes down what the last two did.
 
     noise: and STEPS times more (`shares.py`), with lossy codes, to learn what these add.
 
@@ -107,7 +107,7 @@ def run_recorded(
     min_nbytes: int,
     timer: Timer | None = None,
 ) -> StepRecorder:
-    """Run a step once, inside a context of `policy`, and write it down."""
+    """Runs a step once, inside a context of `policy`, and writes it down."""
     recorder = StepRecorder(clock, timer)
     with Saving(
         policy, min_nbytes=min_nbytes, context=Context(learns=False), recorder=recorder
@@ -118,7 +118,7 @@ def run_recorded(
 
 
 def check_saves(recorder: StepRecorder) -> None:
-    """Raise PlanError if nothing was saved for backward."""
+    """Raises PlanError if nothing was saved for backward."""
     if not recorder.storages():
         raise PlanError(
             "the step saves nothing for backward; it should run forward and backward, with "

@@ -31,11 +31,16 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.identity import is_parameter, untouchable
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
-from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
+from elbowroom.runtime.storage import (
+    WeakStorage,
+    is_parameter,
+    storage_nbytes,
+    untouchable,
+    version_of,
+)
 from elbowroom.runtime.unread import unread
 
 _LOOKS = 32  # storages in a moment

@@ -29,7 +29,7 @@ def menu_meter(probes: int = 2) -> NoiseMeter:
 
 
 def watch_noise(step: Callable[[], object], *, min_nbytes: int) -> NoiseShares | None:
-    """Run `step` STEPS times with lossy codes. None: nothing was lossy, or had a gradient."""
+    """Runs `step` STEPS times with lossy codes. None: nothing was lossy, or had a gradient."""
     meter = menu_meter()
     for _ in range(STEPS):
         context = Context(learns=False)

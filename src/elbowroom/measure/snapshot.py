@@ -162,7 +162,7 @@ class Snapshot:
 
 
 def load_snapshot(path: str | Path, device: int | None = None) -> Snapshot:
-    """Read a file of `torch.cuda.memory._dump_snapshot`.
+    """Reads a file of `torch.cuda.memory._dump_snapshot`.
 
     device  the index of the GPU; None: the one that held most
 

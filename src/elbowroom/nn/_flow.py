@@ -30,7 +30,7 @@ from elbowroom.codecs.base import FLOATS, Buffers
 from elbowroom.codecs.facts import NOTHING
 from elbowroom.nn._autograd import apply, refuse_twice
 from elbowroom.nn._probe import NormFacts
-from elbowroom.runtime.identity import PLAIN
+from elbowroom.runtime.storage import PLAIN
 
 Make = Callable[[Sequence[Tensor]], Tensor]
 

@@ -104,7 +104,7 @@ def fp8(
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Give weights that are held in FP8 their dtype again: what they decode to."""
+    """Gives weights that are held in FP8 their dtype again: what they decode to."""
     for module in model.modules():
         if isinstance(module, _Fp8):
             module.thaw()

@@ -24,7 +24,7 @@ from elbowroom.errors import ModuleError
 from elbowroom.kernels.fakes import has_values
 from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice
 from elbowroom.nn.swap import name_of
-from elbowroom.runtime.identity import PLAIN
+from elbowroom.runtime.storage import PLAIN
 
 _LEAST, _MOST = 1e-3, 8.0
 

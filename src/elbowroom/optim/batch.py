@@ -184,7 +184,7 @@ def _factors_here(batch: Batch, steps: list[int], factors_of: FactorsOf) -> Tens
 
 
 def _factors_there(batch: Batch, steps: Tensor, factors_of: FactorsOf) -> Tensor:
-    """Return the same, computed where the steps are."""
+    """Returns the same, computed where the steps are."""
     parts = torch.split(steps.double(), [n for _, n in batch.groups])
     tables = [
         table_of(factors_of(group, part), part, _FACTORS)

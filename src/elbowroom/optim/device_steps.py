@@ -36,7 +36,7 @@ class DeviceSteps:
         self.was_captured = False
 
     def advance(self, p: Tensor, places: Places, steps: list[int], skip: Tensor | None) -> Tensor:
-        """Return the steps (int64 [P], on the device of p) that the host counts as `steps`.
+        """Returns the steps (int64 [P], on the device of p) that the host counts as `steps`.
 
         skip: not 0 if there is no step; then they stay as they were.
         """
@@ -54,7 +54,7 @@ class DeviceSteps:
         return there
 
     def heard(self) -> Iterator[tuple[Places, list[int]]]:
-        """Return what the devices have counted to. The host waits for them."""
+        """Returns what the devices have counted to. The host waits for them."""
         for key, known in list(self._known.items()):
             here = known.there.tolist()
             self._known[key] = known._replace(here=here)
@@ -62,17 +62,17 @@ class DeviceSteps:
 
 
 def counts_for_itself(p: Tensor) -> bool:
-    """Return whether the steps of p are counted where p lies."""
+    """Returns whether the steps of p are counted where p lies."""
     return p.is_cuda
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured on the device's current stream."""
+    """Returns whether a CUDA graph is being captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def rate_of(group: Group, step: Step) -> float | Tensor:
-    """Return the learning rate of a group: where steps are a tensor, one that is stays one."""
+    """Returns the learning rate of a group: where steps are a tensor, one that is stays one."""
     rate = group["lr"]
     if isinstance(step, Tensor) and isinstance(rate, Tensor):
         return rate.to(step.device, torch.float64)
@@ -80,7 +80,7 @@ def rate_of(group: Group, step: Step) -> float | Tensor:
 
 
 def table_of(factors: list[float | Tensor], steps: Tensor, columns: int) -> Tensor:
-    """Return factors, each of them a number or [P], as rows [P, columns] of float32."""
+    """Returns factors, each of them a number or [P], as rows [P, columns] of float32."""
     table = torch.zeros(len(steps), columns, dtype=torch.float32, device=steps.device)
     for column, factor in zip(table.unbind(1), factors, strict=False):
         if isinstance(factor, Tensor):

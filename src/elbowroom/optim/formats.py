@@ -80,7 +80,7 @@ RANK = {state: rank for rank, state in enumerate(STATES)}  # the milder, the low
 
 
 def resolve(groups: list[Group]) -> None:
-    """Give the last group, if its state is "auto", that of the others of its kind, or fp32."""
+    """Gives the last group, if its state is "auto", that of the others of its kind, or fp32."""
     group = groups[-1]
     if group["state"] == AUTO:
         others = [other["state"] for other in groups[:-1] if "auto" in other]

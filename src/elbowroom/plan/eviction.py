@@ -211,7 +211,7 @@ class _Run:
 
 
 def evict(trace: Trace, budget: int, rule: Rule) -> Outcome:
-    """Run a step in `budget` bytes under a rule."""
+    """Runs a step in `budget` bytes under a rule."""
     return _Run(trace, budget, rule).all()
 
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def write(path: str | Path, data: dict[str, Any]) -> None:
-    """Write JSON so that a crash leaves the file that was there, and never half of one."""
+    """Writes JSON so that a crash leaves the file that was there, and never half of one."""
     write_text(json.dumps(data), path)
 
 

@@ -501,7 +501,7 @@ def _as_made(preset: Preset, site: Site) -> Site:
 
 
 def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:
-    """Count the time of a transfer: on a CPU, threads that copy take theirs from the step.
+    """Counts the time of a transfer: on a CPU, threads that copy take theirs from the step.
 
     A profile of an older version has only the rates of the link, by the wall clock.
     """

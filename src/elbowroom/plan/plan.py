@@ -7,10 +7,11 @@ batch is fine); for any other it has one exact answer, and counts it.
 
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil, isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ VERSION = 1
 _COLUMNS = ("module", "op", "shape", "bytes", "held", "action", "seconds", "error", "why")
 _NUMBERS = ("bytes", "held", "seconds", "error")
 _SHORTEST_S = 1e-6
+# Equal to `Site.name`, and read without a call of a Python function.
+_name_of: Callable[[Site], Any] = attrgetter(*SiteName._fields)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Plan:
     lines: tuple[Line, ...]
     watched: int = 0
     standing: ResidentBytes | None = None
-    strangers: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
+    unknown_sites: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
     parted_nbytes: int = field(default=0, compare=False, repr=False)
     profiled_peak: int = field(default=0, compare=False, repr=False)
 
@@ -107,17 +110,17 @@ class Plan:
 
     def action_for(self, site: Site) -> Action:
         """Returns the action for the tensor that this site saves."""
-        known = self.sites.get(site.name)
+        known = self.sites.get(_name_of(site))
         preset = self._preset_for(site, known)
         if preset is None:
-            self.strangers[site.name] += 1
+            self.unknown_sites[site.name] += 1
         return _action_by(preset, site, known)
 
     __call__ = action_for  # a plan is a policy
 
     def look_up(self, site: Site) -> Action:
-        """Returns the action for this site, without counting unknown sites in `strangers`."""
-        known = self.sites.get(site.name)
+        """Returns the action for this site, without counting unknown sites in `unknown_sites`."""
+        known = self.sites.get(_name_of(site))
         return _action_by(self._preset_for(site, known), site, known)
 
     def is_shared(self, name: SiteName) -> bool:
@@ -306,7 +309,7 @@ class Plan:
             "sites": [[*name, asdict(known)] for name, known in self.sites.items()],
             "recompute": sorted(self.recompute),
         }
-        del data["strangers"], data["parted_nbytes"], data["profiled_peak"]
+        del data["unknown_sites"], data["parted_nbytes"], data["profiled_peak"]
         files.write(path, data)
 
     @classmethod
@@ -323,7 +326,7 @@ def check_plan(
     offload: str | None = None,
     codecs: tuple[Codec, ...] | None = None,
 ) -> None:
-    """Raise PlanError unless this is None, or a plan to begin with under these terms."""
+    """Raises PlanError unless this is None, or a plan to begin with under these terms."""
     if plan is None:
         return
     if not isinstance(plan, Plan):

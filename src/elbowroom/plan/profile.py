@@ -377,7 +377,7 @@ def _profile(data: dict[str, Any]) -> Profile:
 
 
 def _check(profile: Profile) -> None:
-    """Raise ValueError where moments, or what refers to them, do not agree."""
+    """Raises ValueError where moments, or what refers to them, do not agree."""
     files.check_types(profile)
     moments = len(profile.level)
     if not moments == len(profile.floor) == len(profile.starts_s):

@@ -38,7 +38,7 @@ def render_profile(page: StepPage) -> str:
 
 
 def write(page: Page, path: Path) -> None:
-    """Write the page so that `path` is always the old file or the whole new one, never a part."""
+    """Writes the page so that `path` is always the old file or the whole new one, never a part."""
     write_text(render(page), path)
 
 

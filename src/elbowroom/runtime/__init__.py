@@ -5,7 +5,8 @@ For a step that is examined in full, in the order in which a tensor passes throu
 hooks       the two hooks themselves
 consumers   which op is saving, and what its backward needs: by its name, or
 readers     by the nodes that it has created, and formulas, the table of derivative formulas
-identity    one record (`Slot`) for one storage at one version, however many ops save it
+storage     which tensors may be changed, and one record (`Slot`) for one storage at one version,
+            however many ops save it; sources: what an op could be recomputed from
 sites       what the op needs of the slot, and the facts by which a policy decides
 serving     asks the policy, and performs its action, now or later; `perform`: an action becomes a
             handle, the only `match` on actions

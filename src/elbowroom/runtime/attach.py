@@ -110,7 +110,7 @@ def _watch() -> None:
 
 
 def _classes_of(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:
-    """Return their classes, and what lazy ones become."""
+    """Returns their classes, and what lazy ones become."""
     classes = {type(module) for module in modules}
     return classes | {
         later for cls in classes if (later := getattr(cls, "cls_to_become", None)) is not None

@@ -176,7 +176,7 @@ def _restore(cls: type[nn.Module]) -> None:
 
 
 def pass_through() -> None:
-    """Let Dynamo, if it is there, look through our functions as it looks through torch.nn's own.
+    """Lets Dynamo, if it is there, look through our functions as it looks through torch.nn's own.
 
     After a graph break each call of a module would be compiled by itself else, and after eight
     modules none any more.
@@ -243,7 +243,7 @@ def watches_calls_of(module: nn.Module) -> bool:
 
 
 def calls_by_itself(cls: type[nn.Module]) -> bool:
-    """Return whether a class has a `__call__` that is not torch's: it may change it at any time."""
+    """Returns whether a class has a `__call__` of its own, which it may change at any time."""
     if cls is nn.Module:
         return True
     above = cls.__mro__[: cls.__mro__.index(nn.Module)]
@@ -254,7 +254,7 @@ def calls_by_itself(cls: type[nn.Module]) -> bool:
 
 
 def _keep_in_step() -> None:
-    """Give the classes that are wanted our `__call__`, and others their own again."""
+    """Gives the classes that are wanted our `__call__`, and others their own again."""
     global _optimized
     optimized = _optimized_class()
     wanted = _wanted - {optimized}
@@ -278,7 +278,7 @@ def _keep_in_step() -> None:
 
 
 def _optimized_class() -> type[nn.Module] | None:
-    """Return the class of compiled wrappers, if torch.compile has been imported."""
+    """Returns the class of compiled wrappers, if torch.compile has been imported."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
 
 

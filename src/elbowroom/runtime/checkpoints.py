@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.consumers import LENDS, TOLERANT, Call, is_functorch_wrapped
-from elbowroom.runtime.identity import is_parameter
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.storage import is_parameter
 
 # Linear, smooth, or with a kink that an error rarely crosses; no poles, no choices.
 SMOOTH = frozenset(

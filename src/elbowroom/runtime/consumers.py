@@ -33,12 +33,11 @@ from elbowroom.plan.site import (
     Reads,
     SiteName,
 )
-from elbowroom.runtime.identity import PLAIN
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Slot
-from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.storage import PLAIN, version_of
 
 # Functions that are recognized immediately -> arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)
@@ -193,7 +192,7 @@ class Call:
         return type(x) in PLAIN and (lends or version_of(x) != self.version)
 
     @property
-    def is_told_at_once(self) -> bool:
+    def reading_is_known(self) -> bool:
         """True if the reading of a saved tensor is known as it is saved.
 
         Otherwise the nodes of the ended call show it.

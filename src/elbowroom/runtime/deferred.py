@@ -36,11 +36,11 @@ from elbowroom.plan.site import FINE
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.rebuild import Recipe, same_order
-from elbowroom.runtime.identity import Identity, is_touchable
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.storage import WeakStorage
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import WeakStorage, is_touchable
 
 MOST_SAVES = 6  # calls that save, of the branch that is added
 
@@ -63,7 +63,7 @@ class Waiting:
         """Notes another reader of the norm's input, which must be able to read the code, too."""
         self._others.append(site)
 
-    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+    def ended(self, call: Call, out: Any, sources: Sources) -> bool:
         """Notes that a call has ended; returns whether waiting longer would add nothing."""
         slot, gate = self.slot(), self._gate
         gate.ended(call, out)
@@ -71,9 +71,9 @@ class Waiting:
             return slot is None  # nothing is known yet
         if self._action.curved is not None and slot is not None:
             self._is_curved = slot in call.fine
-        self._mask = relu_mask(call, out, slot, identity)
+        self._mask = relu_mask(call, out, slot, sources)
         if self._mask is None and self._action.behind_sum is not None:
-            self._mask = gate.bits_of_sum(slot, out, identity)
+            self._mask = gate.bits_of_sum(slot, out, sources)
             self._is_of_sum = self._mask is not None
             self._saves_left -= 1
             if not self._is_of_sum:
@@ -124,11 +124,11 @@ class Waiting:
         return action.gated if is_gated and action.gated is not None else action.with_mask
 
 
-def relu_mask(call: Call, out: Any, slot: Slot | None, identity: Identity) -> Tensor | None:
+def relu_mask(call: Call, out: Any, slot: Slot | None, sources: Sources) -> Tensor | None:
     """The bits of this call's output, if it is the ReLU of the norm of all that `slot` holds."""
     if slot is None or call.name not in MASKED_OUTPUT or not isinstance(out, Tensor):
         return None
-    origin, after = identity.origin(call.first, call.version), identity.slot(out)
+    origin, after = sources.origin(call.first, call.version), sources.slot(out)
     recipe = None if origin is None else origin.recipe
     if after is None or after.bits is None or recipe is None or not recipe.op.is_norm:
         return None
@@ -177,14 +177,14 @@ class Gate:
         else:
             self.is_sole = False
 
-    def bits_of_sum(self, slot: Slot | None, out: Any, identity: Identity) -> Tensor | None:
+    def bits_of_sum(self, slot: Slot | None, out: Any, sources: Sources) -> Tensor | None:
         """The mask, if the call that has ended with `out` was the ReLU of a sum.
 
         slot: of the norm's input, in whose order the mask must lie.
         """
         if slot is None or self._passed is None or not (self.is_sole and self.is_summed):
             return None
-        after = identity.slot(out)
+        after = sources.slot(out)
         if after is None or after.bits is None or after.base.shape != slot.base.shape:
             return None
         alike = same_order(slot.base.shape, slot.base.stride, after.base.stride)

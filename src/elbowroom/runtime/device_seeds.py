@@ -28,7 +28,7 @@ class DeviceSeeds:
         self._lock = threading.Lock()
 
     def take(self, device: torch.device, before: int, n: int) -> tuple[Tensor, ...]:
-        """Return the seeds (int64 [1]) of the counts before + 1 .. before + n."""
+        """Returns the seeds (int64 [1]) of the counts before + 1 .. before + n."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             count, expected = self._counts.get(device, (None, 0))
             if count is None or expected != before:

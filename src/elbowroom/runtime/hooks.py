@@ -1,6 +1,6 @@
 """The main path: autograd saves x -> `_pack` -> a `View`; in backward, `unpack` -> x again.
 
-    x -> ours to touch? -> seen before?       identity.py
+    x -> ours to touch? -> seen before?       storage.py
       -> what does the saving op need?        consumers.py, formulas.py, sites.py
       -> policy -> perform                    serving.py, plan/
       -> slot -> View                         slot.py
@@ -52,19 +52,11 @@ from elbowroom.runtime.direct import REPLACED, Direct, direct_of, is_overridden,
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
-from elbowroom.runtime.identity import (
-    Identity,
-    clone_with_storage,
-    dense_base,
-    is_parameter,
-    is_touchable,
-    untouchable,
-)
 from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
-from elbowroom.runtime.producers import note_copy, note_origin
+from elbowroom.runtime.producers import RECORDED, RECORDED_IN_EXACT, note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of, reading_by
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.redrawn import Redrawn
@@ -74,7 +66,16 @@ from elbowroom.runtime.saturated import WHY, part_of
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.sites import Request, classify, left_alone, site_of
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
-from elbowroom.runtime.storage import storage_nbytes, version_of
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import (
+    clone_with_storage,
+    dense_base,
+    is_parameter,
+    is_touchable,
+    storage_nbytes,
+    untouchable,
+    version_of,
+)
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
@@ -128,10 +129,11 @@ class Saving:
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
         self._many = Many()
-        self._identity = Identity(
+        self._sources = Sources(
             self.ledger if getattr(policy, "rebuild", True) else None,
             is_exact=shares and self.is_exact() and bool(getattr(policy, "rebuild", False)),
         )
+        self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else RECORDED
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
@@ -173,7 +175,7 @@ class Saving:
             after = self._after
             self._watch = self.observer.begin() if after is None else after._watch
         self._listener = self.tracer or NOBODY
-        known = self.policy, self.context, self.min_nbytes, self._identity
+        known = self.policy, self.context, self.min_nbytes, self._sources
         is_exact = partial(type(self).is_exact, weakref.proxy(self))  # no reference cycle
         told = self._listener, self._watch, is_exact
         self._serving = Serving(*known, *told, lets_wait=self.recorder is None)
@@ -181,7 +183,7 @@ class Saving:
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
         if self.tracer is not None:
-            self._identity.told = self._copied
+            self._sources.told = self._copied
 
     def __exit__(
         self,
@@ -203,7 +205,7 @@ class Saving:
         self._listener.leaves()
         if not raised:
             self._serving.waiting.end_sources()  # of constants, some of which are freed now
-        self._identity.clear()
+        self._sources.clear()
         if raised:  # waiting tensors stay as they are: nothing may fail or allocate now
             self._listener.refuse("the forward has raised")
         else:
@@ -262,7 +264,7 @@ class Saving:
         slots: theirs, if the forward has ended
         """
         self._listener.refuse("its setting has changed")
-        for slot in self._identity.slots() if slots is None else slots:
+        for slot in self._sources.slots() if slots is None else slots:
             self._serving.tighten(slot, policy)
 
     def error_report(self) -> Any:
@@ -280,7 +282,7 @@ class Saving:
     def drop_everything(self) -> None:
         """Drops all decided tensors. The graph is useless then; only the counting continues."""
         self._listener.refuse("nothing is held")
-        for slot in self._identity.slots():
+        for slot in self._sources.slots():
             if slot.sites:
                 slot.drop()
 
@@ -293,20 +295,22 @@ class Saving:
             if self._serving.undecided:
                 self._serving.undecided.ended(call, out, self.recorder)
             if self._serving.waiting:
-                self._serving.waiting.ended(call, out, self._identity)
+                self._serving.waiting.ended(call, out, self._sources)
             for finish in call.at_end:
                 finish(call, out)
-            made = note_origin(call, out, self._identity)
+            made = None
+            if call.name in self._recorded or (isinstance(out, Tensor) and not out.requires_grad):
+                made = note_origin(call, out, self._sources)
             if made is not None:
                 self._listener.makes(made)
             if call.may_have_changed_first:
-                self._identity.changed(call.first, made)
+                self._sources.changed(call.first, made)
             for decide in results:
                 decide()
             if self._watch is not None:
                 self._watch.ended(call, out)
             if self.recorder is not None:
-                self.recorder.ended(call, out, self._identity.slots_of(call.args, call.kwargs))
+                self.recorder.ended(call, out, self._sources.slots_of(call.args, call.kwargs))
             self._listener.ended(call, out)
 
     def calls(
@@ -322,7 +326,7 @@ class Saving:
             if self.recorder is not None:
                 return self.recorder.module(module, call, args, kwargs, self._source_of)
             return call(*args, **kwargs)
-        if not self._is_asked():  # inside a checkpoint of the user, or of ours
+        if not self._is_innermost():  # inside a checkpoint of the user, or of ours
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
@@ -370,7 +374,7 @@ class Saving:
         """
         with self._looking():
             listener, pieces = self._listener, self._serving.pieces
-            if self.ledger.was_asked:  # a context may stay open for a whole training
+            if self.ledger.backward_began:  # a context may stay open for a whole training
                 listener.refuse("a backward has run inside")
             listener.begins(call)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
@@ -378,12 +382,12 @@ class Saving:
                 if body is not None:
                     listener.runs(call, body, None)
                     return body
-            if self._identity.is_exact and call.changes_first:
+            if self._sources.is_exact and call.changes_first:
                 self._copy_source(call.first)
             if self._serving.waiting:
                 self._serving.waiting.end_known()
             if pieces.waiting:
-                if self._is_asked():
+                if self._is_innermost():
                     pieces.end()
                 elif pieces.calls(call):
                     listener.compares()
@@ -398,7 +402,7 @@ class Saving:
         The op that saved it may not contribute to the loss: then plain autograd would allow the
         change.
         """
-        slot = self._identity.slot(x) if is_touchable(x) else None
+        slot = self._sources.slot(x) if is_touchable(x) else None
         kept = None if slot is None else slot.value
         if slot is None or not slot.is_source or not isinstance(kept, KeepHandle):
             return
@@ -412,7 +416,11 @@ class Saving:
         """Returns the function to run for a call that a node of ours could replace."""
         call.reads = direct.reads
         call.would_rerun = call.name == ATTENTION
-        if not self._may_stand(direct, call) or not may_run(call, direct) or not self._is_asked():
+        if (
+            not self._may_stand(direct, call)
+            or not may_run(call, direct)
+            or not self._is_innermost()
+        ):
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
@@ -464,7 +472,7 @@ class Saving:
         """True if codes add errors, in this forward or in those for which it is profiled."""
         return self.recorder is not None or not self.is_exact()
 
-    def _skims(self, x: Tensor) -> bool:
+    def _needs_no_slot(self, x: Tensor) -> bool:
         """Returns whether x needs no slot: neither for a plan, nor for planning."""
         is_small = storage_nbytes(x) < self.min_nbytes
         return is_small and hasattr(self.policy, "rebuild") and self.recorder is None
@@ -483,7 +491,7 @@ class Saving:
         codes_input = getattr(self.policy, "codes_input", None)
         return codes_input is not None and bool(codes_input(name))
 
-    def _is_asked(self) -> bool:
+    def _is_innermost(self) -> bool:
         """Returns whether this context gets what is saved now: its hooks are the innermost."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
@@ -509,7 +517,7 @@ class Saving:
             pieces.end()
         if is_input or call is None:
             self._listener.saves()
-        if call is None or call.is_told_at_once:
+        if call is None or call.reading_is_known:
             return self._packed(x, call, reading_of(x, call))
         deferred = Deferred(x)
         call.deferred.append((deferred, x))
@@ -561,7 +569,7 @@ class Saving:
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
-        if call is not None and call.name in RECURRENT and self._skims(x):
+        if call is not None and call.name in RECURRENT and self._needs_no_slot(x):
             return self._many.keep(x, self.ledger, self._module, self._consumer)
         return None
 
@@ -577,7 +585,7 @@ class Saving:
         else:
             name = self._name(call)
         geometry = Geometry.of(x)
-        known, key = self._identity.stored(x), (version_of(x), x.dtype)
+        known, key = self._sources.stored(x), (version_of(x), x.dtype)
         ref = known.slots.get(key)
         slot = None if ref is None else ref()
         if slot is None:
@@ -585,7 +593,7 @@ class Saving:
             slot.is_unseen = call is None
             known.slots[key] = weakref.ref(slot)
         if call is not None and x is not call.first:
-            copied = note_copy(x, call, self._identity)
+            copied = note_copy(x, call, self._sources)
             if copied is not None:
                 self._listener.makes(copied)
         origin = known.origins.get(key)
@@ -664,7 +672,7 @@ class Saving:
     def _source_of(self, x: Tensor) -> Slot | None:
         if storage_nbytes(x) < self.min_nbytes:
             return None  # kept, whatever its possible sources
-        origin = self._identity.origin(x)
+        origin = self._sources.origin(x)
         if origin is None or origin.recipe is None or waits_for_copy(origin.recipe):
             return None
         ready = origin.ready()

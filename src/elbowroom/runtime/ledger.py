@@ -76,7 +76,7 @@ class Entry:
         """Notes that backward requests the storage."""
         ledger = self._ledger()
         if ledger is not None:
-            ledger.was_asked = True
+            ledger.backward_began = True
             ledger.ends = ledger.ends or not torch.is_grad_enabled()
 
     def close(self) -> None:
@@ -163,15 +163,15 @@ NOT_COUNTED = NoEntry()
 class _Graph:
     """Token that lives as long as the graph of a forward's results, as a hook of its nodes."""
 
-    __slots__ = ("__weakref__", "ends", "over", "was_asked")
+    __slots__ = ("__weakref__", "backward_began", "ends", "over")
 
     def __init__(self) -> None:
-        self.was_asked = self.ends = False
+        self.backward_began = self.ends = False
         self.over: list[Callable[[], None]] = []
 
     def begins(self, *_: Any) -> None:
         """Called when backward has come to a result."""
-        self.was_asked = True
+        self.backward_began = True
         if not torch.is_grad_enabled():  # else create_graph=True: another backward follows
             self.ends = True
             self.__del__()
@@ -219,13 +219,13 @@ class Tally:
     def waits(self) -> bool:
         """True if the graph is there, and no backward has come to its results."""
         graph = None if self._graph is None else self._graph()
-        return graph is not None and not graph.was_asked
+        return graph is not None and not graph.backward_began
 
     @property
     def waits_again(self) -> bool:
         """True if a backward has come with create_graph=True, and the next is still to come."""
         graph = None if self._graph is None else self._graph()
-        return graph is not None and graph.was_asked and not graph.ends
+        return graph is not None and graph.backward_began and not graph.ends
 
     @property
     def held_nbytes(self) -> int:
@@ -278,7 +278,7 @@ class Account(ABC):
 class Ledger(Account):
     """Counts of one `saving` context.
 
-    was_asked: backward has begun.
+    backward_began: backward has begun.
     ends: one has begun that makes no graph (create_graph=True does), so that no other follows.
     """
 
@@ -291,7 +291,7 @@ class Ledger(Account):
         self._plain_nbytes = 0
         self._fullest = 0
         self._dead = 0
-        self.was_asked = self.ends = False
+        self.backward_began = self.ends = False
         self.held_nbytes = self.most_nbytes = 0
         self.held_away_nbytes = 0
         self.before_nbytes = 0

@@ -16,6 +16,7 @@ bound of its own (`facts.error_bound`, in units of x) is not normalized.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -161,11 +162,17 @@ def statistics_of_rows(x: Tensor) -> Tensor | None:
     """
     if x.dtype not in FLOATS or not x.numel() or would_wait(x):
         return None
-    with torch.no_grad():
-        order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)  # as the rows lie
-        laid = x.detach().permute(*order, -1)
-        found = ops.row_statistics(laid.reshape(-1), x.shape[-1]).view(4, *laid.shape[:-1])
-        return found.permute(0, *(1 + order.index(d) for d in range(len(order))))
+    order, back = _order_of_rows(x.stride())
+    laid = x.detach().permute(order)
+    found = ops.row_statistics(laid.reshape(-1), x.shape[-1]).view(4, *laid.shape[:-1])
+    return found.permute(back)
+
+
+@lru_cache(1024)
+def _order_of_rows(stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dimensions of a tensor as its rows lie in memory, and those of [4, ...] back."""
+    order = sorted(range(len(stride) - 1), key=stride.__getitem__, reverse=True)
+    return (*order, -1), (0, *(1 + order.index(d) for d in range(len(order))))
 
 
 def flat_of(x: Tensor) -> Tensor:

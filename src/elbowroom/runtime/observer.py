@@ -29,7 +29,7 @@ from elbowroom.runtime.slot import Slot, View
 if TYPE_CHECKING:
     from elbowroom.runtime.direct import Direct
     from elbowroom.runtime.handles.rebuild import Ready
-    from elbowroom.runtime.identity import Origin
+    from elbowroom.runtime.storage import Origin
 
 
 @dataclass(frozen=True)

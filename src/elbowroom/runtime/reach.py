@@ -358,7 +358,7 @@ def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_attributes(held: dict[str, Any], contents: dict[str, Any]) -> None:
-    """Make the attributes of a module these, and no others."""
+    """Makes the attributes of a module these, and no others."""
     for name in attributes_of(held).keys() - contents.keys():
         del held[name]
     held.update(contents)

@@ -35,9 +35,9 @@ from elbowroom.runtime.formulas import (
     formula_of,
     reduced_by,
 )
-from elbowroom.runtime.identity import is_made_of_parameters
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.storage import is_made_of_parameters
 
 _MOST_NODES = 64  # nodes of one call: torch's own attention with dropout has 15
 _SAVED = "_raw_saved_"

@@ -45,10 +45,10 @@ from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
 from elbowroom.runtime.consumers import RESHAPES, Call, Part
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.identity import Identity, is_touchable
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Slot
-from elbowroom.runtime.storage import WeakStorage
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import WeakStorage, is_touchable
 
 _log = logging.getLogger("elbowroom")
 EXPONENTIAL = frozenset(("ExpBackward0", "Exp2Backward0", "Expm1Backward0"))
@@ -216,7 +216,7 @@ class Saturated:
         self._is_open = False  # a result of it alone may still be a divisor
         self._others: list[Site] = []
 
-    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+    def ended(self, call: Call, out: Any, sources: Sources) -> bool:
         """Notes that a call has ended; returns whether the slot has waited for long enough."""
         slot = self.slot()
         kept = None if slot is None else slot.value

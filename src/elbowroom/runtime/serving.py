@@ -65,7 +65,6 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.encode import largest
 from elbowroom.runtime.handles.rebuild import Ready, Recipe
-from elbowroom.runtime.identity import Identity, covering
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.normal import Normalized, Statistics, of_rows
@@ -81,8 +80,9 @@ from elbowroom.runtime.sites import (
     site_of,
 )
 from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.statistics import layout_of, statistics_of
-from elbowroom.runtime.storage import storage_nbytes
+from elbowroom.runtime.storage import covering, storage_nbytes
 from elbowroom.runtime.tiers import tier_for
 from elbowroom.runtime.undecided import Undecided
 
@@ -115,7 +115,7 @@ class Serving:
         policy: Policy,
         context: Context,
         min_nbytes: int,
-        identity: Identity,
+        sources: Sources,
         listener: Listener,
         watch: Watch | None,
         is_exact: Callable[[], bool],
@@ -128,7 +128,7 @@ class Serving:
         lets_wait: results that saturate may wait; not in a step that is profiled
         """
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
-        self._identity, self._listener, self._watch = identity, listener, watch
+        self._sources, self._listener, self._watch = sources, listener, watch
         self._is_exact, self._lets_wait = is_exact, lets_wait
         self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
@@ -235,7 +235,7 @@ class Serving:
         A tensor that only a linear layer could recompute waits, too, and is decided on last.
         """
         slot, origin = request.slot, request.origin
-        if not (self._identity.is_exact and self._lets_wait) or slot.is_unseen:
+        if not (self._sources.is_exact and self._lets_wait) or slot.is_unseen:
             return
         if origin is None or origin.recipe is None or site.need is Need.SHAPE:
             return
@@ -248,12 +248,12 @@ class Serving:
         self, name: SiteName, site: Site, slot: Slot, whole: Tensor, ready: Ready
     ) -> None:
         """Holds a recipe in place of a kept tensor, if that pays and gives the same bits."""
-        identity, products = self._identity, ready.products
-        if not identity.affords(products) or any(one.is_unseen for one in ready.slots):
+        sources, products = self._sources, ready.products
+        if not sources.affords(products) or any(one.is_unseen for one in ready.slots):
             return
         if ready.is_unsure and not _is_same(whole, ready):
             return
-        identity.again += products
+        sources.again += products
         self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
@@ -267,7 +267,7 @@ class Serving:
 
     def _may_rebuild(self, request: Request, site: Site, ready: Ready) -> bool:
         """Returns whether x may be rebuilt by this recipe."""
-        if self._identity.is_exact and self._is_dear(ready):  # `LaterSource` decides
+        if self._sources.is_exact and self._is_dear(ready):  # `LaterSource` decides
             return False
         if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
             return False  # the plan expects a code
@@ -283,7 +283,7 @@ class Serving:
         """Returns whether a recipe is used only as a last choice, or has to be tested first."""
         if ready.products or ready.is_unsure or any(slot.is_unseen for slot in ready.slots):
             return True
-        return ready.is_extra and not self._identity.affords(0)
+        return ready.is_extra and not self._sources.affords(0)
 
     def _would_pin(self, ready: Ready, need: Need) -> bool:
         """Returns whether rebuilding a tensor that may have a code would prevent another's code.
@@ -342,7 +342,7 @@ class Serving:
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
         need, norm = site.need, slot.statistics
-        outlived = partial(self._context.learn_keep, key_of(site))
+        outlived = partial(self._context.note_outlived, name, key_of(site))
         try:
             what = need, ready, seed, outlived, norm, name, self._context
             handle = perform(action, whole, *what, is_examined=True)
@@ -502,7 +502,7 @@ def _from(least: float, x: Tensor) -> Tensor:
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
-    """Return what is encoded in place of base: normalized by its rows, or as its norm does."""
+    """Returns what is encoded in place of base: normalized by its rows, or as its norm does."""
     if not is_normalized(action):
         return None
     rows, keep_zeros = action.rows, action.facts.has_zeros
@@ -543,7 +543,7 @@ class LaterSource:
         self._recipe, self._hold = recipe, hold
         self._saves_left = MOST_SAVES
 
-    def ended(self, call: Call, out: Any, identity: Identity) -> bool:
+    def ended(self, call: Call, out: Any, sources: Sources) -> bool:
         """Notes that a call has ended; returns whether the decision can be made."""
         slot = self.slot()
         if slot is None or not isinstance(slot.value, KeepHandle):
@@ -591,14 +591,14 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
             waiting[0].end()
         self.append(one)
 
-    def ended(self, call: Call, out: Any, identity: Identity) -> None:
+    def ended(self, call: Call, out: Any, sources: Sources) -> None:
         """Encodes, after a call, the tensors that need not wait any longer.
 
         Tensors for which the call is a ReLU wait until the next call begins.
         """
         waiting = self._taken()
         for one in waiting:
-            if not one.ended(call, out, identity) or one.is_known:
+            if not one.ended(call, out, sources) or one.is_known:
                 self.append(one)
             else:
                 one.end()

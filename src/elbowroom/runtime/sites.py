@@ -33,11 +33,11 @@ from elbowroom.plan.site import LEAST_WIDTH, NORMS, SMALL, Formula, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.identity import Origin, is_made_of_parameters, is_parameter
 from elbowroom.runtime.masks import differ
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import layout_of
+from elbowroom.runtime.storage import Origin, is_made_of_parameters, is_parameter
 
 MADE_OF_PARAMETERS = "made of parameters only"
 _HARD_MIN_NBYTES = 16  # scalars gain nothing

@@ -137,7 +137,7 @@ class Geometry(NamedTuple):
         return x.detach().as_strided(self.shape, self.stride, self.offset)
 
     def is_run_like(self, other: "Geometry") -> bool:
-        """Return whether both are the same elements in the same order, without gaps."""
+        """Returns whether both are the same elements in the same order, without gaps."""
         places = {(prod(one.shape), one.offset) for one in (self, other)}
         return len(places) == 1 and all(is_in_order(one.shape, one.stride) for one in (self, other))
 
@@ -149,7 +149,7 @@ class Geometry(NamedTuple):
 
 
 def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor lies contiguously in memory."""
+    """Returns whether a tensor lies contiguously in memory."""
     expected = 1
     for length, step in zip(reversed(shape), reversed(stride), strict=True):
         if length > 1 and step != expected:

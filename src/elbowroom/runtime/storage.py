@@ -1,18 +1,50 @@
-"""Weak access to a storage: whether it exists, whether it was changed, how large it is.
+"""Storages of saved tensors: which may be changed, what they were computed by, and who saved them.
 
-WeakStorage           does not keep it alive; its address is not reused while this exists
-version_of, check_version, counter_of    its version counter, which a change in place moves
-storage_nbytes        its size
+1. Identity is (storage, version). A tensor is packed once by every op that saves it, often as a
+   view: all of these find one `Slot`. Addresses are compared under a weak reference, so that an
+   address is not reused after a tensor was freed.
+2. Parameters stay unchanged: leaves that require grad, their views, and results of a graph that has
+   no other leaves (autocast's bf16 copy of a weight, weight_norm's product, a pruned weight). The
+   latter are memory, and are counted.
+3. A slot stands for a dense tensor that covers its storage: x, the base that x is a view of, or the
+   storage as a flat run. A small window onto a large storage is kept: what plain autograd would do
+   too.
+
+WeakStorage             does not keep a storage alive; its address is not reused while this exists
+version_of, counter_of  its version counter, which a change in place moves
+untouchable, ...        whether a tensor may be changed, and what it is made of
+Storages                the storages that one context has seen, with their slots and origins
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
+from elbowroom.runtime.nested import tensors_in
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.handles.rebuild import Ready, Recipe
+    from elbowroom.runtime.slot import Slot
+
+_WINDOW = 4  # a view of less than a fourth of its storage is a window
+_DEEPEST_PARAMETER_GRAPH = 16
+_PICKS = ("Embedding", "Index", "Gather", "Take")  # their results for a parameter are data
+_SCALES = ("Mul", "Mv", "Vdot", "Dot")  # pruning masks and spectral_norm's vectors enter here
+
+# Classes of tensors with plain memory, which may be changed: torch's own two, and in a dry run the
+# class of stand-ins.
+PLAIN: set[type] = {Tensor, nn.Parameter}
+_taken_for_plain_lock = threading.Lock()
 
 
 class WeakStorage:
@@ -82,7 +114,7 @@ def counted(counter: Tensor, x: Tensor) -> Tensor:
 
 
 def check_version(x: Tensor, version: int) -> None:
-    """Raise RestoreError if x was changed in place since `version`."""
+    """Raises RestoreError if x was changed in place since `version`."""
     try:
         now = x._version
     except RuntimeError:  # as in `version_of`, which would be one more call
@@ -128,3 +160,225 @@ def storage_nbytes(x: Tensor) -> int:
         return x.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+# --- What may be changed
+
+
+def untouchable(x: Tensor) -> str:
+    """Returns why x must be kept as it is, or "" if it is a plain dense tensor."""
+    if type(x) not in PLAIN:
+        return f"tensor subclass {type(x).__name__}"
+    keys = torch._C._dispatch_keys(x).raw_repr()  # these decide: test once for each set
+    why = _untouchable_keys.get(keys)
+    if why is None:
+        why = _untouchable_keys[keys] = _why_untouchable(x)
+    return why
+
+
+def is_touchable(x: Any) -> bool:
+    """Returns whether x is a plain dense tensor."""
+    return type(x) in PLAIN and not untouchable(x)
+
+
+_untouchable_keys: dict[int, str] = {}
+
+
+def _why_untouchable(x: Tensor) -> str:
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        return f"layout {str(x.layout).removeprefix('torch.')}"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"device {x.device.type}"
+    if x.is_conj() or x.is_neg():
+        return "a lazy conjugate or negative view"
+    if x._is_zerotensor():
+        return "zeros without memory"
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x):
+        return "inside a torch.func transform"
+    return ""
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Returns whether x is a parameter or another trainable leaf, or a view of one."""
+    base = x._base
+    owner = x if base is None else base
+    kind = type(owner)
+    if kind is nn.Parameter or (kind is not Tensor and isinstance(owner, nn.Parameter)):
+        return True
+    return owner.requires_grad and owner.grad_fn is None
+
+
+def is_made_of_parameters(x: Tensor) -> bool:
+    """Returns whether every path of x's graph ends in a trainable parameter.
+
+    An edge to nowhere is data (a convolution of the input has one), except where it may be a
+    constant that scales a parameter of x's size: a pruning mask, or the vectors of spectral_norm.
+    """
+    if x.grad_fn is None:
+        return False
+    waiting, seen, scaled, sizes = [x.grad_fn], 0, False, set()
+    while waiting:
+        if seen + len(waiting) > _DEEPEST_PARAMETER_GRAPH:
+            return False
+        node = waiting.pop()
+        seen += 1
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            leaf = node.variable  # type: ignore[attr-defined]
+            if not isinstance(leaf, nn.Parameter):
+                return False  # an input that wants a gradient
+            sizes.add(leaf.numel())
+            continue
+        edges = [below for below, _ in node.next_functions if below is not None]
+        if not edges or name.startswith(_PICKS):
+            return False
+        if len(edges) < len(node.next_functions):
+            if not name.startswith(_SCALES):
+                return False
+            scaled = True
+        waiting += reversed(edges)  # data first: most graphs soon turn out to be too large
+    return not scaled or x.numel() in sizes
+
+
+def dense_base(x: Tensor) -> Tensor | None:
+    """A dense tensor that covers x's storage; None if x is a window onto a much larger storage."""
+    candidate = covering(x)
+    if candidate is not None:
+        return candidate
+    nbytes = storage_nbytes(x)
+    n = nbytes // x.element_size()
+    if n * x.element_size() != nbytes or x.numel() * _WINDOW < n:
+        return None
+    return x.detach().as_strided((n,), (1,), 0)
+
+
+def clone_with_storage(x: Tensor) -> Tensor:
+    """Returns a clone of x that lies, as x does, in a clone of its whole storage.
+
+    Views that start elsewhere in the storage can be restored from it, too.
+    """
+    n = storage_nbytes(x) // x.element_size()
+    return x.as_strided((n,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def is_dense(x: Tensor) -> bool:
+    """Returns whether x's elements fill a run of memory, each place once, in whatever order."""
+    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
+
+
+def covering(x: Tensor) -> Tensor | None:
+    """Returns x, or what it is a view of, if that is dense and covers the storage.
+
+    Where neither does, x's version does not cover some parts of the storage: the pieces of
+    `unsafe_chunk` (a GRU's gates) share a storage, and each counts its own changes.
+    """
+    base, nbytes = x._base, storage_nbytes(x)
+    if x.nbytes == nbytes and is_dense(x):
+        return x
+    if base is not None and base.dtype is x.dtype and base.nbytes == nbytes and is_dense(base):
+        return base
+    return None
+
+
+@contextmanager
+def taken_for_plain(kind: type[Tensor]) -> Iterator[None]:
+    """Treats tensors of this class as plain ones inside this context; one thread at a time."""
+    with _taken_for_plain_lock:
+        PLAIN.add(kind)
+        try:
+            yield
+        finally:
+            PLAIN.discard(kind)
+
+
+# --- What a context has seen
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The op that computed a tensor, whether exact zeros matter in it, and how to rebuild it."""
+
+    op: str
+    has_zeros: bool = False
+    recipe: Recipe | None = None
+
+    def ready(self) -> Ready | None:
+        """Returns how the tensor could be rebuilt now."""
+        return None if self.recipe is None else self.recipe.ready()
+
+    def root(self) -> Slot | None:
+        """Returns the slot that the chain of recipes begins with, if there is one."""
+        return None if self.recipe is None else self.recipe.root()
+
+
+class Stored:
+    """Slots and origins of one live storage, by version and dtype.
+
+    A storage may be seen as another dtype (`view_as_real`), which has an origin of its own.
+    """
+
+    __slots__ = ("origins", "slots", "weak")
+
+    def __init__(self, x: Tensor) -> None:
+        self.weak = WeakStorage(x)
+        self.slots: dict[tuple[int, torch.dtype], weakref.ref[Slot]] = {}
+        self.origins: dict[tuple[int, torch.dtype], Origin] = {}
+
+
+class Storages:
+    """The storages that one context has seen."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Stored] = {}
+        self._purge_at = 256
+
+    def slot(self, x: Tensor) -> Slot | None:
+        """The slot of x's storage at its version, if an op has saved it already."""
+        known = self._storages.get(x.untyped_storage()._cdata)
+        found = None if known is None else known.slots.get((version_of(x), x.dtype))
+        return None if found is None else found()
+
+    def slots_of(self, *values: Any) -> list[Slot]:
+        """The slots of all tensors in these arguments."""
+        tensors = filter(is_touchable, tensors_in(values))
+        return [slot for x in tensors if (slot := self.slot(x)) is not None]
+
+    def stored(self, x: Tensor) -> Stored:
+        """Returns the record of x's storage, which is created if there is none."""
+        at = x.untyped_storage()._cdata
+        # A weakly held address is never reused: the storage at this address is still the same one.
+        known = self._storages.get(at)
+        if known is None:
+            if len(self._storages) >= self._purge_at:
+                self._purge()
+            known = self._storages[at] = Stored(x)
+        return known
+
+    def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
+        """Returns the origin of x's storage at this version (default: x's own)."""
+        known = self._storages.get(x.untyped_storage()._cdata)
+        if known is None:
+            return None
+        return known.origins.get((version_of(x) if version is None else version, x.dtype))
+
+    def made(self, x: Tensor, origin: Origin) -> None:
+        """Records the origin of x."""
+        self.stored(x).origins[version_of(x), x.dtype] = origin
+
+    def slots(self) -> list[Slot]:
+        """All slots that are alive."""
+        found = [ref() for known in self._storages.values() for ref in known.slots.values()]
+        return [slot for slot in found if slot is not None]
+
+    def _purge(self) -> None:
+        """Forgets freed storages now and then: a context around a whole training must not grow.
+
+        It keeps those for which a code or a recipe is still held.
+        """
+        self._storages = {
+            at: known
+            for at, known in self._storages.items()
+            if not known.weak.expired() or any(ref() is not None for ref in known.slots.values())
+        }
+        self._purge_at = max(256, 2 * len(self._storages))

@@ -184,7 +184,7 @@ def _size_of(data: Any) -> int:
 def check_growing(
     batch: int, rule: str, most: int | None, growth: float, schedulers: Sequence[Any]
 ) -> None:
-    """Raise PlanError for what is no batch, rule, growth or list of schedulers."""
+    """Raises PlanError for what is no batch, rule, growth or list of schedulers."""
     if type(batch) is not int or batch < 1:
         raise PlanError(f"batch={batch!r} is not possible; it is an int of 1 or more: samples")
     if not isinstance(rule, str) or rule not in RULES:

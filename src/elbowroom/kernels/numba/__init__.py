@@ -14,6 +14,7 @@ from elbowroom.kernels.numba.bits import times_bits as times_bits
 from elbowroom.kernels.numba.bits import unpack_bits as unpack_bits
 from elbowroom.kernels.numba.comet import comet_dequantize as comet_dequantize
 from elbowroom.kernels.numba.comet import comet_quantize as comet_quantize
+from elbowroom.kernels.numba.compile_notice import CompileNotice as CompileNotice
 from elbowroom.kernels.numba.dither import dither_dequantize as dither_dequantize
 from elbowroom.kernels.numba.dither import dither_quantize as dither_quantize
 from elbowroom.kernels.numba.division import division_dequantize as division_dequantize
@@ -21,7 +22,6 @@ from elbowroom.kernels.numba.division import division_quantize as division_quant
 from elbowroom.kernels.numba.dropout import dropout as dropout
 from elbowroom.kernels.numba.fdsr import fdsr_dequantize as fdsr_dequantize
 from elbowroom.kernels.numba.fdsr import fdsr_quantize as fdsr_quantize
-from elbowroom.kernels.numba.first_time import FirstTime as FirstTime
 from elbowroom.kernels.numba.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.numba.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.numba.group import group_dequantize as group_dequantize

@@ -23,7 +23,7 @@ def places_pack(x: Tensor, window: Sequence[int], maps: Sequence[int]) -> tuple[
 
 
 def places_unpack(packed: Tensor, window: Sequence[int], maps: Sequence[int], out: Tensor) -> None:
-    """Write the indices, out [N] int64."""
+    """Writes the indices, out [N] int64."""
     w = window_of(window)
     place = _unpack(packed, w.bits, out.numel()).long().view(*maps)
     offset = place // w.kernel_x * w.step_y + place % w.kernel_x * w.dilation_x

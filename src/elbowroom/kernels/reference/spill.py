@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def divide(whole: Tensor, sizes: Sequence[int], payload: Tensor, spill: Tensor, most: int) -> None:
-    """Write `whole`, tiles of these sizes one after the other, to payload and spill.
+    """Writes `whole`, tiles of these sizes one after the other, to payload and spill.
 
     most: what no tile exceeds.
     """

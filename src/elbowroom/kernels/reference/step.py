@@ -107,7 +107,7 @@ def optimizer_step(
 
 
 def advance(counters: list[Tensor], by: int) -> Tensor:
-    """Add `by` to counters (float32 []); what they are then [N], float32 in host memory."""
+    """Adds `by` to counters (float32 []); what they are then [N], float32 in host memory."""
     torch._foreach_add_(counters, by)
     return torch.tensor([x.item() for x in counters])
 

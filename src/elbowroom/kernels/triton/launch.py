@@ -20,7 +20,7 @@ _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constants: Any) -> None:
-    """Run `kernel` over `tiles` tiles, R of them a program, on the device of the first argument.
+    """Runs `kernel` over `tiles` tiles, R of them a program, on the device of the first argument.
 
     On a GPU a program has one tile. The interpreter takes as long for a program however many tiles
     it has (4 ms to 0.4 s, by the length of the kernel; triton 3.7), so there are at most two

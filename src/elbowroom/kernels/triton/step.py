@@ -126,7 +126,7 @@ _captured: list[tuple[Tensor, Tensor]] = []  # a graph copies from the host's at
 
 
 def _held_there(table: Tensor, device: torch.device) -> Tensor:
-    """Return the table on the device; the one that is there already, if it is the same."""
+    """Returns the table on the device; the one that is there already, if it is the same."""
     capturing = torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(device).cuda_stream
     key = device, stream, len(table), int(table[0, 0])
@@ -143,7 +143,7 @@ def _held_there(table: Tensor, device: torch.device) -> Tensor:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from pinned memory, which torch keeps until it is copied: nothing waits."""
+    """Copies from pinned memory, which torch keeps until it is copied: nothing waits."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

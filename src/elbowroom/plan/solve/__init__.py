@@ -103,7 +103,7 @@ def check_solver(
     noise: float | None = None,
     codecs: Sequence[object] | None = None,
 ) -> None:
-    """Raise PlanError unless there is one of this name, which takes codes if these are asked for.
+    """Raises PlanError unless there is one of this name, which takes codes if these are asked for.
 
     What it needs is imported by then.
     """

@@ -85,7 +85,7 @@ def _make_if_it_saves(solution: PartialSolution, move: Move) -> None:
 
 
 def walk(solution: PartialSolution, price: float = 0.0) -> None:
-    """Make moves, the best score first, until the budget is kept or none helps."""
+    """Makes moves, the best score first, until the budget is kept or none helps."""
     while (before := solution.excess) > 0:
         _walk(solution, price)
         if solution.excess == before:
@@ -93,7 +93,7 @@ def walk(solution: PartialSolution, price: float = 0.0) -> None:
 
 
 def _walk(solution: PartialSolution, price: float) -> None:
-    """Make moves as far as those that are known at the start go."""
+    """Makes moves as far as those that are known at the start go."""
     regions = [("region", r, 0) for r in range(len(solution.problem.regions))]
     if not solution.limits.exact:
         coded = (r for r, region in enumerate(solution.problem.regions) if region.levels < inf)

@@ -255,7 +255,7 @@ class PartialSolution:
         items: Collection[int],
         sign: int,
     ) -> None:
-        """Count what regions add that start from any of these items, as codes."""
+        """Counts what regions add that start from any of these items, as codes."""
         for r in sorted({r for i in items for r in self._coded_from.get(i, ()) if r in recomputed}):
             region = self.problem.regions[r]
             held = {i: options.get(i, self.options[i]) for i in region.inputs}
@@ -265,7 +265,7 @@ class PartialSolution:
                 effect.seconds += sign * variance * region.noise_s
 
     def _add_shared(self, effect: Effect) -> None:
-        """Count the shared seconds that nothing named before, less those that nothing names now."""
+        """Counts shared seconds that nothing named before, less those that nothing names now."""
         for n, more in effect.shared.items():
             after = (self._named[n] + more > 0) - (self._named[n] > 0)
             effect.seconds += after * self.problem.shared_s[n]
@@ -273,7 +273,7 @@ class PartialSolution:
     def _hold(
         self, effect: Effect, i: int, option: int, recomputed: frozenset[int], sign: int
     ) -> list[Span]:
-        """Count what an option of an item adds, or no longer adds; gives its spans."""
+        """Counts what an option of an item adds, or no longer adds; gives its spans."""
         item, chosen = self.problem.items[i], self.problem.items[i].options[option]
         starts = self._starts(i, recomputed)
         effect.seconds += sign * chosen.cost_s
@@ -323,7 +323,7 @@ class PartialSolution:
         self._excess = np.concatenate([[0], np.cumsum(np.maximum(self._above, 0))])
 
     def make(self, move: Move, effect: Effect) -> None:
-        """Make a move, whose effect is known."""
+        """Makes a move, whose effect is known."""
         self._note_changes(move, effect)
         for i, option in move.options.items():
             self.options[i] = option

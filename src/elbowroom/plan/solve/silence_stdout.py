@@ -1,4 +1,4 @@
-"""Keep what a C library prints out of the program's output."""
+"""Keeps what a C library prints out of the program's output."""
 
 import ctypes
 import os

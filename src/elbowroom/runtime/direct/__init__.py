@@ -62,7 +62,7 @@ from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.direct.softmax import fits_softmax, softmax
-from elbowroom.runtime.identity import PLAIN, untouchable
+from elbowroom.runtime.storage import PLAIN, untouchable
 from elbowroom.runtime.transforms import is_transformed
 
 

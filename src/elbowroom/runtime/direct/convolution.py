@@ -29,8 +29,8 @@ from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
 from elbowroom.runtime.handles.encode import Parts
-from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.slot import Geometry, View
+from elbowroom.runtime.storage import untouchable
 
 Sizes = int | tuple[int, ...]
 _Grads = tuple[Tensor | None, ...]

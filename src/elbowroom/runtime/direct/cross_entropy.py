@@ -37,9 +37,8 @@ from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.direct.linear_again import linear_again
 from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
-from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.slot import View
-from elbowroom.runtime.storage import WeakStorage
+from elbowroom.runtime.storage import WeakStorage, untouchable
 
 _aten: Any = torch.ops.aten
 _LEAST_NBYTES = 1 << 16  # of logits: fewer are not worth two nodes of ours

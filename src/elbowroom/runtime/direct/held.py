@@ -9,10 +9,10 @@ from torch import Tensor
 
 from elbowroom.codecs import Encoded
 from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
-from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.slot import Geometry, View
+from elbowroom.runtime.storage import untouchable
 
 
 def view_of(ctx: Any, i: int) -> View | None:
@@ -42,7 +42,7 @@ def flat_like(grad: Tensor, view: View) -> Tensor | None:
 
 
 def lies_like(grad: Tensor, view: View) -> bool:
-    """Return whether grad has the dtype and order of the view, and is a plain tensor."""
+    """Returns whether grad has the dtype and order of the view, and is a plain tensor."""
     (shape, stride, _), slot = view.geometry, view.slot
     return not slot.is_window and is_alike(grad, shape, stride, slot.dtype, slot.device)
 
@@ -54,7 +54,7 @@ def is_alike(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether grad is a plain tensor of this kind."""
+    """Returns whether grad is a plain tensor of this kind."""
     if type(grad) is not Tensor or untouchable(grad):  # batched, for one
         return False
     alike = grad.dtype is dtype and grad.stride() == stride

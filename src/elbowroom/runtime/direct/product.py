@@ -17,8 +17,8 @@ from torch import Tensor
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed, restored_alone
 from elbowroom.runtime.direct.node import Node
-from elbowroom.runtime.identity import untouchable
 from elbowroom.runtime.slot import View
+from elbowroom.runtime.storage import untouchable
 
 _LEAST_NBYTES = 1 << 18  # of the result: fewer are not worth a node of ours
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.node import Node
-from elbowroom.runtime.identity import untouchable
+from elbowroom.runtime.storage import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once
 _LEAST = 8  # time steps of a stretch: shorter ones lose time in small products

@@ -51,11 +51,13 @@ class EncodeHandle:
     def __init__(
         self,
         encoded: Encoded,
-        base: Tensor,
+        base: Tensor | None,
         on_outlived: Callable[[], None] | None = None,
         normal: Normalized | None = None,
     ) -> None:
-        """normal: the normalization of the encoded tensor, if base itself is not encoded.
+        """base: None if it is known that nothing holds it until backward.
+
+        normal: the normalization of the encoded tensor, if base itself is not encoded
 
         bitmap: the bits of what is not zero, where the code holds them
         is_shared: it has several readers, so that one may reuse the tensor of another
@@ -64,11 +66,13 @@ class EncodeHandle:
         self._encoded = encoded
         self.bitmap = encoded.bitmap
         self._normal = normal
-        self._offset = base.storage_offset()
-        self._original = WeakStorage(base)
-        self._counter = counter_of(base)
-        self._version = version_of(base)
-        self._nbytes = storage_nbytes(base)
+        self._original: WeakStorage | None = None
+        if base is not None:
+            self._offset = base.storage_offset()
+            self._original = WeakStorage(base)
+            self._counter = counter_of(base)
+            self._version = version_of(base)
+            self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
         self.on_outlived = on_outlived
         self.is_shared = True
@@ -154,7 +158,7 @@ class EncodeHandle:
 
     def has_made(self, x: Tensor) -> bool:
         """Returns whether a tensor was decoded from the code: it is not the original."""
-        original = self._original.tensor(x.dtype)
+        original = None if self._original is None else self._original.tensor(x.dtype)
         return original is None or original.data_ptr() != x.data_ptr()
 
     def is_needed(self) -> bool:
@@ -210,7 +214,7 @@ class EncodeHandle:
 
     def original(self) -> Tensor | None:
         """The tensor that was encoded, if something else holds it, and it has not changed."""
-        if self._counter._version != self._version:
+        if self._original is None or self._counter._version != self._version:
             return None
         one = self._encoded
         x = self._original.tensor(one.dtype)

@@ -200,6 +200,13 @@ class Recipe:
         bits_of = None if output is None else weakref.ref(output)
         return cls(op, link, seen, Geometry.of(out), bits_of, versions)
 
+    def root(self) -> Slot | None:
+        """Returns the slot that the chain starts at, if it exists."""
+        source = self.source
+        while isinstance(source, Recipe):
+            source = source.source
+        return source()
+
     @property
     def links(self) -> "tuple[Link, ...]":
         """All that the op reads: its source, and the others."""
@@ -448,7 +455,7 @@ class Ready:
 
 
 def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Raise RestoreError if a parameter was changed since, or its memory freed."""
+    """Raises RestoreError if a parameter was changed since, or its memory freed."""
     for tensor, version in zip(fixed, versions, strict=True):
         if tensor.is_inference() or tensor._version != version:
             check_version(tensor, version)
@@ -460,7 +467,7 @@ def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> No
 
 
 def laid_out(out: Tensor, made: Geometry) -> Tensor:
-    """Return the result of a recipe in the order of memory that it was made in."""
+    """Returns the result of a recipe in the order of memory that it was made in."""
     if out.shape != made.shape:
         raise RestoreError(
             f"rebuilding gave shape {tuple(out.shape)} where {made.shape} was saved. "
@@ -474,7 +481,7 @@ def laid_out(out: Tensor, made: Geometry) -> Tensor:
 
 
 def as_base(x: Tensor, base: Geometry, dtype: torch.dtype) -> Tensor:
-    """Return the dense view of a recipe's result that was saved."""
+    """Returns the dense view of a recipe's result that was saved."""
     if x.dtype is not dtype:
         raise RestoreError(
             f"rebuilding gave {_name(x.dtype)} where {_name(dtype)} was saved. "

@@ -9,7 +9,7 @@ Formulas, and why they are right: `handles/rebuild.py`. By family:
     making       the helpers that all of these share
 
 `_MAKERS`, at the end of this file, maps the names of ops to these. `_OF_EXACT` has those for exact
-contexts alone.
+contexts alone. Of all other ops, only results without a gradient have an origin (`RECORDED`).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.identity import Identity, Origin, is_dense, is_touchable, untouchable
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.producers.activations import dropout, gelu, leaky_relu, relu, relu6, silu
@@ -46,83 +45,91 @@ from elbowroom.runtime.producers.products import (
     selected,
     softmax,
 )
-from elbowroom.runtime.storage import storage_nbytes, version_of
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import (
+    Origin,
+    is_dense,
+    is_touchable,
+    storage_nbytes,
+    untouchable,
+    version_of,
+)
 
 _LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
 
 
-def note_origin(call: Call, out: Any, identity: Identity) -> Origin | None:
-    """Records under its output's identity how to recompute an op that has just ended.
+def note_origin(call: Call, out: Any, sources: Sources) -> Origin | None:
+    """Records under its output's sources how to recompute an op that has just ended.
 
     For an output that requires no gradient it records that an op computed it, so that it does not
     count as held by the owner of an input. Returns the record.
     """
     if not isinstance(out, Tensor) or not out.numel():
         return None
-    maker = _maker_of(call, identity)
+    maker = _maker_of(call, sources)
     if not out.requires_grad:
-        data = _note_data(call, out, identity)
-        return _inside_of_function(call, out, identity) or data
-    origin = None if maker is None else _note_made(maker, call, out, identity)
-    if origin is None and call.name in _KEEP_ZEROS and not identity.is_exact:
-        return _note_zeros(call, out, identity)
+        data = _note_data(call, out, sources)
+        return _inside_of_function(call, out, sources) or data
+    origin = None if maker is None else _note_made(maker, call, out, sources)
+    if origin is None and call.name in _KEEP_ZEROS and not sources.is_exact:
+        return _note_zeros(call, out, sources)
     return origin
 
 
-def _note_zeros(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def _note_zeros(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Records that exact zeros matter in `out`, as they do in what it was copied from.
 
     Attention without a softmax divides by a product with copies of ReLU's results: an error in
     place of a zero would be divided by zero.
     """
-    if not any(_has_zeros(x, identity) for x in tensors_in(call.args)):
+    if not any(_has_zeros(x, sources) for x in tensors_in(call.args)):
         return None
-    if untouchable(out) or not is_dense(out) or identity.origin(out) is not None:
+    if untouchable(out) or not is_dense(out) or sources.origin(out) is not None:
         return None
     origin = Origin(call.name, has_zeros=True)
-    identity.made(out, origin)
+    sources.made(out, origin)
     return origin
 
 
-def _has_zeros(x: Tensor, identity: Identity) -> bool:
-    origin = None if untouchable(x) else identity.origin(x)
+def _has_zeros(x: Tensor, sources: Sources) -> bool:
+    origin = None if untouchable(x) else sources.origin(x)
     return origin is not None and origin.has_zeros
 
 
-def _inside_of_function(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def _inside_of_function(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Records how the forward of a user's `autograd.Function` has made `out`, in exact contexts.
 
     Its results are saved by the ops that read them. A kernel of the user may have changed one
     without a change of its version, so the recipe is tested before a tensor is dropped.
     """
-    if not identity.is_exact or torch.is_grad_enabled():
+    if not sources.is_exact or torch.is_grad_enabled():
         return None
-    maker = _maker_of(call, identity)
+    maker = _maker_of(call, sources)
     if maker is None:
         return None
     given = [x for x in tensors_in(call.args) if is_touchable(x)]
-    if not any(x.requires_grad or _has_recipe(x, identity) for x in given):
+    if not any(x.requires_grad or _has_recipe(x, sources) for x in given):
         return None
-    origin = _note_made(maker, call, out, identity)
+    origin = _note_made(maker, call, out, sources)
     if origin is None or origin.recipe is None:
         return None
     recipe = replace(origin.recipe, op=replace(origin.recipe.op, is_unsure=True))
     origin = replace(origin, has_zeros=True, recipe=recipe)
-    identity.made(out, origin)
+    sources.made(out, origin)
     return origin
 
 
-def _maker_of(call: Call, identity: Identity) -> "_Maker | None":
+def _maker_of(call: Call, sources: Sources) -> "_Maker | None":
     maker = _MAKERS.get(call.name)
-    return _OF_EXACT.get(call.name) if maker is None and identity.is_exact else maker
+    return _OF_EXACT.get(call.name) if maker is None and sources.is_exact else maker
 
 
-def _has_recipe(x: Tensor, identity: Identity) -> bool:
-    origin = identity.origin(x)
+def _has_recipe(x: Tensor, sources: Sources) -> bool:
+    origin = sources.origin(x)
     return origin is not None and origin.recipe is not None
 
 
-def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def _note_made(maker: "_Maker", call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Records the recipe that `maker` returns for the call, if `out` has memory of its own."""
     x = call.first
     if call.name in _JOINS and isinstance(x, tuple | list) and x:
@@ -136,16 +143,16 @@ def _note_made(maker: "_Maker", call: Call, out: Tensor, identity: Identity) -> 
         and out.untyped_storage()._cdata == x.untyped_storage()._cdata
     ):
         return None  # no operation: dropout in eval mode returns its input
-    origin = maker(call, out, identity)
+    origin = maker(call, out, sources)
     if origin is not None:
-        if call.name in _BINARY[torch.mul] and not origin.has_zeros and not identity.is_exact:
-            zeros = any(_has_zeros(y, identity) for y in tensors_in(call.args))
+        if call.name in _BINARY[torch.mul] and not origin.has_zeros and not sources.is_exact:
+            zeros = any(_has_zeros(y, sources) for y in tensors_in(call.args))
             origin = replace(origin, has_zeros=zeros)
-        identity.made(out, origin)
+        sources.made(out, origin)
     return origin
 
 
-def _note_data(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def _note_data(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Records that the op has computed `out` from its arguments, in memory of its own.
 
     Its zeros stay exact whatever its code: it may be a mask, or a one-hot vector.
@@ -159,48 +166,48 @@ def _note_data(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if any(x.untyped_storage()._cdata == at for x in given):
         return None
     origin = Origin(call.name, has_zeros=True)
-    identity.made(out, origin)
+    sources.made(out, origin)
     return origin
 
 
-def note_copy(x: Tensor, call: Call, identity: Identity) -> Origin | None:
+def note_copy(x: Tensor, call: Call, sources: Sources) -> Origin | None:
     """Records how to rebuild a copy of an op's input that the op itself has made, and saves.
 
     An op that works in place saves its input as it was; under autocast the input is cast first.
     Returns the record.
     """
-    if call.name == "cross_entropy" and identity.is_exact:
-        return log_probabilities(call, x, identity)
+    if call.name == "cross_entropy" and sources.is_exact:
+        return log_probabilities(call, x, sources)
     of, copy = call.first, x if x._base is None else x._base
     if of is copy or not isinstance(of, Tensor) or copy.grad_fn is None or untouchable(of):
         return None
     if copy.grad_fn._sequence_nr() < call.began:
         return None  # a copy of the user, who may have changed it since, unknown to autograd
-    if identity.is_exact and copy.grad_fn.name() in REORDERED:
-        return reordered(call, copy, identity)
-    if identity.origin(x) is not None:
+    if sources.is_exact and copy.grad_fn.name() in REORDERED:
+        return reordered(call, copy, sources)
+    if sources.origin(x) is not None:
         return None
     kind, alike = copy.grad_fn.name(), copy.shape == of.shape and copy.stride() == of.stride()
     if not alike or not _is_made_of(copy, of, call):
-        return None if identity.is_exact else _note_copied_zeros(call, copy, identity)
+        return None if sources.is_exact else _note_copied_zeros(call, copy, sources)
     origin: Origin | None
     if kind == "CloneBackward0":
-        origin = identity.origin(of, call.version)
+        origin = sources.origin(of, call.version)
     elif kind == "ToCopyBackward0" and copy.dtype is not of.dtype and is_dense(copy):
-        origin = cast(call, copy, identity)
+        origin = cast(call, copy, sources)
     else:
         return None
     if origin is not None:
-        identity.made(copy, origin)
+        sources.made(copy, origin)
     return origin
 
 
-def _note_copied_zeros(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
+def _note_copied_zeros(call: Call, copy: Tensor, sources: Sources) -> Origin | None:
     """Records that exact zeros matter in what an op has copied of any of its inputs."""
-    if not any(is_copy(copy, x) and _has_zeros(x, identity) for x in tensors_in(call.args)):
+    if not any(is_copy(copy, x) and _has_zeros(x, sources) for x in tensors_in(call.args)):
         return None
     origin = Origin(call.name, has_zeros=True)
-    identity.made(copy, origin)
+    sources.made(copy, origin)
     return origin
 
 
@@ -251,7 +258,7 @@ _KEEP_ZEROS = (  # copies, in part or in another order, and what lies beside the
     ),
     *_JOINS,
 )
-_Maker: TypeAlias = Callable[[Call, Tensor, Identity], Origin | None]
+_Maker: TypeAlias = Callable[[Call, Tensor, Sources], Origin | None]
 _MAKERS: dict[str, _Maker] = {
     "relu": relu,
     "relu_": relu,
@@ -283,3 +290,6 @@ _OF_EXACT: dict[str, _Maker] = {
     **dict.fromkeys(("baddbmm", "einsum"), contraction),
     **dict.fromkeys(("interpolate", "pad"), elementwise),
 }
+# Ops of whose results with a gradient something is recorded.
+RECORDED = frozenset((*_MAKERS, *_KEEP_ZEROS))
+RECORDED_IN_EXACT = frozenset((*_MAKERS, *_OF_EXACT))

@@ -10,17 +10,18 @@ from torch.nn import functional as F
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
 from elbowroom.runtime.handles.rebuild import Op, Recipe
-from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.producers.making import in_order, origin_of
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import Origin
 
 
-def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
+def relu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a ReLU; of one behind a norm, of both."""
-    source, seen = identity.source(call)
+    source, seen = sources.source(call)
     if isinstance(source, Recipe) and source.op.is_norm and seen == source.made:
         norm = source
         below = norm.source() if isinstance(norm.source, weakref.ref) else norm.source
-        op, slot = in_order(_relu_of_norm(norm.op), norm.seen, out), identity.slot(out)
+        op, slot = in_order(_relu_of_norm(norm.op), norm.seen, out), sources.slot(out)
         recipe = (
             None if below is None else Recipe.of(op, below, norm.seen, out, slot, norm.versions)
         )
@@ -33,7 +34,7 @@ def relu(call: Call, out: Tensor, identity: Identity) -> Origin:
         needs_bits=True,
         any_size=True,
     )
-    return origin_of(call, out, identity, op, has_zeros=True)
+    return origin_of(call, out, sources, op, has_zeros=True)
 
 
 def _relu_of_norm(norm: Op) -> Op:
@@ -48,7 +49,7 @@ def _relu_of_norm(norm: Op) -> Op:
     return norm.changed(exact=exact, needs_bits=True, bound=again, of_given=both)
 
 
-def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
+def leaky_relu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a LeakyReLU."""
     slope = call.arg(1, "negative_slope", 0.01)
     op = Op(
@@ -59,10 +60,10 @@ def leaky_relu(call: Call, out: Tensor, identity: Identity) -> Origin:
         outside=lambda x: x * slope,
         any_size=True,
     )
-    return _make_masked(call, out, identity, op)
+    return _make_masked(call, out, sources, op)
 
 
-def relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def relu6(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Returns a recipe of ReLU6.
 
     An element outside is 0 or 6: a decoded value shows which, unless its error exceeds 3.
@@ -77,14 +78,14 @@ def relu6(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         outside=lambda x: (x > 3).to(x.dtype) * 6,
         any_size=True,
     )
-    return _make_masked(call, out, identity, op, has_zeros=True)
+    return _make_masked(call, out, sources, op, has_zeros=True)
 
 
 def _make_masked(
-    call: Call, out: Tensor, identity: Identity, op: Op, *, has_zeros: bool = False
+    call: Call, out: Tensor, sources: Sources, op: Op, *, has_zeros: bool = False
 ) -> Origin:
     """Returns a recipe that takes bits from where the op has saved its input or its output."""
-    source, seen = identity.source(call)
+    source, seen = sources.source(call)
     if source is None:
         return Origin(call.name, has_zeros=has_zeros)
     masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
@@ -92,7 +93,7 @@ def _make_masked(
     return Origin(call.name, has_zeros=has_zeros, recipe=recipe)
 
 
-def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
+def gelu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a GELU."""
     approximate = call.arg(1, "approximate", "none")
 
@@ -101,27 +102,27 @@ def gelu(call: Call, out: Tensor, identity: Identity) -> Origin:
         return made
 
     op = Op(partial(F.gelu, approximate=approximate), in_place, in_place, any_size=True)
-    return origin_of(call, out, identity, op)
+    return origin_of(call, out, sources, op)
 
 
-def silu(call: Call, out: Tensor, identity: Identity) -> Origin:
+def silu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a SiLU."""
     in_place = partial(F.silu, inplace=True)
     op = Op(F.silu, in_place, in_place, any_size=True)
-    return origin_of(call, out, identity, op)
+    return origin_of(call, out, sources, op)
 
 
-def dropout(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def dropout(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a dropout, which multiplies by the factors that it has saved."""
     noise = [
         slot
         for slot in call.saved
         if slot.base.shape == tuple(out.shape) and slot.dtype is out.dtype
     ]
-    before = identity.origin(call.first, call.version)
+    before = sources.origin(call.first, call.version)
     has_zeros = before is not None and before.has_zeros
     if len(noise) != 1:
         return Origin(call.name, has_zeros)
     op = Op(lambda x: x, lambda x: x, noise=weakref.ref(noise[0]), any_size=True)
     call.saved.remove(noise[0])
-    return origin_of(call, out, identity, op, has_zeros=has_zeros)
+    return origin_of(call, out, sources, op, has_zeros=has_zeros)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Op, Recipe
-from elbowroom.runtime.identity import Identity, Origin, Source
 from elbowroom.runtime.producers.making import REORDERED, VIEWS, view_of
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
-from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
+from elbowroom.runtime.sources import Source, Sources
+from elbowroom.runtime.storage import Origin, WeakStorage, storage_nbytes, version_of
 
 _MOST_RESHAPES = 4
 _COPYING = (
@@ -20,7 +20,7 @@ _COPYING = (
 )
 
 
-def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def moved(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a copy in another order of what an op holds as its own result.
 
     Backward reads this result on the way from the copy, so changing it in place is an error in
@@ -29,11 +29,11 @@ def moved(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
-    held, before = identity.slot(x), identity.origin(x, call.version)
+    held, before = sources.slot(x), sources.origin(x, call.version)
     if held is None or version_of(x) != call.version or not _is_own_result(x, held):
         return None
     op = Op(lambda x: func(x, *rest, **named), any_size=True)
-    recipe = Recipe.of(op, held, Geometry.of(x), out, identity.slot(out))
+    recipe = Recipe.of(op, held, Geometry.of(x), out, sources.slot(out))
     has_zeros = before is not None and before.has_zeros
     return None if recipe is None else Origin(call.name, has_zeros, recipe)
 
@@ -48,7 +48,7 @@ def _is_own_result(x: Tensor, held: Slot) -> bool:
     return isinstance(held.value, KeepHandle) and any(view.slot is held for view in views)
 
 
-def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
+def reordered(call: Call, copy: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a contiguous copy of its input that an op has made, and saves.
 
     A linear layer that reads a transposed tensor makes one. Three layers that read the same tensor
@@ -57,13 +57,13 @@ def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
     x = call.first
     if not copy.is_contiguous() or copy.numel() * copy.element_size() != storage_nbytes(copy):
         return None
-    if copy.numel() != x.numel() or identity.origin(copy) is not None:
+    if copy.numel() != x.numel() or sources.origin(copy) is not None:
         return None
     if version_of(x) != call.version or not is_copy(copy, x):
         return None
-    shape, dtype, seen, slot = copy.shape, copy.dtype, Geometry.of(x), identity.slot(copy)
+    shape, dtype, seen, slot = copy.shape, copy.dtype, Geometry.of(x), sources.slot(copy)
     key = _key(x, call.version, dtype)
-    _, ref, first = identity.reordered.get(key, (None, None, None))
+    _, ref, first = sources.reordered.get(key, (None, None, None))
     before = None if ref is None else ref()
 
     def exact(x: Tensor) -> Tensor:
@@ -73,21 +73,21 @@ def reordered(call: Call, copy: Tensor, identity: Identity) -> Origin | None:
     if before is not None and before.value is not None and first is not None:
         source, seen, op = before, before.base, Op(exact, beside=(first,), is_extra=True)
     else:
-        source = identity.operand(x, call) or identity.expected(x, call.version)
+        source = sources.operand(x, call) or sources.expected(x, call.version)
         op = Op(exact, is_extra=True)
     recipe = None if source is None else Recipe.of(op, source, seen, copy, slot)
     if recipe is None:
         return None
     if source is not before and slot is not None:
-        identity.reordered[key] = WeakStorage(x), weakref.ref(slot), recipe.op
+        sources.reordered[key] = WeakStorage(x), weakref.ref(slot), recipe.op
     origin = Origin(call.name, recipe=recipe)
-    identity.made(copy, origin)
+    sources.made(copy, origin)
     return origin
 
 
-def reordered_slot(call: Call, dtype: torch.dtype, identity: Identity) -> Slot | None:
+def reordered_slot(call: Call, dtype: torch.dtype, sources: Sources) -> Slot | None:
     """The slot of a copy in order that this or an earlier call has made of the call's input."""
-    known = identity.reordered.get(_key(call.first, call.version, dtype))
+    known = sources.reordered.get(_key(call.first, call.version, dtype))
     slot = None if known is None else known[1]()
     return None if slot is None or slot.value is None else slot
 
@@ -111,17 +111,17 @@ def is_copy(copy: Tensor, x: Tensor) -> bool:
     return False
 
 
-def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def gather(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of `x[index]` and `x.index_select(dim, index)`, whose index is saved."""
     x, by_dim = call.first, call.name == "index_select"
     dim = call.arg(1, "dim") if by_dim else 0
     index = call.arg(2, "index") if by_dim else call.arg(1, "index")
     if not isinstance(index, Tensor) or index.dtype is not torch.int64 or index.dim() != 1:
         return None
-    held = identity.slot(index)
+    held = sources.slot(index)
     if held is None or held.value is None:
         return None
-    source = identity.operand_or_spare(x, call, out)
+    source = sources.operand_or_spare(x, call, out)
     if source is None:
         return None
 
@@ -130,20 +130,20 @@ def gather(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     other = weakref.ref(held), Geometry.of(index)
     op = Op(lambda x: x, lambda x: x, others=(other,), combine=combine, any_size=True)
-    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def cast(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def cast(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Returns the origin of a copy of x in another floating dtype."""
     x = call.first
-    source = identity.operand(x, call)
+    source = sources.operand(x, call)
     if source is None or not x.is_floating_point() or x.device != out.device:
         return None
     dtype = out.dtype
     # x stays its holder's
     op = Op(lambda x: x.to(dtype, copy=True), lambda x: x.to(dtype), any_size=True)
-    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
-    before = identity.origin(x)
+    recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
+    before = sources.origin(x)
     has_zeros = before is not None and before.has_zeros
     return None if recipe is None else Origin(call.name, has_zeros, recipe)

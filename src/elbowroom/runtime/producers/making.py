@@ -7,23 +7,24 @@ from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Op, Recipe, same_order
-from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.slot import Geometry, View
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import Origin
 
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 REORDERED = (*VIEWS, "TransposeBackward0", "PermuteBackward0", "TBackward0")
 
 
 def origin_of(
-    call: Call, out: Tensor, identity: Identity, op: Op | None, *, has_zeros: bool = False
+    call: Call, out: Tensor, sources: Sources, op: Op | None, *, has_zeros: bool = False
 ) -> Origin:
     """The origin of `out`, with a recipe if there are an op and a source to recompute it from."""
     recipe = None
     if op is not None:
-        source, seen = identity.source(call)
+        source, seen = sources.source(call)
         if source is not None:
-            recipe = Recipe.of(in_order(op, seen, out), source, seen, out, identity.slot(out))
+            recipe = Recipe.of(in_order(op, seen, out), source, seen, out, sources.slot(out))
     return Origin(call.name, has_zeros, recipe)
 
 

@@ -7,13 +7,14 @@ from torch.nn import functional as F
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Op, Recipe
-from elbowroom.runtime.identity import Identity, Origin
 from elbowroom.runtime.producers.making import as_now, of_statistics, origin_of, present
 from elbowroom.runtime.slot import Geometry
+from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.statistics import logical_statistics, statistics_of
+from elbowroom.runtime.storage import Origin
 
 
-def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def rms_norm(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """Returns a recipe of RMSNorm.
 
     On a CPU the op is made of others, which save x as fp32 first of all. Where x wants no gradient
@@ -24,7 +25,7 @@ def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     weight, dtype = as_now(call.arg(2, "weight")), x.dtype
     held = next((slot for slot in call.saved if slot.base.shape == tuple(x.shape)), None)
     if held is None or held.dtype is dtype:
-        held = next((slot for slot in call.saved if slot is identity.slot(x)), None)
+        held = next((slot for slot in call.saved if slot is sources.slot(x)), None)
     if held is None or held.value is None or not (x.is_contiguous() and x.requires_grad):
         return None
 
@@ -34,11 +35,11 @@ def rms_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     op = Op(run, run, fixed=present(weight), any_size=True)
     # Of a square transposed the base has the same shape, in another order.
     seen = Geometry.of(x) if held.dtype is dtype else held.base
-    recipe = Recipe.of(op, held, seen, out, identity.slot(out))
+    recipe = Recipe.of(op, held, seen, out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
+def layer_norm(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a LayerNorm."""
     shape, eps = call.arg(1, "normalized_shape"), call.arg(4, "eps", 1e-5)
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
@@ -59,15 +60,15 @@ def layer_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
     op = Op(exact, fixed=present(weight, bias), any_size=True)
     if statistics is not None:
         op = of_statistics(bound, *statistics[1:])
-    return origin_of(call, out, identity, op)
+    return origin_of(call, out, sources, op)
 
 
-def group_norm(call: Call, out: Tensor, identity: Identity) -> Origin:
+def group_norm(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a GroupNorm."""
     x, groups, eps = call.first, call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
     op = Op(lambda x: F.group_norm(x, groups, weight, bias, eps), fixed=present(weight, bias))
-    return origin_of(call, out, identity, _of_groups(op, call, x, groups, weight, bias))
+    return origin_of(call, out, sources, _of_groups(op, call, x, groups, weight, bias))
 
 
 def _of_groups(
@@ -94,7 +95,7 @@ def _of_groups(
     return of_statistics(bound, *statistics[1:])
 
 
-def batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def batch_norm(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a BatchNorm."""
     if call.func is not F.batch_norm:
         return None
@@ -111,7 +112,7 @@ def batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     )
     statistics = statistics_of(call, call.first)
     if statistics is None:
-        return origin_of(call, out, identity, plain)
+        return origin_of(call, out, sources, plain)
     inner, of_batch = (
         statistics.inner,
         training and _is_one_pass(call.first, weight, bias),
@@ -135,7 +136,7 @@ def batch_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     given = statistics.mean.flatten(), statistics.rstd.flatten(), *plain.given
     op = of_statistics(bound, *given)
-    return origin_of(call, out, identity, op)
+    return origin_of(call, out, sources, op)
 
 
 def _is_one_pass(x: Tensor, *given: Tensor | None) -> bool:
@@ -164,7 +165,7 @@ def _batch_norm_of(
     return torch.batch_norm(x, scale, bias, mean, one, False, 0.0, 0.0, False)
 
 
-def instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def instance_norm(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of an InstanceNorm."""
     x, eps = call.first, call.arg(7, "eps", 1e-5)
     if call.func is not F.instance_norm or not call.arg(5, "use_input_stats", True):
@@ -175,4 +176,4 @@ def instance_norm(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         lambda x: torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn),
         fixed=present(weight, bias),
     )
-    return origin_of(call, out, identity, _of_groups(op, call, x, x.shape[1], weight, bias))
+    return origin_of(call, out, sources, _of_groups(op, call, x, x.shape[1], weight, bias))

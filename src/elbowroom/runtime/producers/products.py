@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, link_to
-from elbowroom.runtime.identity import Identity, Origin, Source, is_dense, untouchable
 from elbowroom.runtime.producers.copies import reordered_slot
 from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.storage import storage_nbytes
+from elbowroom.runtime.sources import Source, Sources
+from elbowroom.runtime.storage import Origin, is_dense, storage_nbytes, untouchable
 
 _MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
@@ -28,7 +28,7 @@ _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
 }
 
 
-def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """A function of one tensor, and of numbers, from its input as any op has saved it."""
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
@@ -40,11 +40,11 @@ def elementwise(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         return y
 
     op = Op(run, run, any_size=True, is_exponential=call.name in _EXPONENTIAL)
-    return origin_of(call, out, identity, op)
+    return origin_of(call, out, sources, op)
 
 
 def binary(
-    combine: Callable[..., Tensor], call: Call, out: Tensor, identity: Identity
+    combine: Callable[..., Tensor], call: Call, out: Tensor, sources: Sources
 ) -> Origin | None:
     """Returns a recipe of an op with two operands.
 
@@ -52,7 +52,7 @@ def binary(
     """
     x, y = call.first, call.arg(1, "other")
     if not isinstance(y, Tensor):
-        return elementwise(call, out, identity)
+        return elementwise(call, out, sources)
     named = {key: value for key, value in call.kwargs.items() if key not in ("input", "other")}
 
     def forward(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
@@ -62,22 +62,22 @@ def binary(
         return combine(x, y, out=out, **named)
 
     run: Callable[..., Tensor] = forward
-    is_there = type(x) is not nn.Parameter and identity.is_held(y)
-    if not is_there and identity.is_held(x):
+    is_there = type(x) is not nn.Parameter and sources.is_held(y)
+    if not is_there and sources.is_held(x):
         x, y, run, is_there = y, x, backward, True
     if untouchable(x) or torch.result_type(x, y) is not out.dtype:
         return None
-    source = identity.operand_or_spare(x, call, out)
+    source = sources.operand_or_spare(x, call, out)
     if source is None:
-        is_open = identity.is_exact and not is_there
-        return _of_later(run, x, y, call, out, identity) if is_open else None
-    held = identity.slot(y)
+        is_open = sources.is_exact and not is_there
+        return _of_later(run, x, y, call, out, sources) if is_open else None
+    held = sources.slot(y)
     if not is_there:
         if untouchable(y):
             return None
         if storage_nbytes(y) * _MUCH_LARGER > storage_nbytes(out):
-            return _of_later(run, x, y, call, out, identity) if identity.is_exact else None
-        held = identity.constant(y, call.name) if _may_be_exact(source) else None
+            return _of_later(run, x, y, call, out, sources) if sources.is_exact else None
+        held = sources.constant(y, call.name) if _may_be_exact(source) else None
         if held is None:
             return None
     if type(y) is nn.Parameter or held is None:
@@ -90,7 +90,7 @@ def binary(
     else:  # `Ready` combines
         others = ((weakref.ref(held), Geometry.of(y)),)
         op = Op(lambda x: x, lambda x: x, others=others, combine=run, any_size=True)
-    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
@@ -102,25 +102,25 @@ def _may_be_exact(source: Source) -> bool:
 
 
 def _of_later(
-    run: Callable[..., Tensor], x: Tensor, y: Tensor, call: Call, out: Tensor, identity: Identity
+    run: Callable[..., Tensor], x: Tensor, y: Tensor, call: Call, out: Tensor, sources: Sources
 ) -> Origin | None:
     """The recipe of an op whose operands are not saved yet: one may be later, or be rebuilt."""
     if type(x) is nn.Parameter or type(y) is nn.Parameter or untouchable(y):
         return None
-    sources = [
-        identity.operand(one, call) or identity.expected(one, call.version if one is x else None)
+    operands = [
+        sources.operand(one, call) or sources.expected(one, call.version if one is x else None)
         for one in (x, y)
     ]
-    one, other = sources
+    one, other = operands
     if one is None or other is None:
         return None
     others = ((link_to(other), Geometry.of(y)),)
     op = Op(lambda x: x, others=others, combine=run, any_size=True)
-    recipe = Recipe.of(op, one, Geometry.of(x), out, identity.slot(out))
+    recipe = Recipe.of(op, one, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def contraction(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a matrix product from both of its operands, as its node has saved them.
 
     Only products that sum at most `_FEW` elements are recomputed: attention's logits, which cost
@@ -128,7 +128,7 @@ def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     in a logit into a factor.
     """
     if call.first.__class__ is Tensor and call.first.dim():
-        identity.products += out.numel() * call.first.shape[-1]
+        sources.products += out.numel() * call.first.shape[-1]
     node = out.grad_fn
     while node is not None and node.name() in REORDERED:
         node = node.next_functions[0][0]
@@ -147,7 +147,7 @@ def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
         added = call.first
         if storage_nbytes(added) * _MUCH_LARGER > storage_nbytes(out) or "out" in call.kwargs:
             return None
-        held = identity.constant(added, call.name)
+        held = sources.constant(added, call.name)
         if held is None:
             return None
         others = (*others, (weakref.ref(held), Geometry.of(added)))
@@ -158,21 +158,21 @@ def contraction(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     is_extra = call.name in ("baddbmm", "einsum")
     op = Op(lambda x: x, others=others, combine=combine, is_extra=is_extra)
-    recipe = Recipe.of(op, x.slot, x.geometry, out, identity.slot(out))
+    recipe = Recipe.of(op, x.slot, x.geometry, out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def softmax(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def softmax(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a softmax, from an exact input: `elementwise` for a function of rows."""
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
         return None
     op = Op(lambda x: func(x, *rest, **named), any_size=True)
-    return origin_of(call, out, identity, op)
+    return origin_of(call, out, sources, op)
 
 
-def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of a linear layer, in exact contexts.
 
     `Serving` decides whether it is worth its multiplications where a tensor would be rebuilt by it:
@@ -180,16 +180,16 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     """
     x, weight, bias = call.first, call.arg(1, "weight"), call.arg(2, "bias")
     products = out.numel() * x.shape[-1]
-    identity.products += products
-    if not identity.is_exact or type(weight) is not nn.Parameter:
+    sources.products += products
+    if not sources.is_exact or type(weight) is not nn.Parameter:
         return None
     if bias is not None and type(bias) is not nn.Parameter:
         return None
-    source, seen = identity.source(call)
+    source, seen = sources.source(call)
     w, b = weight.detach(), None if bias is None else bias.detach()
     dtype, given, learns = out.dtype, seen, weight.requires_grad
     if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held
-        copy = reordered_slot(call, dtype, identity)
+        copy = reordered_slot(call, dtype, sources)
         source, given = (source, seen) if copy is None else (copy, copy.base)
     if source is None:
         return None
@@ -205,34 +205,34 @@ def linear(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     fixed, any_size = (w,) if b is None else (w, b), given is seen
     op = Op(exact, fixed=fixed, products=products, any_size=any_size)
-    recipe = Recipe.of(op, source, given, out, identity.slot(out))
+    recipe = Recipe.of(op, source, given, out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def convolution(call: Call, out: Tensor, identity: Identity) -> None:
+def convolution(call: Call, out: Tensor, sources: Sources) -> None:
     """Counts the multiplications of a convolution, which is not recomputed."""
     weight = call.arg(1, "weight")
     is_transposed = "transpose" in call.name
     each = (call.first.numel() if is_transposed else out.numel()) if weight.dim() else 0
-    identity.products += each * weight[0].numel()
+    sources.products += each * weight[0].numel()
 
 
-def added_product(call: Call, out: Tensor, identity: Identity) -> None:
+def added_product(call: Call, out: Tensor, sources: Sources) -> None:
     """Counts the multiplications of a linear layer that is written as `addmm`."""
     factor = call.arg(1, "mat1")
-    identity.products += out.numel() * factor.shape[-1]
+    sources.products += out.numel() * factor.shape[-1]
 
 
-def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def joined(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of `cat` and `stack`, of parts that are held or rebuilt, in exact contexts."""
     parts, named = call.first, {k: v for k, v in call.kwargs.items() if k != "tensors"}
     rest, run = call.args[1:], torch.stack if call.name == "stack" else torch.cat
-    if not identity.is_exact or not 2 <= len(parts) <= _MOST_PARTS or "out" in named:
+    if not sources.is_exact or not 2 <= len(parts) <= _MOST_PARTS or "out" in named:
         return None
     if any(untouchable(x) or x.dtype is not out.dtype for x in parts):
         return None
-    sources = [None if type(x) is nn.Parameter else identity.operand(x, call) for x in parts]
-    links = tuple(link_to(one) for one in sources if one is not None)
+    found = [None if type(x) is nn.Parameter else sources.operand(x, call) for x in parts]
+    links = tuple(link_to(one) for one in found if one is not None)
     if len(links) < len(parts):
         return None
 
@@ -242,12 +242,12 @@ def joined(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     seen = [Geometry.of(x) for x in parts]
     others = tuple(zip(links[1:], seen[1:], strict=True))
     op = Op(lambda x: x, others=others, combine=combine, is_extra=True, any_size=True)
-    assert sources[0] is not None
-    recipe = Recipe.of(op, sources[0], seen[0], out, identity.slot(out))
+    assert found[0] is not None
+    recipe = Recipe.of(op, found[0], seen[0], out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
+def selected(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of `where(mask, x, y)` and `x.masked_fill(mask, y)`, in exact contexts.
 
     The mask is held, or is data that is much smaller than the result; y is a number, or a tensor of
@@ -258,22 +258,22 @@ def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
     if not is_where:
         x, mask, y = call.first, call.arg(1, "mask"), call.arg(2, "value")
     given = [mask, x] if not isinstance(y, Tensor) else [mask, x, y]
-    if not identity.is_exact or any(not isinstance(one, Tensor) for one in given):
+    if not sources.is_exact or any(not isinstance(one, Tensor) for one in given):
         return None
     if any(type(one) is nn.Parameter or untouchable(one) for one in given):
         return None
     if x.dtype is not out.dtype or (isinstance(y, Tensor) and (y.numel() > 1 or y.requires_grad)):
         return None
-    source = identity.operand(x, call)
+    source = sources.operand(x, call)
     if source is None or not _may_be_exact(source):
         return None
     held = []
     for one in given[:1] + given[2:]:
-        slot = identity.slot(one)
+        slot = sources.slot(one)
         if slot is None or slot.value is None:
             if storage_nbytes(one) * _MUCH_LARGER > storage_nbytes(out):
                 return None
-            slot = identity.constant(one, call.name)
+            slot = sources.constant(one, call.name)
         if slot is None:
             return None
         held.append((weakref.ref(slot), Geometry.of(one)))
@@ -284,21 +284,21 @@ def selected(call: Call, out: Tensor, identity: Identity) -> Origin | None:
 
     given_too = tuple(held)
     op = Op(lambda x: x, others=given_too, combine=combine, is_extra=True, any_size=True)
-    recipe = Recipe.of(op, source, Geometry.of(x), out, identity.slot(out))
+    recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
 
-def log_probabilities(call: Call, x: Tensor, identity: Identity) -> Origin | None:
+def log_probabilities(call: Call, x: Tensor, sources: Sources) -> Origin | None:
     """The recipe of the log-probabilities that cross entropy saves, from its logits."""
     logits = call.first
     if not isinstance(logits, Tensor) or untouchable(logits) or x.grad_fn is None:
         return None
-    if x.grad_fn.name() not in _LOG_PROBABILITIES or identity.origin(x) is not None:
+    if x.grad_fn.name() not in _LOG_PROBABILITIES or sources.origin(x) is not None:
         return None
     if x.shape != logits.shape or x.dtype is not logits.dtype or not is_dense(x):
         return None
     dim = 1 if logits.dim() > 1 else 0
     op = Op(partial(torch.log_softmax, dim=dim), any_size=True)
-    origin = origin_of(call, x, identity, op)
-    identity.made(x, origin)
+    origin = origin_of(call, x, sources, op)
+    sources.made(x, origin)
     return origin

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from elbowroom.codecs.compact import Coder
+from elbowroom.codecs.compact import Coder, Compact
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import (
@@ -31,7 +31,7 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.replay.held import Flat, kept
+from elbowroom.runtime.replay.held import Coded, Flat, kept
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -44,7 +44,7 @@ from elbowroom.runtime.replay.script import (
 from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.serving import is_normalized, normalized, perform
 from elbowroom.runtime.slot import Geometry, Slot, View
-from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.storage import versions_of
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
@@ -120,7 +120,7 @@ def _nothing() -> None:
 
 
 def _guard(step: Step) -> Guard:
-    """Compare the arguments of a call: constants by identity first, then all tensors at once."""
+    """Compares the arguments of a call: constants by identity first, then all tensors at once."""
     assert step.args is not None
     count, names = len(step.args), tuple(name for name, _ in step.kwargs)
     wants = (*step.args, *(want for _, want in step.kwargs))
@@ -140,7 +140,7 @@ def _guard(step: Step) -> Guard:
             return False
         if not saves and runs_itself:
             return True  # it saves nothing: a mask that is made without gradients, too
-        if not torch.is_grad_enabled() or (saves and not replay.is_asked()):
+        if not torch.is_grad_enabled() or (saves and not replay.is_innermost()):
             return False
         return not needs_more or replay.may_stand(step, args, kwargs)
 
@@ -270,7 +270,7 @@ def _hold_first(
     hold: Callable[[Replay, Tensor], Any] | None,
 ) -> Callable[[Replay, Tensor], Any]:
     def hold_first(replay: Replay, x: Tensor) -> Any:
-        replay.look_around()
+        replay.check_for_compiled()
         return kept if hold is None else hold(replay, x)
 
     return hold_first
@@ -300,23 +300,25 @@ def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
 
 
 def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
-    """Hold a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
+    """Holds a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
     instruction, hold_in_slot = save.instruction, _hold_in_slot(save, is_exact)
     assert instruction is not None
-    encode = _encoder(instruction)
+    encode = _encoder(instruction, alone=True)
 
     def hold(replay: Replay, x: Tensor) -> Any:
-        handle = encode(replay, x)
-        if type(handle) is not EncodeHandle or handle.exact:
+        held = encode(replay, x)
+        if type(held) is Coded:
+            return held
+        if type(held) is not EncodeHandle or held.exact:
             return hold_in_slot(replay, x)
-        handle.is_shared, handle.token = False, replay.token
-        return handle
+        held.is_shared, held.token = False, replay.token
+        return held
 
     return hold
 
 
 def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
-    """Hold what has another number of rows in each forward."""
+    """Holds what has another number of rows in each forward."""
     wanted, dtype, same, need = save.geometry, save.dtype, save.same, save.need
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     all_of_it = save.geometry if save.whole is None else save.whole
@@ -423,7 +425,7 @@ def _cast_or_keep(instruction: Instruction) -> Do:
 
 
 def _encode(instruction: Instruction) -> Do:
-    encode = _encoder(instruction)
+    encode: Callable[[Replay, Tensor], Any] = _encoder(instruction)
 
     def encode_in_slot(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
         slot.hold(encode(replay, whole))
@@ -431,9 +433,16 @@ def _encode(instruction: Instruction) -> Do:
     return encode_in_slot
 
 
-def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
-    """Encode by a coder of tensors of this shape, where the codec has one."""
-    action, perform_it = instruction.action, _performer(instruction)
+def _encoder(
+    instruction: Instruction, *, alone: bool = False
+) -> Callable[[Replay, Tensor], Handle | Coded]:
+    """Encodes by a coder of tensors of this shape, where the codec has one.
+
+    There is no reference to the encoded tensor, unless one of this site has lasted until backward.
+
+    alone: a slot is not needed
+    """
+    action, perform_it, name = instruction.action, _performer(instruction), instruction.name
     assert isinstance(action, Encode)
     is_longer = action.least is not None or action.moved is not None
     if instruction.mask != NOWHERE or is_longer or instruction.varies:
@@ -443,7 +452,7 @@ def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
     is_normal = is_normalized(action) and (action.rows is not None or norm is not None)
     coders: list[Coder | None] = []  # one, made of the first tensor
 
-    def encode(replay: Replay, whole: Tensor) -> Handle:
+    def encode(replay: Replay, whole: Tensor) -> Handle | Coded:
         if not coders:
             coders.append(Coder.of(codec, whole, facts))
         coder = coders[0]
@@ -454,13 +463,16 @@ def _encoder(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
-        return EncodeHandle(encoded, whole, None, None if encoded.raw else normal)
+        base = whole if name in replay.context.outlived else None
+        if alone and base is None and type(encoded) is Compact:
+            return Coded((encoded, normal, replay.token))
+        return EncodeHandle(encoded, base, None, None if encoded.raw else normal)
 
     return encode
 
 
 def _rebuild(instruction: Instruction, is_exact: bool) -> Do:
-    """Hold the recipe; in an exact script without the statistics that it reads of codes alone."""
+    """Holds the recipe; in an exact script without the statistics that it reads of codes alone."""
     assert instruction.recipe is not None
     make_ready, must_be_exact = _ready(instruction.recipe, is_exact), instruction.need is Need.EXACT
     steps = tuple(instruction.recipe)
@@ -497,7 +509,7 @@ def _works_lossy(step: NumberedRecipe, is_exact: bool) -> bool:
 
 
 def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
-    """Return the recipe with the slots of the forward that runs."""
+    """Returns the recipe with the slots of the forward that runs."""
     op, source, fixed = recipe.op, recipe.source, recipe.op.fixed
     number = source if isinstance(source, int) else NOWHERE
     seen, made, given = recipe.seen, recipe.made, recipe.given
@@ -518,7 +530,7 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
             slots[number] if below is None else below(replay),
             seen,
             made,
-            tuple([version_of(tensor) for tensor in fixed]),
+            tuple(versions_of(fixed)) if fixed else (),
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),
@@ -545,7 +557,7 @@ def _ready_varying(
             slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
             now(recipe.seen, sizes),
             now(recipe.made, sizes),
-            tuple([version_of(tensor) for tensor in op.fixed]),
+            tuple(versions_of(op.fixed)),
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),

@@ -203,7 +203,7 @@ class Following(Replay):
         return self._make(Tracer(selects=True) if self.scripts.wanted else None)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
-        """Return the slot of this number, which the ledger counts if it is acted on."""
+        """Returns the slot of this number, which the ledger counts if it is acted on."""
         return self._repeated.new_slot(number, base, geometry)
 
     def calls_compiled(self) -> None:

@@ -172,7 +172,8 @@ class _Merger:
 
     def _ref(self, a: Ref, b: Ref) -> Ref:
         _check(a.noted == b.noted)
-        return Ref(b.noted, self._of_known(a.geometry, b.geometry))
+        is_whole = a.is_whole and b.is_whole
+        return Ref(b.noted, self._of_known(a.geometry, b.geometry), is_whole)
 
     def _norm(self, a: Norm, b: Norm) -> Norm:
         mean, rstd = self._ref(a.mean, b.mean), self._ref(a.rstd, b.rstd)
@@ -182,14 +183,14 @@ class _Merger:
         return Norm(mean, rstd, b.inner, rows)
 
     def _told(self, a: Geometry, b: Geometry) -> Geometry:
-        """Return the geometry of a tensor that is compared with it, which tells its sizes."""
+        """Returns the geometry of a tensor that is compared with it, which tells its sizes."""
         both = self._geometry(a, b)
         if isinstance(both, Varying):
             self.known |= both.sizes
         return both
 
     def _of_known(self, a: Geometry, b: Geometry) -> Geometry:
-        """Return a geometry that is made of sizes that tensors before have told."""
+        """Returns a geometry that is made of sizes that tensors before have told."""
         both = self._geometry(a, b)
         _check(not isinstance(both, Varying) or both.sizes <= self.known)
         return both
@@ -208,7 +209,7 @@ class _Merger:
         return self.sizes.setdefault((a, b), Size(len(self.sizes), self._least(a, b), _most(a, b)))
 
     def _least(self, a: Any, b: int) -> int:
-        """Return the least number of rows that codes of both are fine enough for."""
+        """Returns the least number of rows that codes of both are fine enough for."""
         if not self._is_lossy:
             return FEWEST
         fewest = min(a.least if isinstance(a, Size) else a, b)
@@ -216,7 +217,7 @@ class _Merger:
 
 
 def _most(a: Any, b: int) -> int:
-    """Return twice the rows that a script of both was written from."""
+    """Returns twice the rows that a script of both was written from."""
     return max(a.most, 2 * b) if isinstance(a, Size) else 2 * max(a, b)
 
 
@@ -237,12 +238,12 @@ def _check(is_same: bool) -> None:
 
 
 def _where(op: Op) -> list[tuple[int, Any]]:
-    """Return where the parameters lie that an op reads."""
+    """Returns where the parameters lie that an op reads."""
     return [(x.data_ptr(), x.shape) for x in op.fixed]
 
 
 def _varies(x: Any) -> bool:
-    """Return whether some geometry in it has a size."""
+    """Returns whether some geometry in it has a size."""
     if isinstance(x, Varying):
         return True
     if isinstance(x, Like | Ref):

@@ -2,6 +2,7 @@
 
     Kept      the tensor, and its version
     Rebuilt   the kept tensors that it is recomputed from, exactly
+    Coded     a code of it, and how it was normalized
     Bits      where it is positive, for the backward of a ReLU (`masks.py`)
 
 A slot lets several readers share a value, and lets it change after it was saved. A script says
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from elbowroom.codecs.compact import Compact
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
+from elbowroom.runtime.normal import Normalized
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -111,6 +114,22 @@ class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
         return whole if view is None else view.within(base, whole)
 
 
+class Coded(tuple[Compact, Normalized | None, Token | None]):
+    """A tensor that is held as a code, which nothing but one op of torch's reads.
+
+    The code; the normalization of the encoded tensor, or None; and what lives as long as anything
+    that is held so. Unlike an `EncodeHandle`, it has no reference to the encoded tensor, which in
+    the recorded step nothing held until backward.
+    """
+
+    __slots__ = ()
+
+    def restore(self) -> Tensor:
+        """Returns the decoded tensor, in new memory."""
+        code, normal, _ = self
+        return code.decoded(None if normal is None else normal.undo())
+
+
 def kept(replay: Replay, x: Tensor) -> Kept:
     """Returns what is held of a tensor that is only kept."""
     alone = x if x.is_leaf else x.detach()  # reading `grad_fn` creates an object
@@ -130,13 +149,10 @@ class Flat:
 
     def __init__(self, steps: Sequence[Step], last: Sequence[Instruction]) -> None:
         self._saves: dict[int, list[tuple[Step, Save]]] = defaultdict(list)
-        self._noted: dict[int, Geometry] = {}
         for step in steps:
             for save in step.saves or ():
                 if save is not None and save.slot != NOWHERE:
                     self._saves[save.slot].append((step, save))
-                if save is not None and save.noted != NOWHERE:
-                    self._noted[save.noted] = save.geometry
         later = {instruction.slot for step in steps for instruction in (*step.before, *step.after)}
         later |= {instruction.slot for instruction in last}
         later |= {slot for step in steps for _, slot in step.copies}
@@ -206,7 +222,7 @@ class Flat:
         if save.instruction.bits:
             return _hold_bits(save.instruction, save.geometry, save.dtype)
         assert save.instruction.recipe is not None
-        return _rebuild(save.instruction.recipe, self._whole, save, self._noted)
+        return _rebuild(save.instruction.recipe, self._whole, save)
 
     def is_source(self, save: Save) -> bool:
         """Returns whether others may be rebuilt from what is only kept, and is all of a storage."""
@@ -283,17 +299,13 @@ def _rebuild(
     recipe: NumberedRecipe,
     whole: Callable[[int], Geometry],
     save: Save,
-    noted: dict[int, Geometry],
 ) -> HoldFlat:
-    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors.
-
-    noted: the geometries in which statistics are saved
-    """
+    """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
     steps = tuple(recipe)
     numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))
     fixed = tuple(tensor for one in steps for tensor in one.op.fixed)
     refs = tuple(ref for one in steps for ref in _read(one))
-    are_whole = all(noted.get(ref.noted) == ref.geometry for ref in refs)
+    are_whole = all(ref.is_whole for ref in refs)
     numbers_of_given = tuple(ref.noted for ref in refs) if are_whole else None
     run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
     base = save.geometry if save.whole is None else save.whole

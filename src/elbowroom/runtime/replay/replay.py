@@ -36,7 +36,6 @@ from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.identity import covering
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import Observing, unobserved, why_not_again
@@ -45,6 +44,7 @@ from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.storage import covering
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -73,7 +73,7 @@ class Places:
         self._versions[place] = 0 if x.is_inference() else x._version
 
     def has(self, place: int, x: Tensor) -> bool:
-        """Return whether x lies in the storage of this place, at the same version."""
+        """Returns whether x lies in the storage of this place, at the same version."""
         address = self._addresses[place]
         if not address or x.is_inference():  # which has no version that shows a change
             return False
@@ -340,8 +340,8 @@ class Replay(Observing):
             return False
         return step.levels is None or step.levels.reach(levels_by_values(call))
 
-    def is_asked(self) -> bool:
-        """Return whether our hooks are the innermost ones."""
+    def is_innermost(self) -> bool:
+        """Returns whether our hooks are the innermost ones."""
         hooks = _innermost_hooks(True)
         return hooks is not None and getattr(hooks[0], "__self__", None) is self
 
@@ -359,7 +359,7 @@ class Replay(Observing):
         if act.module is None or act.module() is not module:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
-        fits = torch.is_grad_enabled() and self.is_asked()
+        fits = torch.is_grad_enabled() and self.is_innermost()
         if not fits or why_not_again(module, call, arguments):
             self._diverge()
             return self._called(module, call, args, kwargs)
@@ -392,7 +392,7 @@ class Replay(Observing):
         return out
 
     def _pack(self, x: Tensor) -> Any:
-        """Return what is held of x, which autograd saves."""
+        """Returns what is held of x, which autograd saves."""
         if not self._is_inside or self.saving is not None:
             return self._pack_outside(x)
         self._numel += x.numel()
@@ -491,10 +491,10 @@ class Replay(Observing):
         return self._diverge_at(x)
 
     def new_slot(self, number: int, base: Tensor, geometry: Geometry) -> Slot:
-        """Return the slot of this number. geometry: of what covers it, as `base` may not."""
+        """Returns the slot of this number. geometry: of what covers it, as `base` may not."""
         return Slot(base, NOT_COUNTED, geometry=geometry)
 
-    def look_around(self) -> None:
+    def check_for_compiled(self) -> None:
         """Looks, once in a forward, whether a compiled module is called."""
         if "torch._dynamo" in sys.modules and any(map(is_compiled, modules.on_stack())):
             self.calls_compiled()
@@ -503,7 +503,7 @@ class Replay(Observing):
         """The user compiled the model before, and calls it only now."""
 
     def draw(self, nth: int) -> int:
-        """Return one of the seeds of this forward, from 1 on."""
+        """Returns one of the seeds of this forward, from 1 on."""
         if nth > self._drawn:
             self._drawn = nth
         if not self._on_host:
@@ -511,7 +511,7 @@ class Replay(Observing):
         return self._on_host[nth - 1]
 
     def draw_for(self, x: Tensor, nth: int) -> Seed:
-        """Return the same seed where x lies: on a GPU in a tensor (int64 [1])."""
+        """Returns the same seed where x lies: on a GPU in a tensor (int64 [1])."""
         if not (would_wait(x) and has_values(x)):
             return self.draw(nth)
         self._drawn = max(self._drawn, nth)

@@ -40,14 +40,16 @@ NOWHERE = -1
 
 
 class Ref(NamedTuple):
-    """A view of the tensor that this forward has noted as number `noted`."""
+    """A view of the tensor that this forward has noted as number `noted`, or all of it."""
 
     noted: int
     geometry: Geometry
+    is_whole: bool = False
 
     def tensor(self, replay: Replay) -> Tensor:
         """Returns that view in the forward that runs."""
-        return now(self.geometry, replay.sizes).on(replay.noted[self.noted])
+        noted = replay.noted[self.noted]
+        return noted if self.is_whole else now(self.geometry, replay.sizes).on(noted)
 
 
 class Norm(NamedTuple):

@@ -27,7 +27,6 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles import RebuildHandle
 from elbowroom.runtime.handles.rebuild import Op, Ready
-from elbowroom.runtime.identity import Origin, untouchable
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.modules import Calls
@@ -59,7 +58,7 @@ from elbowroom.runtime.replay.script import (
 )
 from elbowroom.runtime.replay.writer import Writer
 from elbowroom.runtime.slot import Geometry, Slot, View
-from elbowroom.runtime.storage import WeakStorage, storage_nbytes, version_of
+from elbowroom.runtime.storage import Origin, WeakStorage, storage_nbytes, untouchable, version_of
 
 _NOTHING = Geometry((), (), 0)
 
@@ -350,7 +349,7 @@ class Tracer(Listener):
 
         ledger, seeds: those that it has started with; calls: of outermost modules in this step
         """
-        if ledger.was_asked:
+        if ledger.backward_began:
             self.refuse("a backward has run inside")
         if not self.why:
             writer = Writer(self._ops, self._done, self.noted, self._state)

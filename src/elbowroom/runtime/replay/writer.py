@@ -228,7 +228,7 @@ class Writer:
                 raise Unwritable("a recipe of what no op has saved so far")
 
     def _check_raw(self) -> None:
-        """Raise OnceUnwritable where readers took for exact what is a code in other forwards.
+        """Raises OnceUnwritable where readers took for exact what is a code in other forwards.
 
         A lossy codec holds a tensor with a NaN or an Inf raw. Later readers of it or of its results
         may need more accuracy than the code has.
@@ -306,18 +306,23 @@ class Writer:
         return Norm(self._statistic(*norm.mean), self._statistic(*norm.rstd), norm.inner, norm.rows)
 
     def _statistic(self, place: Place, geometry: Geometry) -> Ref:
-        """Return a statistic, of which only the order in memory counts, as it was saved."""
-        ref = self._ref(place, geometry)
-        op, i = self._saved_at[place]
-        saved = self._ops[op].saves[i].geometry
-        return ref._replace(geometry=saved) if saved.is_run_like(geometry) else ref
+        """Returns a statistic, of which only the order in memory counts, as it was saved."""
+        saved = self._geometry_of(place)
+        return self._ref(place, saved if saved.is_run_like(geometry) else geometry)
 
     def _ref(self, place: Place, geometry: Geometry) -> Ref:
+        is_whole = self._geometry_of(place) == geometry
+        at = self._saved_at[place]
+        self._guarded.add(at[0])
+        return Ref(self._noted.setdefault(at, len(self._noted)), geometry, is_whole)
+
+    def _geometry_of(self, place: Place) -> Geometry:
+        """Returns the geometry in which an op saves what lies there."""
         at = self._saved_at.get(place)
         if at is None:
             raise Unwritable("a statistic that no op of the forward saves")
-        self._guarded.add(at[0])
-        return Ref(self._noted.setdefault(at, len(self._noted)), geometry)
+        op, i = at
+        return self._ops[op].saves[i].geometry
 
     def _close_sources(self) -> None:
         """Compares the operands of ops that compute the inputs of a compared op, and so on."""
@@ -340,7 +345,7 @@ class Writer:
         self._check_fixed()
 
     def _check_fixed(self) -> None:
-        """Raise Unwritable unless what recipes read are parameters, which are compared as such.
+        """Raises Unwritable unless what recipes read are parameters, which are compared as such.
 
         A view of a parameter is compared by its shape alone: the next may be one of another.
         """
@@ -352,7 +357,7 @@ class Writer:
             raise Unwritable("a recipe that reads a weight that is no parameter")
 
     def _note_places(self, instructions: list[tuple[NotedInstruction, Instruction]]) -> None:
-        """Give numbers to the storages that others are compared with."""
+        """Gives numbers to the storages that others are compared with."""
         for one, instruction in instructions:
             is_lossy = (
                 isinstance(instruction.action, Encode) and not instruction.action.codec.lossless
@@ -377,7 +382,7 @@ class Writer:
                 self._places.setdefault(self._ops[at].saves[i].at, len(self._places))
 
     def _compare_first(self) -> None:
-        """Compare what is given to the ops up to the first one that is given a tensor."""
+        """Compares what is given to the ops up to the first one that is given a tensor."""
         for at, op in enumerate(self._ops):
             is_call = op.module is None and not op.is_between
             if is_call and op.args != (Unwritable,) and not op.opens:
@@ -542,7 +547,7 @@ class Writer:
 
 
 def _check_kept(mine: list[NotedInstruction]) -> None:
-    """Raise Unwritable where a slot is acted on at the end, and nothing is kept of it until then.
+    """Raises Unwritable where a slot is acted on at the end, and nothing is kept of it until then.
 
     It was acted on as it was saved by no call (by a function of the user's); calls that came later
     were served by what that gave.

@@ -23,7 +23,7 @@ _PAGE = 1 << 12  # bytes that are summed
 
 
 def write(descriptor: int, flat: Tensor, offset: int) -> int:
-    """Write the bytes of `flat`, and give their checksum."""
+    """Writes the bytes of `flat`, and gives their checksum."""
     checksum = 0
     for at, part in _parts(flat):
         done = 0

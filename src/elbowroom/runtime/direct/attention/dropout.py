@@ -99,7 +99,7 @@ class Bits(Drawn):
 
 
 def _fill(x: Tensor, bits: Tensor) -> None:
-    """Write the ones and zeros that were drawn before into x."""
+    """Writes the ones and zeros that were drawn before into x."""
     flat = x.new_empty(x.numel()) if not x.is_contiguous() else x.view(-1)
     ops.unpack_bits(bits, 1.0, flat)
     if not x.is_contiguous():

@@ -97,7 +97,6 @@ def levels_by_values(call: Call) -> Levels:
     return call.fewest
 
 
-@torch.no_grad()
 def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
     """The variance of the error of a logit, times (levels - 1)^2, of the head where it is largest.
 
@@ -140,7 +139,7 @@ def _by_row(x: Tensor) -> tuple[Tensor, Tensor]:
         norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().square()
         least, most = torch.aminmax(x.detach(), dim=-1)
     else:
-        mean, variance, least, most = found
+        mean, variance, least, most = found.unbind()
         norms = (mean.square() + variance) * x.shape[-1]
     ranges = (most - least).float()
     if x.shape[-1] % _GROUP:
@@ -148,7 +147,6 @@ def _by_row(x: Tensor) -> tuple[Tensor, Tensor]:
     return norms, ranges
 
 
-@torch.no_grad()
 def spread_of_values(v: Tensor) -> float:
     """The variance of v's error over that of v, times (levels - 1)^2, of the worst head.
 

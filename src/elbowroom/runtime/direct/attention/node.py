@@ -37,7 +37,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
 from elbowroom.runtime.direct.node import Node
-from elbowroom.runtime.identity import PLAIN
+from elbowroom.runtime.storage import PLAIN
 
 _DTYPES = (*FLOATS, torch.float64)
 _MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"

@@ -11,15 +11,15 @@ import numba
 import pytest
 
 from elbowroom.kernels import ops
-from elbowroom.kernels.numba import first_time
-from elbowroom.kernels.numba.first_time import FirstTime
+from elbowroom.kernels.numba import compile_notice
+from elbowroom.kernels.numba.compile_notice import CompileNotice
 from elbowroom.measure.clocks import Stopwatch
 
 RUN = """
 import torch
 import elbowroom as er
-from elbowroom.kernels.numba import first_time
-first_time.UNNOTICED_S = 0.0
+from elbowroom.kernels.numba import compile_notice
+compile_notice.UNNOTICED_S = 0.0
 x = torch.randn(64)
 er.codec("bitmask").encode(x > 0, 1, er.Facts())
 """
@@ -57,8 +57,8 @@ def test_only_seconds_of_our_loops_count(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(first_time, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    listener = FirstTime()
+    monkeypatch.setattr(compile_notice, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    listener = CompileNotice()
     ours, other = compiled("elbowroom.kernels.numba.dither"), compiled("somebody.elses")
 
     def compile_for(seconds: float, event: Any, inner: Any) -> None:

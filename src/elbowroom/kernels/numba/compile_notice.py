@@ -14,14 +14,14 @@ from typing import Any
 
 from numba.core import event as events
 
-from elbowroom.kernels.first_use import uncounted
+from elbowroom.kernels.paused_clocks import uncounted
 
 _log = logging.getLogger("elbowroom.kernels")
 UNNOTICED_S = 3.0
 _OURS = __name__.rpartition(".")[0]
 
 
-class FirstTime(events.Listener):  # type: ignore[misc]  # numba has no types
+class CompileNotice(events.Listener):  # type: ignore[misc]  # numba has no types
     """Adds up the seconds in which loops of ours are compiled, until they are worth a line."""
 
     def __init__(self) -> None:
@@ -73,5 +73,5 @@ class Uncounted(threading.local, events.Listener):  # type: ignore[misc]  # numb
             self._pauses.close()
 
 
-events.register("numba:compile", FirstTime())
+events.register("numba:compile", CompileNotice())
 events.register("numba:compiler_lock", Uncounted())

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from elbowroom.runtime.identity import (
-    Identity,
+from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import (
     Origin,
     dense_base,
     is_made_of_parameters,
     is_parameter,
     untouchable,
 )
-from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.slot import Slot
 
 
 def slot_of(x):
@@ -29,7 +29,7 @@ def remember(seen, x, slot):
 
 
 def test_one_slot_for_all_views_of_a_storage_at_one_version():
-    seen, x = Identity(), torch.randn(4, 6)
+    seen, x = Sources(), torch.randn(4, 6)
     assert seen.slot(x) is None
     slot = slot_of(x)
     remember(seen, x, slot)
@@ -41,7 +41,7 @@ def test_one_slot_for_all_views_of_a_storage_at_one_version():
 
 
 def test_a_change_in_place_is_another_content():
-    seen, x = Identity(), torch.randn(4)
+    seen, x = Sources(), torch.randn(4)
     first = slot_of(x)
     remember(seen, x, first)
     x.add_(1)
@@ -53,7 +53,7 @@ def test_a_change_in_place_is_another_content():
 
 
 def test_a_slot_is_forgotten_with_its_last_view():
-    seen, x = Identity(), torch.randn(4)
+    seen, x = Sources(), torch.randn(4)
     slot = slot_of(x)
     remember(seen, x, slot)
     del slot
@@ -62,7 +62,7 @@ def test_a_slot_is_forgotten_with_its_last_view():
 
 
 def test_an_address_used_again_is_not_mistaken():
-    seen = Identity()
+    seen = Sources()
     kept = []
     for _ in range(300):
         x = torch.randn(64)
@@ -75,7 +75,7 @@ def test_an_address_used_again_is_not_mistaken():
 
 
 def test_records_of_dead_storages_are_purged():
-    seen = Identity()
+    seen = Sources()
     for _ in range(2000):
         x = torch.randn(64)
         seen.made(x, Origin("relu"))
@@ -85,7 +85,7 @@ def test_records_of_dead_storages_are_purged():
 
 
 def test_what_is_held_for_a_dead_storage_is_not_purged():
-    seen, kept = Identity(), []
+    seen, kept = Sources(), []
     for _ in range(1000):  # each was made smaller, and its tensor died
         x = torch.randn(64)
         kept.append(slot_of(x))
@@ -97,7 +97,7 @@ def test_what_is_held_for_a_dead_storage_is_not_purged():
 
 
 def test_an_origin_belongs_to_a_version():
-    seen, x = Identity(), torch.randn(4)
+    seen, x = Sources(), torch.randn(4)
     seen.made(x, Origin("gelu"))
     x.mul_(2)
     assert seen.origin(x) is None

@@ -1,4 +1,4 @@
-"""First uses of kernels: what they cost once is no part of the step that is being timed.
+"""Clocks that stand still while a kernel is loaded or compiled for the first time.
 
 A backend is imported when the first op asks for it, and numba compiles a loop, or loads it from
 disk, when it is first called. That takes from a tenth of a second to several, in the middle of a

@@ -1,0 +1,144 @@
+"""The modes in which one forward of a fitted model runs.
+
+    _forward    examined; if it would hold more than is allowed, it climbs the ladder of presets
+    _kept       examined, and discarded as soon as it would hold too much: it is planned instead
+    _replayed   by a script, or with no hook open where that does nothing and much memory is free
+    _fail       examined, after a rehearsal of it has raised
+
+Which of them a forward is, and to which step it belongs, is decided in `session.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from elbowroom.errors import BudgetTooSmall, NothingHeld
+from elbowroom.fitting.backward_peak import peak_of_backward
+from elbowroom.fitting.forward import FittedSaving
+from elbowroom.fitting.messages import warn_unplanned
+from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
+from elbowroom.fitting.steps import MeasuredSteps
+from elbowroom.measure.interval import may_measure
+from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.undo import Undo
+
+
+class ForwardModes(MeasuredSteps):
+    """Runs single forwards of one fitted model, and notes what they hold."""
+
+    def _forward(self, forward: Callable[[], Any], after: FittedSaving | None = None) -> Any:
+        cut_short = False
+        with self._context(after=after) as saving:
+            try:
+                out = forward()
+            except NothingHeld:
+                if not saving.impossible:
+                    raise
+                cut_short = True
+        if cut_short:
+            _refuse_part(self.planning, saving)
+        self._ended(saving)
+        return out
+
+    def _kept(
+        self,
+        forward: Callable[[], Any],
+        after: FittedSaving | None = None,
+        undo: Undo | None = None,
+        *,
+        leaves_room: bool = False,
+    ) -> tuple[Any] | None:
+        """Runs a forward and returns its output in a tuple; None if what it holds does not fit.
+
+        undo: copies of what the forward may change; those it leaves unchanged are dropped
+        leaves_room: others of the same step follow, of which nothing is known
+        """
+        since = torch._C._autograd._get_sequence_nr() if self._neighbors.is_inside else 0
+        with self._context(may_climb=False, after=after) as saving:
+            saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
+            saving.leaves_room = leaves_room
+            try:
+                out = forward()
+            except NothingHeld:
+                return None
+        if undo is not None:
+            undo.let_go()
+        if saving.too_much or (after is None and self._will_be_too_much(out, saving, since)):
+            return None
+        self._ended(saving)
+        return (out,)
+
+    def _will_be_too_much(self, out: Any, saving: FittedSaving, since: int) -> bool:
+        """Returns whether backward would exceed the budget, and a plan could prevent this.
+
+        since: autograd's number of the first node of this model
+        """
+        if not may_measure(self.model_state.device) and self._step is None:
+            return False
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+        highest = peak_of_backward(made, saving, self.planning.memory, since)
+        return highest > self.options.budget_nbytes
+
+    def _fail(
+        self,
+        forward: Callable[[], Any],
+        error: BaseException,
+        undo: Undo,
+        after: FittedSaving | None = None,
+    ) -> Any:
+        """Runs a forward whose rehearsal has raised and was undone: what it does first has to stay.
+
+        Plain training, too, keeps the counts of a batch norm, and the random numbers, that a
+        forward took before it raised. If this one does not raise, the fault is not the model's.
+        """
+        try:
+            out = self._forward(forward, after)
+        except BudgetTooSmall:
+            undo.back()
+            raise error from None
+        warn_unplanned(self.options, error)
+        return out
+
+    def _replayed(
+        self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
+    ) -> Any:
+        """Runs a forward by its script; if it differs from the script, examines the rest."""
+        known = ReplayedForward(self.planning, script, after)
+        self._opened = known
+        if script.does_nothing and self._has_ample_room:
+            since = torch._C._autograd._get_sequence_nr()
+            out = forward()
+            self.planning.has_run(torch._C._autograd._get_sequence_nr() - since)
+        else:
+            with ReplayedSaving(self.planning, script, after) as saving:
+                out = forward()
+            if saving.diverged:
+                self.planning.forget_script()
+            if saving.rest is not None and saving.entry is not None:
+                known.ledger.follow(out)
+                known.ledger.when_over(saving.entry.close)
+                self._neighbors.opened(saving.rest.ledger)
+                self._ended(saving.rest)
+                return out
+        known.ledger.follow(out)
+        self._neighbors.opened(known.ledger)
+        self._last = known
+        self._note_setting(known)
+        return out
+
+
+def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
+    """Refuses a forward that could not continue where it ran a backward inside it."""
+    try:
+        planning.forward_ended(saving)
+    except BudgetTooSmall as error:
+        raise BudgetTooSmall(
+            f"{error} That is what was counted up to a backward inside of forward; the rest of "
+            "the step may need more.",
+            least_nbytes=error.least_nbytes,
+            parts=error.parts,
+        ) from None

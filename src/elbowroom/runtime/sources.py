@@ -1,0 +1,216 @@
+"""Sources from which an op could be recomputed: a slot, a recipe, or an expected slot.
+
+The op that computed a tensor is recorded as an `Origin` until the context ends (`storage.py`).
+Where no op saves what a recipe needs, a small tensor is copied: a constant at once, another one
+when it is first used (`late_copy.py`).
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.runtime import modules
+from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, can_follow
+from elbowroom.runtime.late_copy import CONSTANT, LateCopy
+from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.slot import CountedSlot, Geometry, KeepHandle, Slot
+from elbowroom.runtime.storage import (
+    Origin,
+    Storages,
+    WeakStorage,
+    covering,
+    storage_nbytes,
+    untouchable,
+    version_of,
+)
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.consumers import Call
+
+Source: TypeAlias = Slot | Recipe | Expected  # sources from which an op can be recomputed
+_EXPANDED = 8  # least size of a result relative to a copy of its source
+# Multiplications of recomputed linear layers, as a share of forward's, which are a third of a
+# step's; they are recomputed until the held bytes are smaller than plain autograd's by the second
+# factor.
+_AGAIN, _ENOUGH = 1 / 5, 1.75
+_MOST_CONSTANTS = 8
+_MOST_SPARES = 4  # copies without a dependent recipe yet: queries, keys and values of edges
+
+
+_Copies = dict[tuple[int, int], tuple[WeakStorage, Slot]]  # by address and version
+
+
+class Sources(Storages):
+    """The storages that one context has seen, as sources of recipes.
+
+    ledger  counts copies of constants; None: there are to be none
+    told    is called with each constant that is requested, and the slot of its copy
+    is_exact  no code adds errors, and no plan predicts when tensors are held: recipes may start
+              from tensors that are saved later, and recompute linear layers
+    products  multiplications of linear layers and convolutions so far
+    again     those of them that are recomputed in backward
+    reordered copies that ops have made of their inputs, by what and where these were
+    """
+
+    def __init__(self, ledger: Ledger | None = None, *, is_exact: bool = False) -> None:
+        super().__init__()
+        self.is_exact = is_exact
+        self.reordered: dict[Any, tuple[WeakStorage, weakref.ref[Slot], Op]] = {}
+        self.products = self.again = 0
+        self.told: Callable[[Slot, Tensor], None] | None = None
+        self._ledger = ledger
+        self._constants: _Copies = {}
+        self._spares: _Copies = {}
+        self._changes = 0
+
+    # --- What an op could be run on again
+
+    def source(self, call: "Call") -> "tuple[Source | None, Geometry]":
+        """Returns the source for recomputing the call, and where in it the first argument lies.
+
+        It is the argument as the call saved it, its recipe, a tensor that an earlier op saved, or
+        one that a later op may save.
+        """
+        x = call.first
+        seen = Geometry.of(x)
+        held = self._held(x) if version_of(x) == call.version else None
+        if held is not None and (held in call.saved or held.is_shared_now):
+            return held, seen
+        cast = call.cast if torch.is_autocast_enabled(x.device.type) else None
+        if cast is not None and cast.dtype.is_floating_point and cast.base.shape == seen.shape:
+            return cast, cast.base
+        origin = self.origin(x, call.version)
+        if origin is not None and origin.recipe is not None:
+            return self._cheapest(origin.recipe, x, call.version), seen
+        return (self.expected(x, call.version) if held is None else held), seen
+
+    def operand(self, x: Tensor, call: "Call") -> "Source | None":
+        """Returns the source of x: its slot, if this op saved it, else a recipe, or a slot.
+
+        x is in its state after the op.
+        """
+        held, origin = self._held(x), self.origin(x)
+        if held is not None and (held in call.saved or held.is_shared_now):
+            return held
+        if origin is None or origin.recipe is None:
+            return held
+        return self._cheapest(origin.recipe, x)
+
+    def operand_or_spare(self, x: Tensor, call: "Call", out: Tensor) -> "Source | None":
+        """Returns the source of x, or a copy of x if it cannot be rebuilt from held tensors."""
+        source = self.operand(x, call)
+        if isinstance(source, Slot) or (source is not None and can_follow(source)):
+            return source
+        return self.spare(x, call.name, out) or source
+
+    def is_held(self, y: Tensor) -> bool:
+        """Returns whether y is held as a saved tensor, or is a parameter."""
+        return type(y) is nn.Parameter or (not untouchable(y) and self._held(y) is not None)
+
+    def expected(self, x: Tensor, version: int | None = None) -> Expected | None:
+        """Returns a link to what a later op may save of x, in contexts where that pays.
+
+        version: of x as it was before an op that may have changed it in place
+        """
+        if not self.is_exact or type(x) is nn.Parameter or untouchable(x):
+            return None
+        if version is not None and version_of(x) != version:
+            return None
+        return self._link(x, version, None)
+
+    def _held(self, x: Tensor) -> Slot | None:
+        """The slot of x, if it holds a value."""
+        slot = self.slot(x)
+        return None if slot is None or slot.value is None else slot
+
+    def _cheapest(self, recipe: Recipe, x: Tensor, version: int | None = None) -> "Source":
+        """Returns x's recipe; if it is expensive or not ready, a saved tensor is preferred."""
+        if not self.is_exact or not (recipe.op.products or not can_follow(recipe)):
+            return recipe
+        held = self._held(x) if version in (None, version_of(x)) else None
+        return self._link(x, version, recipe) if held is None else held
+
+    def _link(self, x: Tensor, version: int | None, recipe: Recipe | None) -> Expected:
+        """Returns a link to the slot that x may get; `recipe` is used if it gets none."""
+        known = self.stored(x)
+        key = version_of(x) if version is None else version, x.dtype
+        return Expected(known.slots, key, known.weak, recipe)
+
+    def affords(self, products: int) -> bool:
+        """Returns whether so many multiplications may be recomputed, by the bytes kept so far."""
+        if self._ledger is None or self._ledger.times_less >= _ENOUGH:
+            return False
+        return self.again + products <= _AGAIN * self.products
+
+    def changed(self, x: Tensor, made: Origin | None) -> None:
+        """Forgets how a storage was computed, which a call has changed in place.
+
+        The count of versions of x may be its own, as that of `y.data` is: y has still the old one.
+        made: the origin that is the call's own
+        """
+        if untouchable(x):
+            return
+        at = x.untyped_storage()._cdata
+        known = self._storages.get(at)
+        if known is not None and known.origins:
+            known.origins = {key: one for key, one in known.origins.items() if one is made}
+        for key in [key for key in self.reordered if key[0] == at]:
+            del self.reordered[key]
+        self._changes -= 1  # copies stay for recipes that have them, under a version of none
+        for copies in (self._constants, self._spares):
+            moved = {(at, self._changes) if key[0] == at else key: copies[key] for key in copies}
+            copies.clear()
+            copies.update(moved)
+
+    def constant(self, x: Tensor, op: str) -> Slot | None:
+        """A slot with a copy of a tensor that no op saves, such as an additive mask.
+
+        There is one for each version of a storage, of which x may be any view. The last ones are
+        held, used or not: a tensor that is rebuilt with one may be saved a few ops later.
+        """
+        return self._copy(x, op, self._constants, _MOST_CONSTANTS)
+
+    def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
+        """A slot for a copy of x, which no op saves; an op computed a much larger `out` from it.
+
+        Examples are rows that are gathered many times, or a bias of two parts: the copy is no
+        larger than a code of the result. x is copied when a recipe uses it, because most are never
+        used. Only the last few are held until then.
+        """
+        if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
+            return None
+        return self._copy(x, op, self._spares, _MOST_SPARES, out)
+
+    def _copy(
+        self, x: Tensor, op: str, held: _Copies, most: int, late_for: Tensor | None = None
+    ) -> Slot | None:
+        base = covering(x)
+        if self._ledger is None or base is None:
+            return None
+        key = x.untyped_storage()._cdata, version_of(x)
+        known = held.pop(key, None)
+        if known is None or known[0].expired() or x.is_inference():  # which has no version
+            while len(held) >= most:
+                del held[next(iter(held))]
+            entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
+            slot: Slot
+            if late_for is None or x.is_inference():
+                slot = CountedSlot(base, entry)
+                slot.hold(KeepHandle(base.detach().clone(), CONSTANT))
+            else:
+                slot = LateCopy(x, base, entry, late_for)
+            known = WeakStorage(x), slot
+        held[key] = known
+        if self.told is not None:
+            self.told(known[1], x)
+        return known[1]
+
+    def clear(self) -> None:
+        self._storages.clear()
+        self._constants.clear()
+        self._spares.clear()
+        self.reordered.clear()
+        self.told = None
