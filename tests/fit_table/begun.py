@@ -30,6 +30,7 @@ from elbowroom.fitting.observations import (
     NothingToDo,
     NotRepeatable,
     OptionsChanged,
+    OutputsHeld,
     Rehearsed,
     RehearsedInVain,
     StandsBeside,
@@ -120,7 +121,7 @@ ROWS = {
     "fewer gradients stand than in a step that was measured": Row(
         replace(VERIFYING, gradient_nbytes=150),
         StepBegan(STOCK, ONE),
-        {"without_gradients": 1},
+        {"with_less": 1},
     ),
     "fewer gradients stand, and nothing is to be learned": Row(
         replace(SETTLED, gradient_nbytes=150), StepBegan(STOCK, ONE), {}
@@ -219,6 +220,48 @@ ROWS = {
             "attempts": Attempts().knowing(Profile(111, 1211)),
         },
         (FORGET, MakePlan(again=True)),
+    ),
+    "little of outputs of the forward before": Row(SETTLED, OutputsHeld(10), {}),
+    "no more outputs than before": Row(replace(SETTLED, outputs_nbytes=200), OutputsHeld(200), {}),
+    "outputs that the plan leaves room for": Row(
+        SETTLED, OutputsHeld(100), {"outputs_nbytes": 100, "profile": Profile(100, 1300)}
+    ),
+    "outputs that may be too much for the plan": Row(
+        SETTLED,
+        OutputsHeld(101),
+        {
+            "phase": P.VERIFYING,
+            "has_fit": False,
+            "outputs_nbytes": 101,
+            "profile": Profile(100, 1301),
+            "attempts": Attempts().knowing(Profile(100, 1301)),
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    "outputs that may be too much for a plan by an estimate": Row(
+        replace(GUESSED, tries=1, attempts=TRIED),
+        OutputsHeld(101),
+        {
+            "tries": 0,
+            "outputs_nbytes": 101,
+            "profile": Profile(100, 1301),
+            "attempts": Attempts().knowing(Profile(100, 1301)),
+        },
+        (FORGET, MakePlan(again=True)),
+    ),
+    "outputs that may be too much for a given plan": Row(
+        replace(GIVENS, phase=P.SETTLED, tries=2),
+        OutputsHeld(101),
+        {"phase": P.GIVEN, "tries": 0, "outputs_nbytes": 101},
+    ),
+    "outputs in a step that is measured anyway": Row(
+        WRITING, OutputsHeld(101), {"outputs_nbytes": 101}
+    ),
+    "outputs where nothing is known but that it fits": Row(
+        replace(FRESH, phase=P.SETTLED, has_fit=True),
+        OutputsHeld(101),
+        replace(FRESH, outputs_nbytes=101),
+        (FORGET,),
     ),
     "another budget": Row(
         SETTLED,

@@ -51,6 +51,10 @@ class Profile:
     def shifted(self, nbytes):
         return replace(self, static=self.static + nbytes, peak=self.peak + nbytes)
 
+    def with_outputs(self, nbytes):
+        """Return the step with more in forward, where its peak is taken to be."""
+        return replace(self, peak=self.peak + nbytes)
+
     @property
     def followed_peak(self):
         return self.peak

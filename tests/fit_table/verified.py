@@ -84,7 +84,7 @@ ROWS = {
         (said(PLAN, 1000),),
     ),
     "a plan fits beside gradients": Row(
-        replace(VERIFYING, memory=GRADIENTS, without_gradients=3),
+        replace(VERIFYING, memory=GRADIENTS, with_less=3),
         step(900),
         {
             "memory": STOCK,
@@ -94,12 +94,12 @@ ROWS = {
             "headroom": Headroom(500, None, 550),
             "attempts": KNOWN.attempts.after(PLAN, 900),
             "gradient_nbytes": 150,
-            "without_gradients": 0,
+            "with_less": 0,
         },
         (said(PLAN, 900),),
     ),
     "a plan fits, and steps that begin with gradients do not come any more": Row(
-        replace(VERIFYING, gradient_nbytes=150, without_gradients=9),
+        replace(VERIFYING, gradient_nbytes=150, with_less=9),
         step(900),
         {
             "phase": P.SETTLED,
@@ -261,6 +261,9 @@ ROWS = {
     ),
     "a step that has left its plan tells nothing": Row(
         VERIFYING, step(1100, climbed=True), {"tries": 1}, (said(PLAN, 1100),)
+    ),
+    "nor one above the budget in which modules were tested": Row(
+        VERIFYING, step(1100, tested=True), {"tries": 1}, (said(PLAN, 1100),)
     ),
     "nor one that makes the optimizer's states": Row(
         VERIFYING,

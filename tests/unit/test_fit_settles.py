@@ -32,6 +32,7 @@ from elbowroom.fitting.observations import (
     NoPlan,
     NotRepeatable,
     OptionsChanged,
+    OutputsHeld,
     PlanMade,
     PlanTaken,
     Rehearsed,
@@ -151,12 +152,14 @@ class Training:
         memory = GRADIENTS if odd and draw.random() < 0.2 else STOCK
         self.tell(StepBegan(memory, call, grew=grew))
         if odd:
-            kind = draw.randrange(5)
+            kind = draw.randrange(6)
             if kind == 0:
                 budget = draw.choice((700, 1000, 1300))
                 self.tell(OptionsChanged(FitOptions(budget)))
             elif kind == 1:
                 self.tell(StandsBeside(draw.randrange(60)))
+            elif kind == 5:
+                self.tell(OutputsHeld(draw.randrange(60)))
             elif kind == 2 and self.state.profile is not None:
                 self.tell(NotRepeatable(self.state.profile))
             elif kind == 3:

@@ -98,8 +98,8 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
         (replace(VERIFYING, largest=Call(11)), False, False),  # too small to verify a plan by
         (replace(VERIFYING, gradient_nbytes=11), False, False),  # others begin with gradients
         (replace(VERIFYING, gradient_nbytes=10), True, False),
-        (replace(VERIFYING, gradient_nbytes=11, without_gradients=8), False, False),
-        (replace(VERIFYING, gradient_nbytes=11, without_gradients=9), True, False),
+        (replace(VERIFYING, gradient_nbytes=11, with_less=8), False, False),
+        (replace(VERIFYING, gradient_nbytes=11, with_less=9), True, False),
         (replace(FRESH, gradient_nbytes=11), True, False),  # nothing is known without it
         (replace(WATCHING, gradient_nbytes=11), True, False),
         (replace(WATCHING, largest=TWO, only_largest=True), True, False),

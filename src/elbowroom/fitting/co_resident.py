@@ -64,6 +64,11 @@ class Neighbors:
         return any(graph.held_nbytes > 0 for one in self._other_models() for graph in one._graphs)
 
     @property
+    def waits(self) -> bool:
+        """True if graphs of earlier forwards, of this model or another, hold saved tensors."""
+        return self.is_inside or any(graph.held_nbytes > 0 for graph in self._graphs)
+
+    @property
     def others_learn(self) -> bool:
         """True if a model is still learning that ran while a graph of this one waited.
 

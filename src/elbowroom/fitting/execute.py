@@ -211,7 +211,9 @@ def observed(
         step.memory.static_nbytes,
         step.peak,
         beside_nbytes=step.memory.beside_nbytes,
+        outputs_nbytes=step.memory.outputs_nbytes,
         makes_states=step.makes_states,
+        tested=planning.has_tested,
         writes=step.writes,
         seen=step.profile,
         profile=profile,
@@ -295,7 +297,9 @@ def _taken(planning: "Planning", chosen: Chosen) -> tuple[Chosen, MemoryState]:
 
 def _memory_of(planning: "Planning") -> MemoryState:
     """Returns the memory after states were converted to another format."""
-    return planning.model_state.memory().beside(planning.memory.beside_nbytes)
+    before = planning.memory
+    memory = planning.model_state.memory().beside(before.beside_nbytes)
+    return replace(memory, outputs_nbytes=before.outputs_nbytes)
 
 
 def chosen_by_forward(
@@ -310,7 +314,7 @@ def chosen_by_forward(
 
     def step(care: Care, *, turns: bool = False) -> Profile:
         found = step_of_parts(parts, lambda part: step_of(planning, part, care, turns=turns))
-        return replace(found, standing=resident)
+        return replace(found.with_outputs(planning.state.outputs_nbytes), standing=resident)
 
     steps = {care: step(care) for care in (CAREFUL, LIKELY, LEAST)}
     if planning.options.exact is not False:

@@ -49,9 +49,11 @@ def _tells(command: Command) -> bool:
 
 
 def _learned(state: FitState, seen: StepMeasured) -> Step:
+    with_less = state.with_less if state.begins_with_less else 0
     if state.added_gradient_nbytes >= 0:
         nbytes = max(state.gradient_nbytes, state.memory.gradient_nbytes)
-        state = replace(state, gradient_nbytes=nbytes, without_gradients=0)
+        state = replace(state, gradient_nbytes=nbytes)
+    state = replace(state, with_less=with_less)
     state = replace(state, memory=seen.memory, others_learn=seen.others_learn)
     if state.is_smaller(seen.before_nbytes):
         return _smaller_measured(state)
@@ -180,6 +182,7 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
     # What stands beside the model may vary: the next plan has room for the most of it.
     beside_nbytes = max(seen.beside_nbytes, state.most_beside_nbytes)
     profile = seen.profile.shifted(beside_nbytes - seen.beside_nbytes)
+    profile = profile.with_outputs(max(state.outputs_nbytes - seen.outputs_nbytes, 0))
     state = replace(
         state,
         phase=Phase.VERIFYING,
@@ -253,6 +256,8 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     said = say(Line.MEASURED, plan=plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
     diverged = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
+    if seen.tested and peak_nbytes > budget_nbytes:
+        return state, (said,)  # later steps do not test modules: the next one is measured
     if state.profile is None and peak_nbytes > budget_nbytes:
         state, commands = _correct_given(state, peak_nbytes, unknown_sites=seen.unknown_sites)
     elif diverged and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:

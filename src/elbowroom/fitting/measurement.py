@@ -36,19 +36,21 @@ class Measurement:
         memory: MemoryState,
         *,
         writes: bool,
+        outputs: Iterable[Tensor] = (),
         until: Iterable[Tensor] = (),
     ) -> "Measurement | None":
         """Starts a measurement and returns it; None if this cannot be measured now.
 
+        outputs: those of earlier forwards that are held still, as `memory` counts them
         until: inputs that another fitted model has made; backward beyond them belongs to that model
         """
         running: Interval | Recording | None
         if writes:
-            running = Recording.start(model_state.tensors(), model_state.device)
+            running = Recording.start(model_state.tensors(), model_state.device, outputs)
         else:
-            running = Interval.start(
-                memory.static_nbytes, model_state.device, model_state.gradients()
-            )
+            stands = memory.static_nbytes + memory.outputs_nbytes
+            passing = [*model_state.gradients(), *outputs]
+            running = Interval.start(stands, model_state.device, passing)
         if running is None:
             return None
         running.until(until)

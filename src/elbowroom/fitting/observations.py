@@ -57,6 +57,13 @@ class StandsBeside:
 
 
 @dataclass(frozen=True)
+class OutputsHeld:
+    """Observation: so many bytes of outputs of earlier forwards are held until this one ends."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class ModelJoined:
     """Observation: another model runs in this step. memory: as the step began, with its own."""
 
@@ -154,7 +161,9 @@ class StepMeasured:
     memory        as the next step begins
     static_nbytes resident bytes as it began
     beside_nbytes the part of these that does not belong to the model
+    outputs_nbytes  of outputs of earlier forwards that were held until its forward ended
     makes_states  the optimizer had no states as it began
+    tested        modules were tested in it, which takes memory beside what it held
     writes        it was to be profiled
     peak          in bytes; None: this thread could not measure it
     seen          its profile; None: it was not profiled, or was no whole step
@@ -175,7 +184,9 @@ class StepMeasured:
     static_nbytes: int
     peak: int | None
     beside_nbytes: int = 0
+    outputs_nbytes: int = 0
     makes_states: bool = False
+    tested: bool = False
     writes: bool = False
     seen: "Profile | None" = None
     profile: "Profile | None" = None
@@ -298,6 +309,7 @@ class RehearsedInVain:
 Observation = (
     StepBegan
     | StandsBeside
+    | OutputsHeld
     | ModelJoined
     | GivenHeld
     | OptionsChanged

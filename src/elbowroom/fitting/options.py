@@ -94,6 +94,8 @@ class MemoryState:
     unallocated_state_nbytes     of states that the optimizer will create
     beside_nbytes           held bytes that do not belong to the model (`co_resident.py`)
     gradient_nbytes         held bytes of gradients, such as those that micro-batches accumulate
+    outputs_nbytes          of outputs of earlier forwards, held until this one has ended; they are
+                            no part of `static_nbytes`
     """
 
     static_nbytes: int
@@ -101,6 +103,7 @@ class MemoryState:
     unallocated_state_nbytes: int = 0
     beside_nbytes: int = 0
     gradient_nbytes: int = 0
+    outputs_nbytes: int = 0
 
     @property
     def unallocated_nbytes(self) -> int:

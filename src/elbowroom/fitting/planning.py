@@ -75,6 +75,7 @@ from elbowroom.fitting.observations import (
     NotRepeatable,
     Observation,
     OptionsChanged,
+    OutputsHeld,
     StandsBeside,
     StepBegan,
     UnexpectedStep,
@@ -92,7 +93,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.repeats import TESTED_CALLS
+from elbowroom.runtime.repeats import TESTED_CALLS, Trials
 from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
@@ -141,6 +142,7 @@ class Planning(Followed):
         self.forward_profile: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._learned = context.learned
+        self._trials = 0  # as the step began
         self._running = 0, nothing  # which forward of a step runs, and its signature
         self.forget_scripts()
 
@@ -179,9 +181,11 @@ class Planning(Followed):
         grew, calls = self.calls.grew, self.calls.before_it_grew
         self.forward_profile = None
         self.calls.begin()
+        self._trials = Trials.number
         self._running = 0, signature
         self._tell(StepBegan(memory, signature, grew, calls))
         self._tell(StandsBeside(self.memory.beside_nbytes))
+        self._tell(OutputsHeld(self.memory.outputs_nbytes))
         if self._learned != self.context.learned:  # in the backward of the last step, too
             self._learned = self.context.learned
             self.forget_scripts()
@@ -191,6 +195,11 @@ class Planning(Followed):
     def use(self, options: FitOptions) -> None:
         """Replaces the options, and plans again."""
         self._tell(OptionsChanged(options))
+
+    @property
+    def has_tested(self) -> bool:
+        """True if modules were tested in this step, which takes memory beside what is held."""
+        return Trials.number > self._trials
 
     @property
     def has_trials(self) -> bool:

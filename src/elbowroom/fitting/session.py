@@ -247,6 +247,7 @@ class Fitting(ForwardModes):
         with self._failures(), modules.titled(title):
             out = self._go_on(model, forward, signature, last, (args, kwargs))
         self._open_step.follow(out, self._last, self.planning.calls.at)
+        self._outputs.note(out)
         return out
 
     def _joined(self, guest: "Fitting") -> None:
@@ -255,7 +256,9 @@ class Fitting(ForwardModes):
         beside_nbytes = self.planning.memory.beside_nbytes
         if self._neighbors.takes_turns_with(guest._neighbors):
             beside_nbytes = max(beside_nbytes - guest.model_state.nbytes, 0)
-        self.planning.join(self.model_state.memory().beside(beside_nbytes))
+        outputs_nbytes = self.planning.memory.outputs_nbytes
+        memory = self.model_state.memory().beside(beside_nbytes)
+        self.planning.join(replace(memory, outputs_nbytes=outputs_nbytes))
         self._learn_with_guests()
 
     def run_more(
@@ -331,12 +334,15 @@ class Fitting(ForwardModes):
                 script = self.planning.repeat()
                 if script is not None:
                     self.context.begin_step()
-                    return self._replayed(forward, script)
+                    out = self._replayed(forward, script)
+                    self._outputs.note(out)
+                    return out
             if last is not None and goes_on:
                 out = self._go_on(model, forward, signature, last, given)
             else:
                 out = self._step_with(model, forward, signature, given)
         self._open_step.follow(out, self._last, self.planning.calls.at)
+        self._outputs.note(out)
         return out
 
     def _run_loss(

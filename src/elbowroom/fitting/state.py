@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PLAIN = 0  # index of "keep" in every ladder
 SAFEST_EXACT = 1  # index of "exact" in every ladder
 _MOST_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
-_MOST_WITHOUT = 8  # steps with fewer gradients, until one is measured all the same
+_MOST_WITH_LESS = 8  # steps with fewer gradients or outputs, until one is measured all the same
 _LITTLE = 0.01  # of the budget: fewer gradients than that make no difference
 _MANY_SMALL = 0.05  # of the budget, in tensors too small to be planned: these are planned, too
 _AS_MUCH = 0.9  # of what an unexpected step saved: enough to learn from
@@ -65,6 +65,7 @@ class FitState:
     profiled_at   the preset of that step; None: it is an estimate, or followed a plan
     beside_nbytes what stood beside the model in it
     most_beside_nbytes  the most that stood beside it as it was planned again for that
+    outputs_nbytes      the most of outputs of earlier forwards that stood in a forward
     once_nbytes   by which plans in which no module runs again have been too optimistic
     again_nbytes  by which those have been in which some do
     is_recurrent  of what was written down, layers could run again
@@ -77,7 +78,8 @@ class FitState:
     unmeasured    steps in a row that could not be measured
     attempts      plans that were measured, and profiles for smaller ones
     gradient_nbytes    the most gradients at the beginning of a measured step
-    without_gradients  steps since then that began with fewer, and were not measured
+    with_less     steps since then that began with fewer, or with fewer outputs of earlier forwards,
+                  and were not measured
     others_learn  another model that is not settled yet ran inside the last step
     resumes       the phase in which a watched plan was verified
     infeasible    the least preset holds too much, or a step had more forwards: rehearse
@@ -113,6 +115,7 @@ class FitState:
     profiled_at: int | None = None
     beside_nbytes: int = 0
     most_beside_nbytes: int = 0
+    outputs_nbytes: int = 0
     once_nbytes: int = 0
     again_nbytes: int = 0
     is_recurrent: bool = False
@@ -122,7 +125,7 @@ class FitState:
     unmeasured: int = 0
     attempts: Attempts = field(default_factory=Attempts)
     gradient_nbytes: int = 0
-    without_gradients: int = 0
+    with_less: int = 0
     others_learn: bool = False
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
@@ -149,6 +152,7 @@ class FitState:
             is_recurrent=self.is_recurrent,
             small_nbytes=self.small_nbytes,
             most_beside_nbytes=self.most_beside_nbytes,
+            outputs_nbytes=self.outputs_nbytes,
             unexpected_steps=self.unexpected_steps,
             unexpected_nbytes=self.unexpected_nbytes,
             smaller_steps=self.smaller_steps,
@@ -340,14 +344,22 @@ class FitState:
         return 0 if abs(nbytes) <= _LITTLE * self.options.budget_nbytes else nbytes
 
     @property
-    def waits_for_gradients(self) -> bool:
-        """True if steps that begin with more gradients are measured in place of this one.
+    def begins_with_less(self) -> bool:
+        """True if more gradients, or outputs of earlier forwards, stood in another step."""
+        outputs_nbytes = self.outputs_nbytes - self.memory.outputs_nbytes
+        fewer = outputs_nbytes > _LITTLE * self.options.budget_nbytes
+        return fewer or self.added_gradient_nbytes < 0
 
-        Of micro-batches that are added up, the first begins without any, and takes the least.
+    @property
+    def waits_for_more(self) -> bool:
+        """True if steps that begin with more are measured in place of this one.
+
+        Of micro-batches that are added up, the first begins without any gradients, and takes the
+        least.
         """
-        if self.settled or self.phase is Phase.GUESSING or self.without_gradients > _MOST_WITHOUT:
+        if self.settled or self.phase is Phase.GUESSING or self.with_less > _MOST_WITH_LESS:
             return False
-        return self.added_gradient_nbytes < 0
+        return self.begins_with_less
 
     @property
     def wants_measuring(self) -> bool:
@@ -357,7 +369,7 @@ class FitState:
                 return False
             case Phase.WATCHING:
                 return True
-            case _ if self.waits_for_gradients:
+            case _ if self.waits_for_more:
                 return False
             case _ if self.only_largest:
                 return self.now == self.largest

@@ -18,6 +18,7 @@ from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.previous_outputs import PreviousOutputs
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.state import FitState
 from elbowroom.measure.background import Background
@@ -60,6 +61,7 @@ class MeasuredSteps:
         self._last: FittedSaving | ReplayedForward | None = None
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
         self._neighbors = Neighbors(model_state)
+        self._outputs = PreviousOutputs()
         self._said_lossy = False
         self._said_blind = False
         self._skips_measuring = False  # the next step is measured of a model that runs inside
@@ -87,7 +89,10 @@ class MeasuredSteps:
         memory = self.model_state.memory()
         if self.model_state.states.make_room(self.options, memory):
             memory = self.model_state.memory()
-        return memory.beside(self._neighbors.nbytes)
+        beside_nbytes, outputs_nbytes = self._neighbors.nbytes, 0
+        if not self._neighbors.waits:  # outputs of a graph that waits are among what it holds
+            outputs_nbytes = self._outputs.nbytes(self.model_state.tensors)
+        return replace(memory.beside(beside_nbytes), outputs_nbytes=outputs_nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
         """Records the end of a forward whose graph holds saved tensors."""
@@ -165,7 +170,11 @@ class MeasuredSteps:
         leaves = tree_leaves(given) if self._neighbors.is_inside else []
         until = [x for x in leaves if isinstance(x, Tensor)]
         self._step = Measurement.start(
-            self.model_state, state.memory, writes=state.wants_writing, until=until
+            self.model_state,
+            state.memory,
+            writes=state.wants_writing,
+            outputs=self._outputs.alive() if state.memory.outputs_nbytes else (),
+            until=until,
         )
         waits = Background.running is not None  # backward is another model's; measure after it
         blind = self._step is None and self.highest_nbytes is None

@@ -42,6 +42,7 @@ from elbowroom.fitting.observations import (
     NotRepeatable,
     Observation,
     OptionsChanged,
+    OutputsHeld,
     PlanMade,
     PlanTaken,
     Rehearsed,
@@ -98,6 +99,8 @@ def _advanced(state: FitState, seen: Observation) -> Step:
             return _step_began(state, seen)
         case StandsBeside(nbytes):
             return _stands_beside(state, nbytes)
+        case OutputsHeld(nbytes):
+            return _outputs_held(state, nbytes)
         case ModelJoined(memory):
             return replace(state, memory=memory), ()
         case GivenHeld():
@@ -161,8 +164,8 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
     if gains:
         phase = Phase.GIVEN if state.follows_given else state.phase
         state = replace(state, phase=phase, gradient_nbytes=seen.memory.gradient_nbytes)
-    elif state.waits_for_gradients:
-        state = replace(state, without_gradients=state.without_gradients + 1)
+    elif state.waits_for_more:
+        state = replace(state, with_less=state.with_less + 1)
     if state.largest.structure is None:
         state, more = _first_step_began(state)
     elif not state.largest.covers(seen.signature):
@@ -211,6 +214,31 @@ def _stands_beside(state: FitState, nbytes: int) -> Step:
     profile = state.profile.shifted(more)
     state = replace(state, profile=profile, beside_nbytes=nbytes, most_beside_nbytes=nbytes)
     return _plan_again(state, 1.0)
+
+
+def _outputs_held(state: FitState, nbytes: int) -> Step:
+    """Replans if outputs of earlier forwards that stand in a forward may be too much for the plan.
+
+    The first step has none. The program may hold those of all the others.
+    """
+    more, budget_nbytes = nbytes - state.outputs_nbytes, state.options.budget_nbytes
+    if more <= _MUCH * budget_nbytes:
+        return state, ()
+    planned, profile = state.plan or state.profile, state.profile
+    if profile is not None:
+        profile = profile.with_outputs(more)
+    state = replace(state, outputs_nbytes=nbytes, profile=profile)
+    if planned is not None and planned.peak + more <= budget_nbytes:
+        return state, ()
+    if planned is None:  # what is measured next has these outputs in it
+        return (state.fresh(), (ForgetScripts(),)) if state.settled else (state, ())
+    if state.follows_given:
+        return replace(state, phase=Phase.GIVEN, rounds=0, tries=0), ()
+    if profile is None or not state.rehearsed:
+        return _plan_again(state, 1.0)
+    attempts = Attempts().knowing(profile)
+    state = replace(state, phase=Phase.VERIFYING, rounds=0, tries=0, attempts=attempts)
+    return state, (ForgetScripts(), MakePlan(again=True))
 
 
 def _plan_again(state: FitState, growth: float) -> Step:

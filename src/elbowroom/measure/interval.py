@@ -11,8 +11,9 @@ backward. A peak that the user asks for (`er.peak`) and a profiler that the user
 runs; inside of such a peak one may begin.
 
 The CPU's allocator does not report the release of what was there before. Of gradients it matters:
-a script may call `zero_grad()` after the forward, and they would count twice. So those that stand
-at the start are watched, and each marks the moment at which it goes.
+a script may call `zero_grad()` after the forward, and they would count twice; and of outputs of the
+forward before, which go as this one ends. So those that stand at the start are watched, and each
+marks the moment at which it goes.
 
 If a model runs inside of another model's graph (a discriminator in the generator's step), backward
 goes on into that graph, whose memory belongs to the other model. So an interval can end where
@@ -57,33 +58,39 @@ class Interval:
 
     @classmethod
     def start(
-        cls, base_nbytes: int, device: torch.device, gradients: Iterable[Tensor] = ()
+        cls, base_nbytes: int, device: torch.device, passing: Iterable[Tensor] = ()
     ) -> "Interval | None":
         """Starts an interval.
 
         base_nbytes: what is held at this moment; a CPU interval adds its own peak to it.
-        gradients: those of it that may go before the interval ends.
+        passing: those of it that may go before the interval ends: gradients, outputs
         """
         if device.type == "cuda":
             return cls(base_nbytes, device, None)
         if not may_measure(device):
             return None
         Background.running = found = cls(base_nbytes, device, Allocations())
-        found._watch(gradients)
+        found._watch(passing)
         return found
 
-    def _watch(self, gradients: Iterable[Tensor]) -> None:
-        """Has each of them mark its end.
+    def _watch(self, passing: Iterable[Tensor]) -> None:
+        """Has the last one of each storage mark its end.
 
-        Parts of a common buffer (DistributedDataParallel's) are left out: it stays.
+        Parts of a buffer that others hold, too (DistributedDataParallel's), are left out: it stays.
+        A view holds what it is a view of, which is watched, too.
         """
-        for gradient in gradients:
-            if gradient.layout is not torch.strided:
-                continue
-            storage = WeakStorage(gradient)
-            if storage.holders() == 1:
-                freed = Freed(storage_nbytes(gradient), self)
-                self._watched.append(weakref.ref(gradient, partial(_mark_end, storage, freed)))
+        sharing: dict[int, list[Tensor]] = {}
+        for x in passing:
+            if x.layout is torch.strided:
+                sharing.setdefault(x.untyped_storage()._cdata, []).append(x)
+        for tensors in sharing.values():
+            storage, own = WeakStorage(tensors[0]), {id(x): x for x in tensors}
+            bases = {id(x._base): x._base for x in tensors if x._base is not None}
+            if storage.holders() == len(own | bases):
+                ended = partial(_mark_end, storage, Freed(storage_nbytes(tensors[0]), self))
+                # It goes with its last view, which counts until then.
+                last = [weakref.ref(x, partial(ended, 2)) for i, x in bases.items() if i not in own]
+                self._watched += [*last, *(weakref.ref(x, partial(ended, 1)) for x in own.values())]
 
     def until(self, inputs: Iterable[Tensor]) -> None:
         """Counts no further than to where backward has given the last of these its gradient.
@@ -146,9 +153,12 @@ def _leave(interval: weakref.ref[Interval], _: object) -> None:
         found.leave()
 
 
-def _mark_end(storage: WeakStorage, freed: Freed, _: object) -> None:
-    """Marks this moment, unless another tensor holds the memory of the one that goes."""
-    if storage.holders() <= 1:
+def _mark_end(storage: WeakStorage, freed: Freed, last: int, _: object) -> None:
+    """Marks this moment, unless other tensors hold the memory of the one that goes.
+
+    last: the number of tensors that hold it as the last one goes
+    """
+    if storage.holders() <= last:
         Allocations.mark(freed)
 
 

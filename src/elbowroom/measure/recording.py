@@ -21,24 +21,30 @@ class Recording:
     """Record of one step, which runs from `start` to `finish` or `close`."""
 
     def __init__(
-        self, interval: Interval, model_state: Iterable[Tensor], device: torch.device
+        self,
+        interval: Interval,
+        model_state: list[Tensor],
+        device: torch.device,
+        passing: list[Tensor],
     ) -> None:
         self._interval, self._device = interval, device
-        self._held = Held(model_state)
-        self._static = self._held.nbytes()
+        self._static = Held(model_state).nbytes()
+        self._held = Held([*model_state, *passing])
         self._clock = StepClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
         self._cuda = CudaMemory(device) if device.type == "cuda" else None
         self.recorder = StepRecorder(self, self._clock.stopwatch)
 
     @classmethod
-    def start(cls, model_state: list[Tensor], device: torch.device) -> "Recording | None":
+    def start(
+        cls, model_state: list[Tensor], device: torch.device, passing: Iterable[Tensor] = ()
+    ) -> "Recording | None":
         """Starts a recording; None if this cannot be measured now.
 
-        model_state: what is held at this moment.
+        model_state: what is held at this moment; passing: what is held besides, and not for long
         """
         interval = Interval.start(0, device)
-        return None if interval is None else cls(interval, model_state, device)
+        return None if interval is None else cls(interval, model_state, device, [*passing])
 
     def until(self, inputs: Iterable[Tensor]) -> None:
         """Counts no further than to where backward has given these their gradients (on a CPU)."""

@@ -272,6 +272,15 @@ class Profile:
             floor=tuple(level + nbytes for level in self.floor),
         )
 
+    def with_outputs(self, nbytes: int) -> "Profile":
+        """Returns the same step with this number of bytes more in use until backward begins."""
+        levels, floors = self.level, self.floor
+        return replace(
+            self,
+            level=tuple(one + nbytes * (at < self.backward) for at, one in enumerate(levels)),
+            floor=tuple(one + nbytes * (at < self.backward) for at, one in enumerate(floors)),
+        )
+
     def never_again(self, names: Collection[str], *, alike: bool = False) -> "Profile":
         """Returns the same step, with these modules excluded from recomputation.
 

@@ -46,6 +46,12 @@ _left: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 _failed: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 
 
+class Trials:
+    """The number of trials so far: a step in which some ran takes more than later ones."""
+
+    number = 0
+
+
 def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
     """Returns why a module's call may not be run a second time in backward; "": it may."""
     if arguments.why_not:
@@ -55,6 +61,7 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
     if parametrize._cache_enabled:
         return "it runs inside torch.nn.utils.parametrize.cached()"
     if will_be_tested(module):
+        Trials.number += 1
         _left[module] = _left.get(module, TESTED_CALLS) - 1
         with unobserved():
             why, leaves = _tested(module, call, arguments)
