@@ -332,3 +332,31 @@ def test_a_loss_outside_of_the_model_is_in_the_first_plan(holds, share):
         loss = logits = None
     told = er.summary(model)
     assert told.highest_nbytes <= told.budget_nbytes
+
+
+class Outputs(nn.Module):
+    """A recurrent network without its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(32, 128, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(x)[0]
+        return outputs
+
+
+def test_recurrent_layers_are_not_run_as_a_whole_where_one_alone_exceeds_the_budget():
+    torch.manual_seed(0)
+    model, x = Outputs(), torch.randn(8, 128, 32)
+    weights_nbytes = sum(p.nbytes for p in model.parameters())
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    room = peak(step) - weights_nbytes
+    budget = 2 * weights_nbytes + int(0.4 * room)
+    er.fit(model, budget=budget, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert weights_nbytes + peak(step) <= 1.05 * budget
+    er.release(model)

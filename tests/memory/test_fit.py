@@ -1157,6 +1157,39 @@ def test_a_refusal_by_an_estimate_says_what_may_do_and_what_does():
     er.release(model)
 
 
+class HoldsResults(nn.Module):
+    """A frame of its forward holds three large results until it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.up(x)
+        two = torch.tanh(one)
+        three = one + two
+        out: Tensor = self.down(three)
+        return out.mean() + one[0, 0] + two[0, 0]
+
+
+@pytest.mark.parametrize(("budget", "is_said"), [("3 MiB", True), ("8 MiB", False)])
+def test_a_refusal_says_if_forward_alone_exceeds_the_budget(budget, is_said):
+    """Its forward takes 6 MiB beside 0.3 of weights, and backward 8 beside as much again."""
+    model, x = HoldsResults(), torch.randn(512, 64)
+    er.fit(model, budget=budget, exact=True)
+
+    def steps() -> None:
+        for _ in range(2):
+            model(x).backward()
+            model.zero_grad()
+
+    with pytest.raises(BudgetTooSmall) as refused:
+        steps()
+    said = "Forward alone takes 6." in str(refused.value)
+    assert said is is_said
+    er.release(model)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*jit.trace.*deprecated")
 def test_traced_and_transformed_it_runs_as_it_is():
     model, _, x = perceptron()

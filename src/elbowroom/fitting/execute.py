@@ -79,6 +79,9 @@ if TYPE_CHECKING:
     from elbowroom.fitting.measurement import Measurement
     from elbowroom.fitting.planning import Planning
 
+# Of what a recurrent layer saves, the least that it takes when it runs as a whole (CPU, measured).
+_WHOLE = 1.25
+
 _LINES: dict[Line, Callable[..., None]] = {
     Line.MEASURED: messages.say_measured,
     Line.LARGER_STEP: messages.warn_larger_step,
@@ -235,11 +238,13 @@ def fallbacks_of(planning: "Planning") -> Fallbacks:
     """Returns the relaxations that are still possible where no plan fits."""
     context = planning.context
     blamed = bool(context.unrepeatable) and context.blames_classes
-    # A layer that runs again as a whole holds as much then as it would have saved.
+    # A layer that runs again as a whole holds as much then as it would have saved, and more.
     gains = context.keeps_bits and context.recurrent_layers > 1
+    needed = planning.memory.static_nbytes + int(_WHOLE * context.layer_nbytes)
+    fits = planning.options.exact or needed <= planning.options.budget_nbytes
     return Fallbacks(
         blamed,
-        layers=gains and not context.runs_again,
+        layers=gains and fits and not context.runs_again,
         stretches=not (planning.options.exact or context.rounds),
         small=not context.takes_small,
     )

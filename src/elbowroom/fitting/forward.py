@@ -198,6 +198,8 @@ class FittedSaving(Saving):
             self._recurrent_layers += layers_of(call)
             most = max(self.context.recurrent_layers, self._recurrent_layers)
             self.context.recurrent_layers = most
+            layer_nbytes = saved_nbytes(call) // layers_of(call)
+            self.context.layer_nbytes = max(self.context.layer_nbytes, layer_nbytes)
         if direct.again and not self.context.runs_again:
             held = self.ledger.held_nbytes + saved_nbytes(call)
             if held > self._fit.surely_allowed_nbytes():

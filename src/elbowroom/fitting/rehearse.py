@@ -169,7 +169,18 @@ def plan_by_forward(
         if might and profile.forward_peak <= _FIRST * budget_nbytes:
             _warn_optimistic(settings, owner)
             return smallest
-    raise _refusal(steps, in_turns, states, owner, settings, gradient_nbytes)
+    error = _refusal(steps, in_turns, states, owner, settings, gradient_nbytes)
+    raise _with_forward(error, steps[LEAST].forward_peak, settings.options.budget_nbytes)
+
+
+def _with_forward(error: BudgetTooSmall, forward_nbytes: int, budget: int) -> BudgetTooSmall:
+    """Returns a refusal that says if forward, which held nothing, has exceeded the budget."""
+    if forward_nbytes > budget:
+        said = (
+            f"{error} Forward alone takes {show_nbytes(forward_nbytes)}, even if it saves nothing."
+        )
+        error.args = (said,)
+    return error
 
 
 def _warn_optimistic(settings: PlannerSettings, owner: object) -> None:

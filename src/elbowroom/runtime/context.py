@@ -41,6 +41,7 @@ class Context:
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
     recurrent_layers  the largest number of recurrent layers that one forward has called
+    layer_nbytes      what the largest of them saves, about
     runs_again    whether recurrent layers are recomputed in backward, in every forward
                   (`recurrent.py`)
     keeps_bits    whether each recurrent layer is then recomputed as a whole, so that sums are
@@ -67,7 +68,7 @@ class Context:
         self.made_again, self.planned = MadeAgain(), MadeAgain(takes_codes=True)
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
-        self.recurrent_layers = 0
+        self.recurrent_layers = self.layer_nbytes = 0
         self.runs_again = False
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
