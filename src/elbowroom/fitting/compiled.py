@@ -47,6 +47,7 @@ from elbowroom.compiled import (
     in_whole,
     place_of,
 )
+from elbowroom.compiled.decision import OTHERS, too_small
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_loss import CompiledLoss
 from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
@@ -118,6 +119,8 @@ class _Twin:
     resident  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
     compiles  whether Dynamo has found anything to compile
+    leasts    with explores: the error of each region in a room of nothing, in order; it is refused,
+              and runs without being recorded, so that Dynamo comes to the next one
     """
 
     compiler_name = "elbowroom.fit"
@@ -130,8 +133,10 @@ class _Twin:
         *,
         stands: bool,
         runs: int = 1,
+        explores: bool = False,
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
+        self._explores, self.leasts = explores, list[BudgetTooSmall]()
         self.resident = 0
         self.regions = Regions(settings_of(fitting.options), runs=runs)
         self.regions.reserved_nbytes = fitting.reserved_nbytes
@@ -160,6 +165,13 @@ class _Twin:
         room = self._fitting.room_nbytes()
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
+        if self._explores:
+            try:
+                return self._compiled(gm, example_inputs, 0)
+            except BudgetTooSmall as error:
+                self.leasts.append(error)
+                self.regions.holds(error.held_nbytes)
+                return _unrecorded(gm, self.ran)
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
         compiled, before = None, len(self.regions.decisions)
         if symbolic and self._spare > 1:
@@ -508,6 +520,9 @@ class CompiledFitting:
                 raise _NothingCompiled
         except _failures() as error:
             if not self._may_go_eager(error) or not undo.is_possible:
+                if isinstance(error, BudgetTooSmall) and undo.is_possible:
+                    twin = _Twin(self, model, 1, stands=stands, explores=True)
+                    raise self._of_all(error, twin, kind.numel, (args, kwargs), undo) from None
                 raise
             undo.back()
             self._go_eager(model, error)
@@ -525,6 +540,37 @@ class CompiledFitting:
             self._kinds.clear()
         self._kinds.add((kind, stands))
         return True, out
+
+    def _of_all(
+        self, error: BudgetTooSmall, twin: _Twin, numel: int, given: Any, undo: Undo
+    ) -> BudgetTooSmall:
+        """Returns a region's error with what all regions of the forward need.
+
+        The regions after the one that was refused are not compiled yet, and how many there are is
+        known only then: Dynamo finds them as the forward runs, which holds nothing for backward.
+        """
+        undo.back()
+        args, kwargs = given
+        with suppress(Exception):  # whatever the forward does with what is not recorded
+            twin.run(numel, args, kwargs)
+        undo.back()
+        runs = self.forwards * len(twin.ran)
+        if runs < 2 or not twin.leasts:
+            return error
+        largest, regions = max(twin.leasts, key=lambda one: one.least_nbytes), twin.regions
+        whole = largest.least_nbytes
+        if not regions.shares:  # else it has what the regions before it may hold
+            regions.runs = runs
+            held = [one.held_nbytes for one in twin.leasts]
+            spent = min(one.least_nbytes - one.held_nbytes for one in twin.leasts)
+            again = (runs - len(held)) * max(held)  # of regions that run several times
+            whole = max(regions.budget_for(whole), sum(held) + again + spent)
+        beside, budget = self.beside(), self.options.budget_nbytes
+        least = whole + sum(beside.values())
+        if least <= error.least_nbytes:
+            return error
+        parts = {OTHERS: whole - largest.least_nbytes, **beside, **largest.parts}
+        return too_small(budget, least, parts, regions.settings.limit, is_all=True)
 
     def _note_uncompiled(self, out: Any, model: nn.Module, given: Any) -> bool:
         """Counts what code between compiled regions, as at graph breaks, holds for backward.
@@ -777,6 +823,22 @@ def _may_record(example_inputs: Sequence[Any]) -> bool:
     """Returns whether a region may have a backward."""
     given = (x for x in example_inputs if isinstance(x, Tensor))
     return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def _unrecorded(gm: fx.GraphModule, ran: list[int]) -> Callable[..., Any]:
+    """A region that holds nothing for backward; what it gives asks for gradients as it would."""
+    (outputs,) = (node.args[0] for node in gm.graph.nodes if node.op == "output")
+    values = [getattr(one, "meta", {}).get("example_value") for one in outputs]
+    asks = [isinstance(value, Tensor) and value.requires_grad for value in values]
+
+    def run(*args: Any) -> Any:
+        ran.append(0)
+        with torch.no_grad():
+            made = gm(*args)
+        pairs = zip(made, asks, strict=True)
+        return [x.detach().requires_grad_() if asked else x for x, asked in pairs]
+
+    return run
 
 
 def _failures() -> tuple[type[Exception], ...]:
