@@ -172,12 +172,40 @@ def test_the_extremes_of_a_row_are_infinite_where_it_is(value):
     assert (float(least), float(most)) == (min(1.0, value), max(1.0, value))
 
 
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "T", "H", "D"), [(3, 70, 4, 16), (1, 5, 2, 64), (2, 1, 1, 3), (2, 130, 3, 80)]
+)
+def test_spreads_of_heads_equal_the_reference(B, T, H, D, dtype, shares):
+    whole = (3 * drawn(B * T * H * (D + 5), 5) + 1).to(dtype).view(B, T, H, D + 5)
+    x = whole[..., 2 : 2 + D].transpose(1, 2)  # a part of what one linear layer gives
+    x[0, 0] *= 4
+    sizes, strides = x.shape[:3], x.stride()[:3]
+    n = D + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    given = x.as_strided((n,), (1,)), D, sizes, strides, shares
+    got, expected = numba.head_spread(*given), reference.head_spread(*given)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), 1e30])
+def test_the_spread_of_a_head_with_a_row_beyond_all_numbers_is_none(value):
+    x = torch.zeros(2, 3, 4)  # 2 heads, 3 tokens
+    x[1, 2, 1] = value
+    given = x.view(-1), 4, (1, 2, 3), (24, 12, 4), False
+    for by in (numba, reference):
+        found = by.head_spread(*given)
+        assert found[:, 0, 0].eq(0).all()
+        assert found[:, 0, 1].isnan().all()
+
+
 def test_no_statistic_depends_on_how_many_threads_there_are():
     x, before, found = drawn(3000 * 24, 6), torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(numba.row_statistics(x, 24))
+            of_heads = numba.head_spread(x, 24, (10, 3, 100), (7200, 2400, 24), True)
+            found.append(torch.cat((numba.row_statistics(x, 24).view(-1), of_heads.view(-1))))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)

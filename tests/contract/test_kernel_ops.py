@@ -24,7 +24,7 @@ CONVERSIONS = {"moments_quantize", "moments_dequantize"}  # once a load or save:
 UNSERVED = {  # by now: the reference serves them
     "triton": {
         *("places_pack", "places_unpack", "advance", "beyond", "batch_norm_backward"),
-        *("layer_norm_backward", "times_bits", "row_statistics"),
+        *("layer_norm_backward", "times_bits", "row_statistics", "head_spread"),
         *CONVERSIONS,
     },
     "numba": {  # on a CPU payloads are as long as they must be: nothing waits
@@ -116,6 +116,7 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),
         "dropout": lambda: (x, 1, 0.3, out),
         "row_statistics": lambda: (x, 30),
+        "head_spread": lambda: (x, 30, (n // 300, 2, 5), (300, 30, 60), True),
         "fdsr_quantize": lambda: (x, *bands),
         "fdsr_dequantize": lambda: (*reference.fdsr_quantize(x, *bands), *bands, out),
         "comet_quantize": lambda: (x, grid, 1, "dither", True, 0, 0, 0),

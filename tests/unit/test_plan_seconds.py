@@ -29,7 +29,7 @@ from elbowroom.plan.menu import (
 )
 from elbowroom.plan.menu import option as option_of
 from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.profile import Profile
+from elbowroom.plan.profile import ONE_PASS, Profile
 from elbowroom.plan.site import Reads
 from elbowroom.runtime import hooks
 from elbowroom.runtime.handles import RebuildHandle
@@ -261,7 +261,7 @@ class Attending(nn.Module):
         return x + out.transpose(1, 2).reshape(x.shape)
 
 
-_AGAIN_S, _RATE = 0.05, 1e8  # of an attention's forward; bytes a second that are examined
+_AGAIN_S, _RATE = 0.1, 1e8  # of an attention's forward; bytes a second that are examined
 
 
 @pytest.fixture(scope="module")
@@ -296,18 +296,18 @@ def test_so_they_are_of_attention_and_of_what_is_made_of_what_is_made_again(
     _count(monkeypatch, spent)
     node = sys.modules["elbowroom.runtime.direct.attention.node"]
     levels = sys.modules["elbowroom.runtime.direct.attention.levels"]
-    run_again, by_values = node._run_again, levels.levels_by_values
+    in_one_pass, by_values = node.one_pass.gradients, levels.levels_by_values
 
     def counted_again(*args: Any) -> Any:
-        spent["again"] += _AGAIN_S
-        return run_again(*args)
+        spent["again"] += ONE_PASS * _AGAIN_S
+        return in_one_pass(*args)
 
     def counted_look(call: Any) -> Any:
         if call.fewest is None:
             spent["look"] += 3 * x.nbytes / _RATE
         return by_values(call)
 
-    monkeypatch.setattr(node, "_run_again", counted_again)
+    monkeypatch.setattr(node.one_pass, "gradients", counted_again)
     monkeypatch.setattr(levels, "levels_by_values", counted_look)
     replayed = sys.modules["elbowroom.runtime.replay.replay"]
     monkeypatch.setattr(replayed, "levels_by_values", counted_look)
@@ -354,7 +354,7 @@ def test_values_are_not_looked_at_where_only_an_output_is_a_code(
     }
     looks, again = (
         _calls(monkeypatch, "replay.replay", "levels_by_values"),
-        _calls(monkeypatch, "direct.attention.node", "_run_again"),
+        _calls(monkeypatch, "direct.attention.one_pass", "gradients"),
     )
     loose = er.plan(profile, budget=profile.peak, exact=False, recompute=False)
     for coded, looked in ((outputs, False), (of_attention | outputs, True)):

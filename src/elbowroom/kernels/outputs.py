@@ -92,3 +92,8 @@ def places(x: Tensor, window: Sequence[int]) -> Tensor:
 def row_statistics(x: Tensor, width: int) -> Tensor:
     """Allocates mean, variance, least and most of each row."""
     return x.new_empty(4, x.numel() // width, dtype=torch.float32)
+
+
+def head_spread(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Allocates four means of each head."""
+    return x.new_empty(4, *sizes[:2], dtype=torch.float32)

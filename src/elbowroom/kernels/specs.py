@@ -119,6 +119,10 @@ SPECS: dict[str, OpSpec] = {
         lambda grad, by_channel, *_: _like_twice(by_channel),
     ),
     "row_statistics": OpSpec("(Tensor x, int width) -> Tensor", outputs.row_statistics),
+    "head_spread": OpSpec(
+        "(Tensor x, int width, int[] sizes, int[] strides, bool shares) -> Tensor",
+        lambda x, width, sizes, *_: outputs.head_spread(x, sizes),
+    ),
     "fp8_quantize": OpSpec(
         "(Tensor x, int group_size, str fmt) -> (Tensor, Tensor)",
         lambda x, group_size, fmt: outputs.fp8(x, group_size),

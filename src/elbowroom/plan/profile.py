@@ -38,6 +38,9 @@ from elbowroom.plan.site import (
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
+# What an attention's gradients in one pass take on a CPU beyond torch's own backward, of a forward
+# (`runtime/direct/attention/one_pass.py`). Of long sequences they take less.
+ONE_PASS = 0.5
 
 
 @dataclass(frozen=True)
@@ -186,14 +189,15 @@ class Profile:
 
     @cached_property
     def attentions(self) -> dict[str, tuple[float, int]]:
-        """Seconds of the attentions of each module, and the bytes of their q, k and v."""
+        """Seconds that attentions of each module take again, and the bytes of their q, k and v."""
         found: dict[str, tuple[float, int]] = {}
         for storage in self.storages:
             for save in storage.saves:
                 if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left:
                     seconds, nbytes = found.get(save.site.module, (0.0, 0))
                     if save.site.reads is Reads.GRADIENT:
-                        seconds += storage.producer_s
+                        one_pass = self.device[0] == "cpu" and save.site.dtype.itemsize >= 4
+                        seconds += storage.producer_s * (ONE_PASS if one_pass else 1.0)
                     else:
                         nbytes += save.site.nbytes
                     found[save.site.module] = seconds, nbytes

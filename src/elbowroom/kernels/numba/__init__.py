@@ -26,6 +26,7 @@ from elbowroom.kernels.numba.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.numba.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.numba.group import group_dequantize as group_dequantize
 from elbowroom.kernels.numba.group import group_quantize as group_quantize
+from elbowroom.kernels.numba.head_spread import head_spread as head_spread
 from elbowroom.kernels.numba.layer_norm_backward import (
     layer_norm_backward as layer_norm_backward,
 )

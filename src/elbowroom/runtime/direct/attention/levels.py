@@ -9,13 +9,15 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from elbowroom.codecs.base import FLOATS
+from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
 from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
 from elbowroom.runtime.direct.attention.node import given_to
-from elbowroom.runtime.normal import statistics_of_rows, var_mean
+from elbowroom.runtime.normal import var_mean
 from elbowroom.runtime.slot import Slot
 
 _GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
@@ -115,36 +117,27 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
     """
     with torch._C.DisableTorchFunction():
         scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
-        norms, ranges = zip(*map(_norms_and_ranges, (q, k)), strict=True)
-        if norms[0].shape != norms[1].shape:  # grouped queries, broadcast batches
-            norms, ranges = (tuple(x.amax() for x in pair) for pair in (norms, ranges))
-        both = norms[0] * ranges[1] + norms[1] * ranges[0]
-        return float(both.max()) * scale**2 / 12
+        (q_length, q_range, *_), (k_length, k_range, *_) = _of_heads(q), _of_heads(k)
+        if q_length.shape != k_length.shape:  # grouped queries, broadcast batches
+            q_length, q_range, k_length, k_range = (
+                x.amax() for x in (q_length, q_range, k_length, k_range)
+            )
+        return float((q_length * k_range + k_length * q_range).max()) * scale**2 / 12
 
 
-def _norms_and_ranges(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the means of |row|^2 and of range^2 of each head, in which long rows weigh most."""
-    norms, ranges = _by_row(x)
-    # 0 / 0 of a head of zeros: any weights do.
-    weights = (norms / norms.amax(-1, keepdim=True)).pow_(3).nan_to_num_(1.0)
-    weights /= weights.sum(-1, keepdim=True)
-    return (norms * weights).sum(-1), (ranges.square() * weights).sum(-1)
+def _of_heads(x: Tensor) -> Tensor:
+    """The means of |row|^2 and range^2 of each head, in which long rows weigh most, and the plain.
 
-
-def _by_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    """|row|^2, and the range of the elements that share a step with those of a row, [..., T]."""
-    found = statistics_of_rows(x)
-    if found is None:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().square()
-        least, most = torch.aminmax(x.detach(), dim=-1)
-    else:
-        mean, variance, least, most = found.unbind()
-        norms = (mean.square() + variance) * x.shape[-1]
-    ranges = (most - least).float()
-    if x.shape[-1] % _GROUP:
-        ranges = ranges.amax(dim=-2, keepdim=True).expand(ranges.shape)
-    return norms, ranges
+    x [..., H, T, D] -> [4, B, H], float32. A range is that of the elements that share a step with
+    those of a row.
+    """
+    x = x.detach() if x.dim() == 4 else x.detach().reshape(-1, *x.shape[-3:])
+    if x.dtype not in FLOATS or x.stride(-1) != 1:
+        x = x.float().contiguous()
+    (*sizes, width), (*strides, _) = x.shape, x.stride()
+    n = width + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    flat = x.as_strided((n,), (1,))
+    return ops.head_spread(flat, width, sizes, strides, width % _GROUP != 0)
 
 
 def spread_of_values(v: Tensor) -> float:
@@ -158,11 +151,11 @@ def spread_of_values(v: Tensor) -> float:
     with torch._C.DisableTorchFunction():
         if v.shape[-2] == 1:
             return 0.0  # the only weight is 1, whatever v is
-        norms, ranges = _by_row(v)
+        *_, norm, ranges = _of_heads(v)
         wide = torch.promote_types(v.dtype, torch.float32)
-        norm = norms.mean(-1)
-        varies = norm - v.detach().mean(-2, dtype=wide).float().square().sum(-1)
+        mean = v.detach().mean(-2, dtype=wide).float().square().sum(-1)
+        varies = norm - mean.view(norm.shape)
         if not bool((varies > _CANCELS * norm).all()):  # too little of it is left
-            varies = var_mean(v.detach(), dim=-2)[0].sum((-2, -1)).float()  # [...]
-        noise = ranges.square().mean(-1) * v.shape[-1] / 12
+            varies = var_mean(v.detach(), dim=-2)[0].sum((-2, -1)).float().view(norm.shape)
+        noise = ranges * v.shape[-1] / 12
         return float((noise / varies).where(noise > 0, noise).max())

@@ -12,13 +12,15 @@ attention, of q~, k~ and v~: the only error left is that of a logit itself, whic
 bounds.
 
     which kernel        what torch saves                        here
-    fused               q, k, v, output, logsumexp              q, k, v, and one forward more
+    fused               q, k, v, output, logsumexp              q, k, v, and one forward more (*)
     none (math)         five tensors, T x T three of them       q, k, v, the RNG's state, likewise
 
 The math path is what a CPU takes for dropout, a mask that wants a gradient, or q of three
 dimensions. There the node is used in exact contexts, too: the same op on the same tensors, with the
 same random numbers, gives the same bits. The fused kernels save few additional bytes, so an exact
 context leaves them to torch.
+
+(*) None of float32 or float64 on a CPU: gradients take no forward there (`one_pass`).
 """
 
 from contextlib import ExitStack, nullcontext
@@ -34,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elbowroom.codecs.base import FLOATS
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.attention import one_pass
 from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
 from elbowroom.runtime.direct.node import Node
@@ -226,6 +229,12 @@ class _Attention(Node):
             return (None,) * 5
         tensors = ctx.saved_tensors
         saved, drawn = tensors[:4], tensors[4:]
+        whole = _of_whole_rows(ctx, saved)
+        if whole is not None and not torch.is_grad_enabled():
+            with torch.autocast("cpu", enabled=False):
+                of_three = one_pass.gradients(whole, grad)
+            asked = zip(of_three, ctx.needs_input_grad, strict=False)
+            return *(x if needed else None for x, needed in asked), None, None
         run = partial(_run_again, ctx, saved, drawn, grad)
         given = _written_out(ctx, saved)
         if given is None or len(drawn) != 1 or torch.is_grad_enabled():
@@ -234,6 +243,15 @@ class _Attention(Node):
             found = MATH_ATTENTION.gradients(given, drawn[0], grad, run)
         wanted = zip(found, ctx.needs_input_grad, strict=False)
         return *(x if needed else None for x, needed in wanted), None
+
+
+def _of_whole_rows(ctx: Any, tensors: tuple[Any, ...]) -> one_pass.Given | None:
+    """Returns the arguments for gradients in one pass; None if forward has to run again."""
+    how, (q, k, v, mask) = ctx.how, tensors
+    if how.backend == _MATH or how.dropout_p:
+        return None
+    given = one_pass.Given(q, k, v, mask, how.is_causal, how.scale)
+    return given if given.fits else None
 
 
 def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
