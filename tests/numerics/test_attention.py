@@ -232,6 +232,29 @@ def test_levels_follow_the_logits() -> None:
     assert levels_for(float("nan")) is None
 
 
+def test_layers_of_sharp_logits_have_finer_codes_of_v() -> None:
+    """Nearly all of a gradient goes through such logits, and so do v's errors."""
+    torch.manual_seed(0)
+    q, k, v = maps = [nn.ModuleList(nn.Linear(128, 128) for _ in range(4)) for _ in range(3)]
+    params = [p for one in maps for p in one.parameters()]
+
+    def gradient(around: Any) -> Tensor:
+        g = torch.Generator().manual_seed(1)
+        h, read = torch.randn(2, 2, 128, 128, generator=g).unbind()
+        with around:
+            for layer in zip(q, k, v, strict=True):
+                heads = (one(h).unflatten(-1, (4, 32)) for one in layer)
+                parts = (F.rms_norm(x, (32,)).transpose(1, 2) for x in heads)
+                h = F.scaled_dot_product_attention(*parts, scale=0.7).transpose(1, 2).flatten(2)
+            loss = (h * read).sum()
+        return torch.cat([x.flatten() for x in torch.autograd.grad(loss, params)])
+
+    true = gradient(nullcontext())
+    contexts = [er.saving("dither", levels=16, min_nbytes=0, seed=seed) for seed in range(3)]
+    error2 = sum(float((gradient(one) - true).square().sum()) for one in contexts) / 3
+    assert error2 <= BAR * float(true.square().sum())
+
+
 @pytest.mark.parametrize("first", ["linear", "norm", "of a norm"])
 def test_a_code_that_another_op_holds_is_not_read_if_it_is_too_rough(first: str) -> None:
     """x is read by an op that 4 levels do, and as q and k."""

@@ -39,6 +39,8 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     # ... of each matrix of a batch
     "BaddbmmBackward0": {"batch1": MATRIX, "batch2": MATRIX},  # grad @ batch2^T, batch1^T @ grad
     "BmmBackward0": {"self": MATRIX, "mat2": MATRIX},  # grad @ mat2^T, self^T @ grad
+    # solves by self^T: inv(self^T) grad, -inv(self^T) grad @ result^T:
+    "LinalgSolveTriangularBackward0": {"self": SINGULAR, "result": MATRIX},
     # the two transposed convolutions
     "ConvolutionBackward0": {"input": SUMMED, "weight": STATISTIC},
     "ConvolutionOverrideableBackward0": {"input": SUMMED, "weight": STATISTIC},  # as convolution

@@ -318,12 +318,14 @@ def exponents(call: Call, out: Any) -> Iterator[int]:
     factors, has_squares = list[int](), False
     for _ in range(_MOST_NODES):
         node, is_squared = waiting.pop(0) if waiting else (None, False)
-        if node is not None and not is_squared and node.name().startswith(_CONTRACTIONS):
+        is_product = node is not None and node.name().startswith(_CONTRACTIONS)
+        if node is not None and is_product and not is_squared:
             factors.append(node._sequence_nr())
         if node is not None and node.name().startswith(through):
             is_squared |= _is_square(node)
             has_squares |= is_squared
-            yield node._sequence_nr()
+            if not is_product:
+                yield node._sequence_nr()
             waiting += [(below, is_squared) for below in _linear_below(node)]
         if not waiting:
             break

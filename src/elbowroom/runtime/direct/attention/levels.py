@@ -93,7 +93,7 @@ def levels_by_values(call: Call) -> Levels:
     if call.fewest is None:
         (q, k, v, _), *_ = given_to(*call.args, **call.kwargs)
         logits = levels_for(spread(q, k, call.kwargs.get("scale")))
-        call.fewest = Levels(logits, levels_for_values(spread_of_values(v)))
+        call.fewest = Levels(logits, levels_for_values(spread_of_values(v), logits))
     return call.fewest
 
 
