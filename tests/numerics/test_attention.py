@@ -195,8 +195,32 @@ def test_an_exact_logsumexp_beside_coded_q_and_k_fails(std: float, worst: float)
     assert max(error[:2]) > worst
 
 
+@pytest.mark.parametrize("std", [6.0, 8.0, 12.0])
+def test_sharper_logits_have_floats_of_half_the_bits(std: float) -> None:
+    """A float's step follows each element: the standard deviation of the logits is up to 144."""
+    tensors = drawn(std)
+    true, _ = gradients(tensors, nullcontext())
+    for fields in ({"levels": 16}, {"levels": 256}):
+        got, saved = gradients(tensors, er.saving("dither", **fields, min_nbytes=0, seed=0))
+        for one, other in zip(got, true, strict=True):
+            assert float((one - other).square().sum()) <= BAR * float(other.square().sum())
+        actions = [row.action for row in saved.ledger.rows for _ in range(row.count)]
+        assert sorted(actions) == ["cast", "cast", "dither"]
+    half = tensors[0].nbytes // 2
+    assert {r.after_nbytes for r in saved.ledger.rows if r.action == "cast"} == {2 * half}
+
+
+def test_elements_that_no_such_float_has_are_held_as_they_are() -> None:
+    q, k, v = drawn(8.0)
+    q, k = q * 1e4, k / 1e4
+    true, _ = gradients([q, k, v], nullcontext())
+    got, _ = gradients([q, k, v], er.saving("dither", levels=16, min_nbytes=0, seed=0))
+    for one, other in zip(got, true, strict=True):
+        assert float((one - other).square().sum()) <= BAR * float(other.square().sum())
+
+
 def test_where_no_code_is_fine_enough_none_is_made_and_the_ledger_says_so() -> None:
-    tensors = drawn(8.0)
+    tensors = drawn(40.0)
     true, _ = gradients(tensors, nullcontext())
     got, saved = gradients(tensors, er.saving("dither", bits=2, min_nbytes=0, seed=0))
     assert got[2].equal(true[2])  # it has nothing to do with v's code
