@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.measure import memory_curve
+from elbowroom.plan import Action, Encode, Keep, Need, Site
 
 ROWS, CLASSES = 300, 200
 OURS = "_NegativeLogLikelihoodBackward"
@@ -375,3 +376,28 @@ def test_parts_of_a_code_are_freed_by_backward() -> None:
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     assert saved.ledger.held_nbytes == 0
+
+
+def test_a_policy_that_counts_as_exact_does_not_encode_logits() -> None:
+    """It has no attribute `exact`; the node saves logits, which have to be the same in backward."""
+
+    def policy(site: Site) -> Action:
+        return Encode(er.codec("dither", levels=256)) if site.need is Need.LOSSY else Keep("")
+
+    x, weight, labels = data()
+
+    def gradient(around: contextlib.AbstractContextManager) -> Tensor:
+        with around:
+            loss = F.cross_entropy(F.linear(x, weight) * 1.0, labels)
+        return torch.autograd.grad(loss, weight)[0]
+
+    context = er.saving(policy, min_nbytes=0)
+    assert torch.equal(gradient(context), gradient(contextlib.nullcontext()))
+    whys = [row.why for row in context.ledger.rows if row.consumer == "cross_entropy"]
+    assert any("`exact = False`" in why for why in whys)
+
+    policy.exact = False
+    context = er.saving(policy, min_nbytes=0)
+    gradient(context)
+    rows = [row for row in context.ledger.rows if row.consumer == "cross_entropy"]
+    assert "dither" in {row.action for row in rows}

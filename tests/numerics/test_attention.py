@@ -195,8 +195,32 @@ def test_an_exact_logsumexp_beside_coded_q_and_k_fails(std: float, worst: float)
     assert max(error[:2]) > worst
 
 
+@pytest.mark.parametrize("std", [6.0, 8.0, 12.0])
+def test_sharper_logits_have_floats_of_half_the_bits(std: float) -> None:
+    """A float's step follows each element: the standard deviation of the logits is up to 144."""
+    tensors = drawn(std)
+    true, _ = gradients(tensors, nullcontext())
+    for fields in ({"levels": 16}, {"levels": 256}):
+        got, saved = gradients(tensors, er.saving("dither", **fields, min_nbytes=0, seed=0))
+        for one, other in zip(got, true, strict=True):
+            assert float((one - other).square().sum()) <= BAR * float(other.square().sum())
+        actions = [row.action for row in saved.ledger.rows for _ in range(row.count)]
+        assert sorted(actions) == ["cast", "cast", "dither"]
+    half = tensors[0].nbytes // 2
+    assert {r.after_nbytes for r in saved.ledger.rows if r.action == "cast"} == {2 * half}
+
+
+def test_elements_that_no_such_float_has_are_held_as_they_are() -> None:
+    q, k, v = drawn(8.0)
+    q, k = q * 1e4, k / 1e4
+    true, _ = gradients([q, k, v], nullcontext())
+    got, _ = gradients([q, k, v], er.saving("dither", levels=16, min_nbytes=0, seed=0))
+    for one, other in zip(got, true, strict=True):
+        assert float((one - other).square().sum()) <= BAR * float(other.square().sum())
+
+
 def test_where_no_code_is_fine_enough_none_is_made_and_the_ledger_says_so() -> None:
-    tensors = drawn(8.0)
+    tensors = drawn(40.0)
     true, _ = gradients(tensors, nullcontext())
     got, saved = gradients(tensors, er.saving("dither", bits=2, min_nbytes=0, seed=0))
     torch.testing.assert_close(got[2], true[2], rtol=1e-3, atol=1e-3)  # without the error of v
@@ -230,6 +254,29 @@ def test_levels_follow_the_logits() -> None:
         *(16, 16, 64, 128, 256, None)
     ]
     assert levels_for(float("nan")) is None
+
+
+def test_layers_of_sharp_logits_have_finer_codes_of_v() -> None:
+    """Nearly all of a gradient goes through such logits, and so do v's errors."""
+    torch.manual_seed(0)
+    q, k, v = maps = [nn.ModuleList(nn.Linear(128, 128) for _ in range(4)) for _ in range(3)]
+    params = [p for one in maps for p in one.parameters()]
+
+    def gradient(around: Any) -> Tensor:
+        g = torch.Generator().manual_seed(1)
+        h, read = torch.randn(2, 2, 128, 128, generator=g).unbind()
+        with around:
+            for layer in zip(q, k, v, strict=True):
+                heads = (one(h).unflatten(-1, (4, 32)) for one in layer)
+                parts = (F.rms_norm(x, (32,)).transpose(1, 2) for x in heads)
+                h = F.scaled_dot_product_attention(*parts, scale=0.7).transpose(1, 2).flatten(2)
+            loss = (h * read).sum()
+        return torch.cat([x.flatten() for x in torch.autograd.grad(loss, params)])
+
+    true = gradient(nullcontext())
+    contexts = [er.saving("dither", levels=16, min_nbytes=0, seed=seed) for seed in range(3)]
+    error2 = sum(float((gradient(one) - true).square().sum()) for one in contexts) / 3
+    assert error2 <= BAR * float(true.square().sum())
 
 
 @pytest.mark.parametrize("first", ["linear", "norm", "of a norm"])

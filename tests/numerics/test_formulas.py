@@ -8,7 +8,7 @@ import contextlib
 import os
 import warnings
 from functools import cache, partial
-from math import isnan
+from math import isnan, log2
 from pathlib import Path
 from unittest import mock
 
@@ -314,6 +314,23 @@ def test_sums_and_products_are_linear_in_what_is_saved():
     assert len(checked) >= 30
 
 
+def test_relative_formulas_are_powers_of_what_is_saved():
+    """B(c x) = c^k B(x) with a small k: an error that is a share of x is one of the gradient."""
+    checked, c = set(), 1 + 2**-9
+    for node, field, run, saved, formula in checkable():
+        alone = sum("AccumulateGrad" not in one.name() for one in run.nodes()) == 1
+        if formula is not Formula.RELATIVE or not alone:  # gradients of several nodes are added up
+            continue
+        for one, two in zip(run.with_(saved, c * saved.x), run.grads(), strict=True):
+            there = two.isfinite() & (two != 0) & one.isfinite()
+            powers = (one[there] / two[there]).abs().log2() / log2(c)
+            assert float(powers.abs().max() if powers.numel() else 0) <= 9.01, (node, field)
+            if powers.numel():
+                assert float(powers.max() - powers.min()) <= 1e-6, (node, field)
+                checked.add((node, field) if float(powers.abs().max()) > 0.1 else ())
+    assert len(checked - {()}) >= 8
+
+
 def test_curved_formulas_are_smooth_and_bounded():
     """Half the error has half the effect, and no error of a tenth has one beyond all bounds."""
     curved = (Formula.CURVED, Formula.PROBABILITY, Formula.LOG_PROBABILITY)
@@ -386,10 +403,15 @@ def test_a_wrong_row_would_be_found():
         (2.0, Formula.PRODUCT),
         (1, Formula.PRODUCT),
         (3, Formula.CURVED),
-        (0.5, Formula.SINGULAR),
-        (-1, Formula.SINGULAR),
-        (0, Formula.SINGULAR),
-        (1.5, Formula.SINGULAR),
+        (10, Formula.CURVED),
+        (0.5, Formula.RELATIVE),
+        (-1, Formula.RELATIVE),
+        (0, Formula.RELATIVE),
+        (1.5, Formula.RELATIVE),
+        (9.5, Formula.SINGULAR),  # a small error of the value is a large one of its power
+        (-7.5, Formula.SINGULAR),
+        (float("inf"), Formula.SINGULAR),
+        (float("nan"), Formula.SINGULAR),
     ],
 )
 def test_a_power_is_read_by_its_exponent(exponent, formula):

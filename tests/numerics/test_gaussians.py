@@ -193,3 +193,17 @@ def test_a_layer_norm_that_is_written_out_has_codes() -> None:
         made = far * torch.rsqrt(far.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     assert made.requires_grad
     assert {row.action for row in saved.ledger.rows if row.consumer == "pow"} == {"dither"}
+
+
+def test_a_product_in_front_of_a_softmax_is_no_square(caplog: pytest.LogCaptureFixture) -> None:
+    """Attention whose bias and product of q and k are one op: no difference of squares."""
+    bias = torch.zeros(1, 1, 56)
+    q, k = (torch.randn(8, 56, 32, requires_grad=True) for _ in range(2))
+    for _ in range(2):
+        with er.saving("dither", levels=16, min_nbytes=0) as saved:
+            logits = torch.baddbmm(bias, q * 1, (k * 1).transpose(1, 2))
+            loss = F.softmax(logits, -1).square().sum()
+        loss.backward()
+        rows = [row for row in saved.ledger.rows if row.consumer == "baddbmm"]
+        assert {row.action for row in rows} == {"dither"}
+    assert not caplog.text

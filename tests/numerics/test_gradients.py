@@ -518,9 +518,8 @@ class Cubes(torch.autograd.Function):
 
 
 UNKNOWN = {  # or known to need every bit
-    "div": lambda x: x / (2 + x),
-    "log": torch.log,
-    "pow": lambda x: x**1.5,
+    "log1p": torch.log1p,
+    "steep power": lambda x: x**9.5,
     "custom": Cubes.apply,
     "prelu": lambda x: F.prelu(x, torch.tensor([0.2])),
     "cdist": lambda x: torch.cdist(x, x.flip(0)),
@@ -529,6 +528,9 @@ UNKNOWN = {  # or known to need every bit
     "sinh": torch.sinh,
 }
 KNOWN = {
+    "div": lambda x: x / (2 + x),
+    "log": torch.log,
+    "pow": lambda x: x**1.5,
     "exp": lambda x: x.exp() + 1,
     "softmax": lambda x: x.softmax(-1).square(),
     "log_softmax": lambda x: x.log_softmax(-1) * torch.arange(32),

@@ -62,6 +62,26 @@ def test_what_is_mostly_error_is_kept_from_the_second_step_on(name, caplog) -> N
     assert max(error_of(net) for _ in range(3)) < 0.05
 
 
+def test_a_module_is_told_of_once_in_a_step(caplog) -> None:
+    """It has several codes that are too coarse: all of them are finer in the next step."""
+    torch.manual_seed(0)
+    net = Net(lambda z: torch.erf(20 * z) + torch.exp(-torch.exp(3 * z)))
+    assert error_of(net) > 0.05
+    assert len([one for one in caplog.records if "has a code" in one.message]) == 1
+    assert max(error_of(net) for _ in range(2)) < 0.05
+
+
+def test_a_factor_that_is_too_coarse_has_half_of_its_bits_then(caplog) -> None:
+    """For a product, an error that is a share of each element stays one."""
+    torch.manual_seed(0)
+    net, x = Net(FUNCTIONS["exponential in an exponential"]), torch.randn(512, 32)
+    assert error_of(net) > 0.05
+    assert error_of(net) < 0.001
+    with er.saving("dither", levels=16) as saved:
+        net(x)
+    assert {row.action for row in saved.ledger.rows if row.consumer == "exp"} == {"cast"}
+
+
 def test_codes_by_stochastic_rounding_are_drawn_again_too(caplog) -> None:
     torch.manual_seed(0)
     net = Net(FUNCTIONS["erf"])

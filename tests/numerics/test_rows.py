@@ -132,12 +132,15 @@ def test_inputs_of_a_checkpoint_are_kept_apart_for_the_norm_inside() -> None:
     assert gerr2(norm, "zero", 80, context) <= BAR
 
 
-def test_a_norm_in_no_order_that_is_known_is_not_coded() -> None:
+def test_a_norm_in_no_order_that_is_known_has_half_of_its_bits() -> None:
     """Its rows are columns of a slice."""
     x = torch.randn(4, 40, 100, requires_grad=True)
     with er.saving("dither", levels=8, seed=1, min_nbytes=0) as saved:
         h = (x * 1)[:, 3:].mT  # rows of 37
         NORMS["rms"](h)
+    assert {r.action for r in saved.ledger.rows if r.consumer == "pow"} == {"cast"}
+    with er.saving(min_nbytes=0) as saved:
+        NORMS["rms"]((x * 1)[:, 3:].mT)
     whys = {row.why for row in saved.ledger.rows}
     assert "its backward divides by the size of rows that lie in no order that is known" in whys
 

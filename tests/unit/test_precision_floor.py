@@ -77,7 +77,12 @@ def test_what_counts_is_the_shape_that_the_reader_sees(lean, mild):
     flattened = replace(site("linear"), summed=16)
     assert at_precision_floor(lean, flattened) == mild
     assert at_precision_floor(lean, replace(flattened, summed=256)) == lean
-    assert at_precision_floor(lean, replace(flattened, formula=Formula.MATRIX, summed=256)) == mild
+
+
+@pytest.mark.parametrize(("lean", "mild"), SHARED)
+def test_products_of_activations_pass_errors_on(lean, mild):
+    product = replace(site("matmul", Formula.MATRIX), summed=256)
+    assert at_precision_floor(lean, product) == mild
 
 
 def test_how_many_elements_are_summed():

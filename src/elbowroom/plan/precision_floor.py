@@ -3,7 +3,7 @@
     formula of the reader             at least
     summed, over 256 elements or more what was asked for
     summed, over fewer                16 levels     (a norm over 4 samples of 3 x 3, 16 flat maps)
-    of a matrix of a batch            16 levels     (bmm; a product of two activations, as q k^T)
+    of a matrix of a batch            32 levels     (bmm; a product of two activations, as q k^T)
     ... of results of a ReLU          256 levels    (attention without a softmax divides by it;
                                                     with a product they stay exact)
     product, curved                   16 levels     (a gate, GELU, SiLU, tanh, a power)
@@ -11,19 +11,32 @@
     tail                              128 levels    (softplus: in its tails exp of it)
     log-probability                   256 levels    (log-softmax: exp of it; of what is above -24)
     probability                       8-bit floats  (softmax: small values matter as much)
-    attention's q and k               16 to 256 levels, by their logits
-    attention's v                     16 to 256 levels, by how it varies over tokens
+    relative                          16-bit floats (it divides, or a root or logarithm is taken)
+    attention's q and k               16 to 256 levels, by their logits; 16-bit floats (fp16)
+                                                    where those are sharper yet
+    attention's v                     16 to 256 levels, by how it varies over tokens, and half of
+                                                    the step where logits are sharp
+
+A code of 16 levels adds 0.75 % to the square of what is multiplied with a normal tensor, and twice
+that where rows have one large element (the inverse of I + A in a delta rule). What is a product of
+two activations passes this on upstream, and so do the next ones of a recurrence that is written as
+matrices: with 16 levels, two layers of a gated delta rule, 24 products each, had a gErr2 of 0.084,
+with 32 levels 0.035. Such tensors are small beside those of the layers around them (docs/log.md,
+"Products of activations").
 
 Attention runs again in backward, on what is held of q, k and v (`runtime/direct/attention/`). An
 error of variance s^2 in a logit changes the gradient's square by s^2 of it where weights are spread
 over many keys, by half of that where they are sharp; the codes of k and v, in which it is linear,
 add what they add to a linear op (16 levels: 0.8 % each). s^2 grows with the product of the squares
 of |q| and |k|, so what q and k need follows from them (`levels_for`): 16 levels where they have a
-standard deviation of 1, 64 at 2, 256 up to nearly 5.5, and beyond that there is no code. Means are
+standard deviation of 1, 64 at 2, 256 up to nearly 5.5. Beyond that, fp16 does up to some 200, as an
+element's error is at most 2^-11 of it (float32, on a CPU, where values are examined). Means are
 weighted by |row|^6, as softmax follows the longest: one key 15 times as long as 127 others gave q a
 gErr2 of 0.13 with 16 levels, and has 256 now (0.01). v's error counts against its variance over
 tokens (`levels_for_values`), since what they have in common cancels: a channel that is off by 50
-gave q and k a gErr2 of 1.0 with 16 levels, and 0.03 with the 128 that it has now.
+gave q and k a gErr2 of 1.0 with 16 levels, and 0.03 with the 128 that it has now. Where logits are
+sharp, nearly all of a gradient goes through them, and so does the error of v: a quarter of it is
+allowed there (unscaled logits of a standard deviation of 6: gErr2 of four layers 0.061 -> 0.043).
 Measured (docs/log.md, "attention"), gErr2 of q at standard deviations of 1, 3, 6:
 
                     1        3        6
@@ -51,6 +64,12 @@ The exp of a log-probability turns its absolute error into a relative one, and t
 follows the range of what shares it: with logits of a standard deviation of 60, gErr2 was 0.06, of
 600, 5,800. What is below -24 is therefore encoded as -24 (`Encode.least`): a step of 0.094 at most,
 whatever the logits are. Who reads anything but exp of it has it exactly.
+
+Where a divisor, or what a power, root or logarithm is taken of, is read as a power of itself, an
+error that is a share of each element stays one: bf16 has 2^-9 of it at most, however small the
+element is beside its neighbors, and a range as wide as float32. A step that follows a range has no
+such bound (factors of 8 to 13,000 with 4 levels). The same code takes the place of one that was
+found too coarse, or whose rows lie in no order that is known.
 
 A softplus has a sigmoid as its derivative. Where something divides by a small scale softplus(x), or
 subtracts 1 (a cross entropy by hand), the tails of that sigmoid are all that is left, and they are
@@ -83,23 +102,25 @@ from elbowroom.plan.site import (
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MOST_LEVELS = 256
+HALF_LEVELS = 4096  # stands for fp16
 LEAST_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
 UNSEEN_LEVELS = 32  # of v, where its values are not examined
-_FINE, _SHARED, _TAIL = 16, 32, 128
+_FINE, _MATRIX, _SHARED, _TAIL = 16, 32, 32, 128
 LEAST_AGAIN = 32  # of the inputs of what runs again
 FEW = 256  # summed elements, of which errors do not average out
 _FLOORS = {
-    Formula.MATRIX: _FINE,
+    Formula.MATRIX: _MATRIX,
     Formula.PRODUCT: _FINE,
     Formula.CURVED: _FINE,
     Formula.LOG_PROBABILITY: MOST_LEVELS,
     Formula.TAIL: _TAIL,
 }
-_PROBABILITIES = Cast("fp8_e4m3")
+_PROBABILITIES, _RELATIVE = Cast("fp8_e4m3"), Cast("bf16")
 _LEVELS = 16, 32, 64, 128, MOST_LEVELS
 _GROUP = 64  # elements that share a step
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
 _LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
+_LINEAR_OF_SHARP = 0.005  # ... where logits need more than 16 levels: weights are not even
 _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
 _MOST_BITS = 8
 
@@ -122,16 +143,25 @@ def levels_for(spread: float) -> int | None:
     return None
 
 
-def levels_for_values(spread: float) -> int | None:
+def half_suffices(spread: float) -> bool:
+    """Returns whether fp16 will do, with a variance of a logit of 2^-20 times `spread`."""
+    return spread * 2**-20 <= _SHARP
+
+
+def levels_for_values(spread: float, logits: int | None = _LEVELS[0]) -> int | None:
     """The fewest levels for v where its error's share of its variance is spread / (levels - 1)^2.
 
-    None: no code is fine enough; also of a NaN.
+    None: no code is fine enough; also of a NaN. logits: the levels that q and k need
     """
-    return next((n for n in _LEVELS if spread <= _LINEAR * (n - 1) ** 2), None)
+    share = _LINEAR if logits == _LEVELS[0] else _LINEAR_OF_SHARP
+    return next((n for n in _LEVELS if spread <= share * (n - 1) ** 2), None)
 
 
 def at_precision_floor(codec: Codec, site: Site) -> Codec:
     """The codec itself, or a milder setting of it."""
+    if site.formula is Formula.RELATIVE:
+        is_half = isinstance(codec, Cast) and not codec.to.startswith("fp8")
+        return codec if codec.lossless or is_half else _RELATIVE
     if site.consumer == ATTENTION:
         return at_least(codec, site.least_levels)
     if site.formula is Formula.PROBABILITY:
@@ -197,7 +227,7 @@ def _floor_of(site: Site) -> int:
         return LEAST_AGAIN
     if site.formula is Formula.MATRIX and site.facts.has_zeros:
         # One that is rebuilt has its zeros by bits, and the levels of its source.
-        return MOST_LEVELS if site.rebuildable is Rebuildable.NO else _FINE
+        return MOST_LEVELS if site.rebuildable is Rebuildable.NO else _MATRIX
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]
     if site.curved:
@@ -245,6 +275,9 @@ def at_least(codec: Codec, levels: int) -> Codec:
     the values that share a step are at most what a row of q or k bounds, and `dither` takes the
     place of what has no setting that is fine enough.
     """
+    if levels > MOST_LEVELS:
+        is_half = isinstance(codec, Cast) and codec.to == "fp16"
+        return codec if codec.lossless or is_half else Cast("fp16")
     bits = (levels - 1).bit_length() + 1
     if not _is_fine_enough(codec, levels):
         return Dither(levels=levels)

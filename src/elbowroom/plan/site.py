@@ -56,7 +56,7 @@ class Need(Enum):
 class Formula(Enum):
     """The way in which an op's derivative formula uses the value of a saved tensor.
 
-    The first seven tolerate an unbiased error (`plan/precision_floor.py` says how large a one); the
+    The first eight tolerate an unbiased error (`plan/precision_floor.py` says how large a one); the
     others do not, and `shape` reads no value at all.
     """
 
@@ -67,6 +67,7 @@ class Formula(Enum):
     PROBABILITY = "probability"  # a softmax: small values matter as much as large ones
     LOG_PROBABILITY = "log-probability"  # exp of it, at most 0: an error becomes a relative one
     TAIL = "tail"  # a sigmoid of it, which far from 0 is exp of it, or 1 less that: likewise
+    RELATIVE = "relative"  # a power of it, also a negative one: an error of its size stays one
     SHAPE = "shape"  # its shape and strides
     COMPARED = "compared"  # its order or sign: a small error turns a gradient on or off
     PERIODIC = "periodic"  # a sine of it: its range may be many turns, and a code's step a few
@@ -86,7 +87,7 @@ FINE = (  # those in which the error of a coarse code would not average out
     *(Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY),
     *(Formula.LOG_PROBABILITY, Formula.TAIL),
 )
-_TOLERANT = (Formula.SUMMED, Formula.MATRIX, *FINE)
+_TOLERANT = (Formula.SUMMED, Formula.MATRIX, *FINE, Formula.RELATIVE)
 
 
 class Reads(Enum):

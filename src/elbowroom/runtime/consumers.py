@@ -114,15 +114,19 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside
 class Levels(NamedTuple):
     """The fewest levels that codes of attention's q and k, and of its v, must have.
 
-    None: no code is fine enough.
+    None: no code is fine enough. halves: of q and k, but 16-bit floats are
     """
 
     logits: int | None
     values: int | None
+    halves: bool = False
 
     def reach(self, wanted: "Levels") -> bool:
         """Returns whether a code of these levels, or its replacement, serves the wanted levels."""
-        pairs = zip(self, wanted, strict=True)
+        if self.halves and not wanted.halves and wanted.logits is None:
+            return False
+        logits = None if self.halves else self.logits  # which reach what any levels do
+        pairs = (logits, wanted.logits), (self.values, wanted.values)
         return all(has is None or (asks is not None and asks <= has) for has, asks in pairs)
 
 

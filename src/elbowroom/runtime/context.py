@@ -25,6 +25,15 @@ _MASK = (1 << 64) - 1
 OUTLIVED = "other code held it until backward"  # so that encoding it frees nothing
 
 
+class HalfSuffices(str):
+    """Reason for which a site has no code of few levels; one of half its bits suffices.
+
+    For a product: an error that is a share of each element stays one.
+    """
+
+    __slots__ = ()
+
+
 class Context:
     """Seed, steps and the plan cache of one model's training; for `er.saving`, of the process.
 
@@ -130,9 +139,12 @@ class Context:
             known = self.kept
         else:
             known, key = self.exact.setdefault(model or self, {}), _of_any_shape(key)
-        is_new = key not in known
+        before = known.get(key)
+        milder = isinstance(before, HalfSuffices) and not isinstance(why, HalfSuffices)
+        is_new = before is None or milder
         (self if self.learns else PROCESS).learned += is_new
-        known.setdefault(key, why)
+        if is_new:
+            known[key] = why
         return is_new
 
     def why_exact(self, model: nn.Module | None, key: SiteKey) -> str | None:

@@ -14,6 +14,8 @@ that is compared is never coded, however small the error: a 4-level code under `
 `sqrt` gave gradients wrong by factors of 8 to 13,000.
 """
 
+from math import isfinite
+
 from torch import Tensor
 
 from elbowroom.plan.site import Formula
@@ -22,7 +24,7 @@ SUMMED, MATRIX, PRODUCT, CURVED = Formula.SUMMED, Formula.MATRIX, Formula.PRODUC
 PROBABILITY, LOG_PROBABILITY = Formula.PROBABILITY, Formula.LOG_PROBABILITY
 COMPARED, SINGULAR, STATISTIC = Formula.COMPARED, Formula.SINGULAR, Formula.STATISTIC
 DIFFERENCE, INDEX, SHAPE = Formula.DIFFERENCE, Formula.INDEX, Formula.SHAPE
-PERIODIC, TAIL = Formula.PERIODIC, Formula.TAIL
+PERIODIC, TAIL, RELATIVE = Formula.PERIODIC, Formula.TAIL, Formula.RELATIVE
 
 # What several nodes save under the same names.
 _NORMALIZED = {"input": SUMMED, "weight": STATISTIC, "result1": STATISTIC, "result2": STATISTIC}
@@ -39,6 +41,8 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     # ... of each matrix of a batch
     "BaddbmmBackward0": {"batch1": MATRIX, "batch2": MATRIX},  # grad @ batch2^T, batch1^T @ grad
     "BmmBackward0": {"self": MATRIX, "mat2": MATRIX},  # grad @ mat2^T, self^T @ grad
+    # solves by self^T: inv(self^T) grad, -inv(self^T) grad @ result^T:
+    "LinalgSolveTriangularBackward0": {"self": SINGULAR, "result": MATRIX},
     # the two transposed convolutions
     "ConvolutionBackward0": {"input": SUMMED, "weight": STATISTIC},
     "ConvolutionOverrideableBackward0": {"input": SUMMED, "weight": STATISTIC},  # as convolution
@@ -83,14 +87,14 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WeightNormInterfaceBackward0": {"v": STATISTIC, "g": STATISTIC, "result1": STATISTIC},
     # Products, element by element: linear, but nothing averages the error.
     # of its inputs, grad / tensor2, -grad tensor1 / tensor2^2:
-    "AddcdivBackward0": {"tensor1": PRODUCT, "tensor2": SINGULAR},
+    "AddcdivBackward0": {"tensor1": PRODUCT, "tensor2": RELATIVE},
     "AddcmulBackward0": {"tensor1": PRODUCT, "tensor2": PRODUCT},  # grad tensor2, grad tensor1
     # of its inputs, grad (self - target) / (self (1 - self)):
     "BinaryCrossEntropyBackward0": {"self": SINGULAR, "target": PRODUCT, "weight": STATISTIC},
     "ExpBackward0": {"result": PRODUCT},  # grad result
     "Exp2Backward0": {"result": PRODUCT},  # grad result log 2
     "Expm1Backward0": {"result": PRODUCT},  # grad (result + 1)
-    "HypotBackward0": {"self": PRODUCT, "other": PRODUCT, "result": SINGULAR},  # grad self / result
+    "HypotBackward0": {"self": PRODUCT, "other": PRODUCT, "result": RELATIVE},  # grad self / result
     # of its inputs, grad (1 - weight), grad weight, grad (end - self):
     "LerpBackward1": {"self": PRODUCT, "end": PRODUCT, "weight": PRODUCT},
     "LdexpBackward0": {"other": CURVED, "result": PRODUCT},  # grad 2^other
@@ -102,7 +106,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "RreluWithNoiseBackward1": {"result": COMPARED, "noise": PRODUCT},  # in place: grad noise
     # of its inputs, grad (self - mean) / (n - 1) / std:
     "StdMeanBackward0": {"self": PRODUCT, "result0": SINGULAR},
-    "StdBackward0": {"self": PRODUCT, "result": SINGULAR},  # as std_mean
+    "StdBackward0": {"self": PRODUCT, "result": RELATIVE},  # as std_mean
     "VarMeanBackward0": {"self": PRODUCT},  # 2 grad (self - mean) / (n - 1)
     "VarBackward0": {"self": PRODUCT},  # as var_mean
     # Smooth functions of the value, with bounded derivatives.
@@ -225,7 +229,8 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "CosBackward0": {"self": PERIODIC},  # -grad sin(self)
     "SinBackward0": {"self": PERIODIC},  # grad cos(self)
     "SincBackward0": {"self": PERIODIC},  # grad of sin(pi self) / (pi self)
-    # Divisions, logarithms, roots: an error near zero has no bound.
+    # Divisions, logarithms, roots: an error near zero has no bound, unless it is a share of each
+    # element, and the formula has a power of that.
     "AcosBackward0": {"self": SINGULAR},  # -grad / sqrt(1 - self^2)
     "AcoshBackward0": {"self": SINGULAR},  # grad / sqrt(self^2 - 1)
     "AsinBackward0": {"self": SINGULAR},  # grad / sqrt(1 - self^2)
@@ -236,16 +241,16 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "DigammaBackward0": {"self": SINGULAR},  # grad polygamma(1, self)
     # of its inputs, grad (self - other) / result:
     "DistBackward0": {"self": SINGULAR, "other": SINGULAR, "result": SINGULAR},
-    "DivBackward0": {"self": SINGULAR, "other": SINGULAR},  # grad / other, -grad self / other^2
+    "DivBackward0": {"self": RELATIVE, "other": RELATIVE},  # grad / other, -grad self / other^2
     "DivBackward2": {"self": SHAPE, "other": SHAPE},  # zero: rounded
     "ErfinvBackward0": {"self": SINGULAR},  # grad sqrt(pi) / 2 exp(erfinv(self)^2)
     "LgammaBackward0": {"self": SINGULAR},  # grad digamma(self)
     # of its inputs, grad self |self|^(p - 2) / result^(p - 1): p decides, see `_length`:
     "LinalgVectorNormBackward0": {"self": SINGULAR, "result": SINGULAR},
-    "LogBackward0": {"self": SINGULAR},  # grad / self
-    "Log10Backward0": {"self": SINGULAR},  # grad / (self log 10)
+    "LogBackward0": {"self": RELATIVE},  # grad / self
+    "Log10Backward0": {"self": RELATIVE},  # grad / (self log 10)
     "Log1PBackward0": {"self": SINGULAR},  # grad / (self + 1)
-    "Log2Backward0": {"self": SINGULAR},  # grad / (self log 2)
+    "Log2Backward0": {"self": RELATIVE},  # grad / (self log 2)
     "LogitBackward0": {"self": SINGULAR},  # grad / (self (1 - self))
     "NormBackward0": {"self": SINGULAR, "result": SINGULAR},  # as linalg_vector_norm
     "NormBackward1": {"self": SINGULAR, "result": SINGULAR},  # as linalg_vector_norm
@@ -253,11 +258,11 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     # of its inputs, grad exponent self^(exponent - 1): the exponent decides, see `_power`:
     "PowBackward0": {"self": PRODUCT},
     "PowBackward1": {"self": SINGULAR, "exponent": SINGULAR, "result": SINGULAR},
-    "ReciprocalBackward0": {"result": SINGULAR},  # -grad result^2, large where self is small
+    "ReciprocalBackward0": {"result": RELATIVE},  # -grad result^2, large where self is small
     "RenormBackward0": {"self": SINGULAR},  # as a norm
-    "RsqrtBackward0": {"result": SINGULAR},  # -grad result^3 / 2, large where self is small
+    "RsqrtBackward0": {"result": RELATIVE},  # -grad result^3 / 2, large where self is small
     "SinhBackward0": {"self": SINGULAR},  # grad cosh(self)
-    "SqrtBackward0": {"result": SINGULAR},  # grad / (2 result)
+    "SqrtBackward0": {"result": RELATIVE},  # grad / (2 result)
     "TanBackward0": {"result": SINGULAR},  # grad (1 + result^2)
     "XlogyBackward0": {"self": PRODUCT, "other": SINGULAR},  # grad log(other), grad self / other
     # Integers and booleans that select.
@@ -335,7 +340,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "UnsafeMaskedIndexPutAccumulateBackward0": {"indices": INDEX, "mask": INDEX},
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
-_POWER = "PowBackward0"
+_POWER, _MOST_POWER = "PowBackward0", 8
 # Nodes of ours -> the torch node whose formula it is, and the field whose row they follow.
 OURS = {
     "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
@@ -372,9 +377,14 @@ def formula_of(node: object, name: str, field: str) -> Formula:
 
 
 def _power(exponent: object) -> Formula:
-    """grad * exponent * self^(exponent - 1): linear for a square, and smooth for larger ones."""
-    if not isinstance(exponent, int | float) or exponent != int(exponent) or exponent < 1:
+    """grad * exponent * self^(exponent - 1): linear for a square, and smooth for larger ones.
+
+    A relative error of `self` is one of (exponent - 1) times its size.
+    """
+    if not isinstance(exponent, int | float) or not isfinite(exponent):
         return Formula.SINGULAR
+    if exponent != int(exponent) or exponent < 1:
+        return Formula.RELATIVE if abs(exponent - 1) <= _MOST_POWER else Formula.SINGULAR
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
 
 
@@ -420,6 +430,7 @@ WHY = {
     Formula.COMPARED: "its order or sign decides where gradients flow",
     Formula.PERIODIC: "its backward takes a sine of it, and its range may be many turns",
     Formula.SINGULAR: "its backward divides by it, or by a root or logarithm of it",
+    Formula.RELATIVE: "its backward divides by it, or by a root or logarithm of it",
     Formula.DIFFERENCE: "its backward reads a difference of it, which may be far smaller",
     Formula.STATISTIC: "a weight or statistic, which every element depends on",
     Formula.INDEX: "its backward selects by it",

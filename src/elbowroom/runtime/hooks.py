@@ -540,9 +540,12 @@ class Saving:
         for one, x in saved:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader, x, call)
+            if reading.formula is Formula.RELATIVE and not self._serving.takes_half(x.dtype):
+                reading = reading._replace(need=Need.EXACT, formula=Formula.SINGULAR)
             if reading.formula is Formula.LOG_PROBABILITY and x is call.first and measures:
                 reading = Reading(Need.EXACT, Formula.DIFFERENCE, "logits, which are normalized")
-            if reading.need is Need.LOSSY and self._may_round:
+            is_powered = reading.formula is Formula.RELATIVE
+            if reading.need is Need.LOSSY and not is_powered and self._may_round:
                 part = part_of(reader.node, x, out)
                 if part is Part.GAUSSIAN:
                     reading = Reading(Need.EXACT, Formula.DIFFERENCE, WHY[part])
@@ -604,8 +607,10 @@ class Saving:
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
         if call is not None and call.would_rerun:
             looks = self.recorder is not None or not self.is_exact()
-            reading = attention_reading(x, call, slot, reading, looks=looks)
-        request = classify(slot, x, geometry, call, reading, name, origin)
+            half = self._serving.takes_half(x.dtype)
+            reading = attention_reading(x, call, slot, reading, looks=looks, takes_half=half)
+        half = reading.by_size and self._serving.takes_half(x.dtype)
+        request = classify(slot, x, geometry, call, reading, name, origin, takes_half=half)
         noted = None if self.recorder is None else self._noted(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:

@@ -145,10 +145,14 @@ def reading_by(reader: Reader, x: Tensor, call: Call) -> Reading:
         if formula is Formula.MATRIX and _is_divided_out(call):
             why = "a ReLU's results times a product, of which one part may be divided by another"
             return Reading(Need.EXACT, Formula.DIFFERENCE, why)
-    if formula is Formula.SINGULAR and _is_normalized(x, call):
+    if formula in (Formula.SINGULAR, Formula.RELATIVE) and _is_normalized(x, call):
         formula = Formula.PRODUCT
-    elif formula is Formula.SINGULAR and _is_scaled(x, call, name):
+    elif formula is Formula.RELATIVE and _is_scaled(x, call, name):
         formula = Formula.SUMMED
+    elif formula is Formula.PRODUCT and _is_row_inverse(x, call):
+        formula = Formula.RELATIVE
+    if formula is Formula.RELATIVE:
+        return Reading(Need.LOSSY, formula, f"'{call.name}': {WHY[formula]}")
     if formula.tolerates_errors:
         width, dims = _row_of(x, call, name, reader.of)
         if width:
@@ -201,6 +205,14 @@ def _is_scaled(x: Tensor, call: Call, name: str) -> bool:
     """
     by = call.arg(1, "other")
     return name == "DivBackward0" and isinstance(by, Tensor) and by.numel() == 1 < x.numel()
+
+
+def _is_row_inverse(x: Tensor, call: Call) -> bool:
+    """Returns whether the call multiplies rows by x, an inverse: of some it may be far larger."""
+    if not x.dim() or x.shape[-1] != 1 or not _is_inverse(x):
+        return False
+    given = (y for y in (*call.args, *call.kwargs.values()) if isinstance(y, Tensor))
+    return any(y.dim() and y.shape[-1] > 1 for y in given)
 
 
 def _is_inverse(x: Tensor) -> bool:

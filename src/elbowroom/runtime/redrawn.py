@@ -40,16 +40,16 @@ from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import error_of_dither, quality_of
 from elbowroom.plan import Need
 from elbowroom.plan.site import Formula, key_of
-from elbowroom.runtime.context import Context, mixed
+from elbowroom.runtime.context import Context, HalfSuffices, mixed
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.kept import Deferred, Given
 from elbowroom.runtime.modules import outermost
-from elbowroom.runtime.saturated import tell_late
+from elbowroom.runtime.saturated import ToldLate
 from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Slot, View, is_in_order
 
 MOST = 0.05
-WHY = f"its error is more than {MOST:.0%} of the gradient that is computed with it"
+WHY = HalfSuffices(f"its error is more than {MOST:.0%} of the gradient that is computed with it")
 _READ = frozenset((Formula.PRODUCT, Formula.CURVED, Formula.TAIL))
 _PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
 _TIMES = 4.0
@@ -64,6 +64,7 @@ class Redrawn:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.told = ToldLate()
         self._nodes = set[int]()
         self._turns: dict[object, bool] = {}
 
@@ -153,7 +154,7 @@ class _Reading:
         """Keeps the tensor of a slot from the next step on."""
         site = slot.sites[-1]
         if self._forward.context.learn_exact(model, key_of(site), WHY):
-            tell_late(site.consumer, site.module, WHY)
+            self._forward.told.tell(site.consumer, site.module, WHY)
 
 
 class _Sample(NamedTuple):

@@ -43,7 +43,9 @@ from torch.autograd.graph import Node
 
 from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
+from elbowroom.plan.site import Formula
 from elbowroom.runtime.consumers import RESHAPES, Call, Part
+from elbowroom.runtime.context import HalfSuffices
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Slot
@@ -61,7 +63,8 @@ SATURATING = EXPONENTIAL | frozenset(
 _DIVIDED = "what is made of it is divided by, or its logarithm or root is taken"
 _SQUARED = "an exponential of its square follows, to which a small part of its range matters"
 WHY = {
-    **dict.fromkeys((Part.SATURATED, Part.EXPONENTIAL), _DIVIDED),
+    Part.SATURATED: _DIVIDED,
+    Part.EXPONENTIAL: HalfSuffices(_DIVIDED),
     **dict.fromkeys((Part.SQUARED, Part.DIFFERENCE), _SQUARED),
     Part.FACTOR: "a small difference of squares and its product follows",
     Part.GAUSSIAN: "where it is 0, its argument may have any slope",
@@ -263,6 +266,8 @@ class Saturated:
             ):
                 return
             action = replace(action, codec=codec)
+        elif any(one.formula is Formula.RELATIVE for one in self._others):
+            return  # what it is rebuilt from may get another code
         self._hold(slot, kept.restore(), action)
 
 
@@ -318,12 +323,14 @@ def exponents(call: Call, out: Any) -> Iterator[int]:
     factors, has_squares = list[int](), False
     for _ in range(_MOST_NODES):
         node, is_squared = waiting.pop(0) if waiting else (None, False)
-        if node is not None and not is_squared and node.name().startswith(_CONTRACTIONS):
+        is_product = node is not None and node.name().startswith(_CONTRACTIONS)
+        if node is not None and is_product and not is_squared:
             factors.append(node._sequence_nr())
         if node is not None and node.name().startswith(through):
             is_squared |= _is_square(node)
             has_squares |= is_squared
-            yield node._sequence_nr()
+            if not is_product:
+                yield node._sequence_nr()
             waiting += [(below, is_squared) for below in _linear_below(node)]
         if not waiting:
             break
@@ -347,10 +354,16 @@ def _is_singular_power(call: Call) -> bool:
     return not isinstance(exponent, int | float) or exponent < 1
 
 
-def tell_late(consumer: str, module: str, why: str) -> None:
-    """Warns that a code was made before its readers were known, and its tensor is freed."""
-    _log.warning(
-        "what '%s' saves in '%s' has a code, and %s: gradients of this step may be far off "
-        "there. It is kept from the next step on",
-        *(consumer, module, why),
-    )
+class ToldLate(set[tuple[str, str]]):
+    """What was said of one step: each module and reason once, however many codes it has."""
+
+    def tell(self, consumer: str, module: str, why: str) -> None:
+        """Warns that a code was made before its readers were known, and its tensor is freed."""
+        if (module, why) in self:
+            return
+        self.add((module, why))
+        _log.warning(
+            "what '%s' saves in '%s' has a code, and %s: gradients of this step may be far off "
+            "there. It is kept, or has a finer code, from the next step on",
+            *(consumer, module, why),
+        )

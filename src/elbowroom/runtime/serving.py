@@ -14,7 +14,7 @@ a plan recomputes (`checkpoints.py`).
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from elbowroom.plan.precision_floor import (
     LEAST_LOG_PROBABILITY,
     at_precision_floor,
     coded_rows,
+    suffices,
 )
 from elbowroom.plan.site import (
     AGAIN,
@@ -52,7 +53,7 @@ from elbowroom.plan.site import (
 )
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
-from elbowroom.runtime.context import Context
+from elbowroom.runtime.context import Context, HalfSuffices
 from elbowroom.runtime.deferred import MOST_SAVES, Waiting
 from elbowroom.runtime.handles import (
     CastHandle,
@@ -88,6 +89,10 @@ from elbowroom.runtime.undecided import Undecided
 
 _MOST_WAITING = 8  # of a kind
 _NOWHERE = SiteName("", "")
+COUNTS_AS_EXACT = (
+    "logits, of which log-probabilities are computed again: the policy counts as exact. With an "
+    "attribute `exact = False`, log-probabilities are saved in place of them, and have a code"
+)
 
 
 def _is_same(whole: Tensor, ready: Ready) -> bool:
@@ -133,7 +138,7 @@ class Serving:
         self._rebuilds = getattr(policy, "rebuild", True)
         self.waiting = WaitingLine()
         self.pieces = Pieces()
-        self.undecided = Undecided(context, listener)
+        self.undecided = Undecided(context, listener, self._half_serves)
 
     def end(self) -> None:
         """Ends the forward: nothing waits any more."""
@@ -149,6 +154,8 @@ class Serving:
     def serve(self, request: Request) -> None:
         """Makes the slot hold what the op needs, if it does not yet."""
         if is_served(request):
+            if request.slot.sites and request.reading.formula is Formula.RELATIVE:
+                request.slot.sites.append(self._site(request)[0])  # for a tighter policy
             if request.slot.sites and request.reading.part is not Part.NONE:
                 self.undecided.note(request, request.slot.sites[-1])
             if request.slot.waits and request.reading.need is Need.LOSSY:
@@ -163,6 +170,24 @@ class Serving:
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
 
+    def takes_half(self, dtype: torch.dtype) -> bool:
+        """Returns whether a code of half of its bits may stand for what is divided by.
+
+        Not where plans or settings are made of what is seen, which know no such code.
+        """
+        watches = self._watch is not None or not self._lets_wait
+        return dtype is torch.float32 and not watches and not self._is_exact()
+
+    def _half_serves(self, slot: Slot, site: Site) -> bool:
+        """Returns whether the slot has such a code, or will have it once it need not wait."""
+        half = replace(site, formula=Formula.RELATIVE, rebuildable=Rebuildable.NO)
+        if not self.takes_half(slot.dtype):
+            return False
+        if slot.waits:
+            self.waiting.reads(slot, half)
+        held = slot.value
+        return slot.waits or (isinstance(held, EncodeHandle) and suffices(held.codec, half))
+
     def tighten(self, slot: Slot, policy: Policy) -> None:
         """Encodes tensors that were kept so far and may carry an error, by another policy."""
         kept = slot.value
@@ -172,6 +197,7 @@ class Serving:
         action = policy(replace(slot.sites[-1], need=Need.LOSSY))
         if not isinstance(action, Encode):
             return
+        action = replace(action, codec=reduce(at_precision_floor, slot.sites, action.codec))
         base = kept.restore()
         bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
         if bits is not None:
@@ -300,13 +326,18 @@ class Serving:
         if known is None and self._context.exact:
             known = self._context.why_exact(outermost(), key_of(site))
         if known is not None:
-            return Keep(known)
+            is_half = isinstance(known, HalfSuffices) and site.formula is Formula.PRODUCT
+            if not is_half or site.need is not Need.LOSSY or not self.takes_half(site.dtype):
+                return Keep(known)
+            site = replace(site, formula=Formula.RELATIVE, why=known)
         request.slot.sites.append(site)
         action = self._decide(site, ready)
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
             codec, rows = coded_rows(site.rows, action.codec, by_size=site.by_size)
             action = replace(action, codec=codec, rows=rows)
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
+            if self._is_exact() and not action.codec.lossless and request.x is request.first:
+                return Keep(COUNTS_AS_EXACT)
             least = None if action.codec.lossless else LEAST_LOG_PROBABILITY
             action = replace(action, least=least)
         if isinstance(action, Offload) and covering(request.x) is None:
@@ -319,6 +350,15 @@ class Serving:
             action = self._policy(replace(site, rebuildable=Rebuildable.NO))
             if isinstance(action, Encode):  # whatever the policy: by the logits of this step
                 return replace(action, codec=at_precision_floor(action.codec, site))
+            return action
+        if site.formula is Formula.RELATIVE and site.need is Need.LOSSY:
+            # What it is rebuilt from must never have another code.
+            stays = ready is not None and all(one.pinned or not one.sites for one in ready.slots)
+            if not stays:
+                site, ready = replace(site, rebuildable=Rebuildable.NO), None
+            action = self._policy(site)
+            if isinstance(action, Encode):  # whatever the policy: many have no such code
+                return replace(action, codec=at_precision_floor(action.codec, site), curved=None)
             return action
         action = self._policy(site)
         if isinstance(action, Rebuild) and ready is None and site.need is not Need.SHAPE:

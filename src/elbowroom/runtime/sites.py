@@ -60,6 +60,11 @@ class Request(NamedTuple):
     name: SiteName
     origin: Origin | None = None
 
+    @property
+    def first(self) -> Any:
+        """The first argument of the call."""
+        return None if self.call is None else self.call.first
+
 
 def classify(
     slot: Slot,
@@ -69,8 +74,13 @@ def classify(
     reading: Reading,
     name: SiteName,
     origin: Origin | None,
+    *,
+    takes_half: bool = False,
 ) -> Request:
-    """Returns what the op needs: more than `reading` if what the slot holds does not suffice."""
+    """Returns what the op needs: more than `reading` if what the slot holds does not suffice.
+
+    takes_half: a code of half of x's bits would do where the size of an error matters
+    """
     if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
         why = f"'{slot.bits_of}' holds another mask of it"
         reading = Reading(Need.EXACT, Formula.COMPARED, why)
@@ -81,6 +91,8 @@ def classify(
     if by_size and not rows_of(seen, slot.base, reading.width, reading.dims):
         why = "its backward divides by the size of rows that lie in no order that is known"
         reading = Reading(Need.EXACT, Formula.SINGULAR, why)
+        if takes_half:
+            reading = Reading(Need.LOSSY, Formula.RELATIVE)
     return Request(slot, x, seen, call, reading, name, origin)
 
 

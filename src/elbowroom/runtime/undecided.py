@@ -6,6 +6,7 @@ cannot be made so is learned for the next steps, and a warning says that this on
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,11 +14,11 @@ from torch import nn
 from elbowroom.plan import Need, Site
 from elbowroom.plan.site import SiteKey, key_of
 from elbowroom.runtime.consumers import Call, Part
-from elbowroom.runtime.context import Context
+from elbowroom.runtime.context import Context, HalfSuffices
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, MovedCodeHandle, RebuildHandle
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.observer import Listener, Recorder
-from elbowroom.runtime.saturated import WHY, divided, exponents, tell_late
+from elbowroom.runtime.saturated import WHY, ToldLate, divided, exponents
 from elbowroom.runtime.sites import Request
 from elbowroom.runtime.slot import Slot
 
@@ -36,9 +37,13 @@ class _Saved(NamedTuple):
 class Undecided(dict[int, list[_Saved]]):
     """Undecided tensors of one forward, by autograd's numbers of the nodes that saved them."""
 
-    def __init__(self, context: Context, listener: Listener) -> None:
+    def __init__(
+        self, context: Context, listener: Listener, half_serves: Callable[[Slot, Site], bool]
+    ) -> None:
+        """half_serves: whether a slot has a code of half of its bits, or will have one."""
         super().__init__()
-        self._context, self._listener = context, listener
+        self._context, self._listener, self._half_serves = context, listener, half_serves
+        self._told = ToldLate()
         self._untold = set[SiteKey]()  # what this forward has learned without a wrong gradient
 
     def note(self, request: Request, site: Site) -> None:
@@ -69,13 +74,15 @@ class Undecided(dict[int, list[_Saved]]):
             slot = ref()
             if slot is None or part not in parts:
                 continue
+            if isinstance(WHY[part], HalfSuffices) and self._half_serves(slot, site):
+                continue
             if not slot.exact:
                 if self._context.learn_exact(model, key_of(site), WHY[part]):
                     self._untold.add(key_of(site))
                 self._listener.refuse(WHY[part], once=True)
                 if not _taken_back(slot, WHY[part]) and key_of(site) in self._untold:
                     self._untold.remove(key_of(site))
-                    tell_late(site.consumer, site.module, WHY[part])
+                    self._told.tell(site.consumer, site.module, WHY[part])
             if slot.exact:
                 slot.promise(Need.EXACT, call.name)
                 slot.entry.why = WHY[part]

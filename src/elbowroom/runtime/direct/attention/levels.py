@@ -13,7 +13,14 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
-from elbowroom.plan.precision_floor import MOST_LEVELS, UNSEEN_LEVELS, levels_for, levels_for_values
+from elbowroom.plan.precision_floor import (
+    HALF_LEVELS,
+    MOST_LEVELS,
+    UNSEEN_LEVELS,
+    half_suffices,
+    levels_for,
+    levels_for_values,
+)
 from elbowroom.plan.site import Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
 from elbowroom.runtime.direct.attention.node import given_to
@@ -26,7 +33,7 @@ _LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
 
 
 def attention_reading(
-    x: Tensor, call: Call, slot: Slot, reading: Reading, *, looks: bool
+    x: Tensor, call: Call, slot: Slot, reading: Reading, *, looks: bool, takes_half: bool = False
 ) -> Reading:
     """Returns how attention reads x.
 
@@ -34,9 +41,13 @@ def attention_reading(
 
     reading  how it would be read otherwise
     looks    whether to read values, on a CPU: x may become a code
+    takes_half  whether a code of half of its bits may stand for q and k
     """
     roles = tolerant_arguments(x, call)
     call.levels = _levels_of(roles, call, looks=looks)
+    is_logits = bool(roles) and _LOGITS.issuperset(roles)
+    if call.levels is None and is_logits and takes_half and levels_by_values(call).halves:
+        call.levels = HALF_LEVELS
     if reading.need is not Need.LOSSY:
         return reading
     if call.levels is None and _LOGITS.intersection(roles):
@@ -94,12 +105,14 @@ def levels_by_values(call: Call) -> Levels:
     """The fewest levels for codes of this call's q and k, and of its v."""
     if call.fewest is None:
         (q, k, v, _), *_ = given_to(*call.args, **call.kwargs)
-        logits = levels_for(spread(q, k, call.kwargs.get("scale")))
-        call.fewest = Levels(logits, levels_for_values(spread_of_values(v)))
+        scale = call.kwargs.get("scale")
+        logits = levels_for(spread(q, k, scale))
+        halves = logits is None and half_suffices(spread(q, k, scale, of_half=True))
+        call.fewest = Levels(logits, levels_for_values(spread_of_values(v), logits), halves)
     return call.fewest
 
 
-def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
+def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = False) -> float:
     """The variance of the error of a logit, times (levels - 1)^2, of the head where it is largest.
 
     q [..., T, D], k [..., S, D]. Of a code with step r / (levels - 1), r the range of the elements
@@ -112,12 +125,16 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None) -> float:
     q's gradient. Each mean is weighted by |row|^6: of rows alike it is the mean, and one row that
     is 4 times as long outweighs 4,000.
 
+    of_half: of a float with a step of |x| 2^-10 at most, times 2^20: the largest |x| of each row in
+    place of its range.
+
     Rows of a multiple of 64 elements hold whole groups. Others may share a step with those of
     another head, whose range counts for them then.
     """
     with torch._C.DisableTorchFunction():
         scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
-        (q_length, q_range, *_), (k_length, k_range, *_) = _of_heads(q), _of_heads(k)
+        heads = _of_heads_in_half if of_half else _of_heads
+        (q_length, q_range, *_), (k_length, k_range, *_) = heads(q), heads(k)
         if q_length.shape != k_length.shape:  # grouped queries, broadcast batches
             q_length, q_range, k_length, k_range = (
                 x.amax() for x in (q_length, q_range, k_length, k_range)
@@ -138,6 +155,16 @@ def _of_heads(x: Tensor) -> Tensor:
     n = width + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     flat = x.as_strided((n,), (1,))
     return ops.head_spread(flat, width, sizes, strides, width % _GROUP != 0)
+
+
+def _of_heads_in_half(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first two of `_of_heads` for a 16-bit code, with the largest |element| for the range."""
+    x = x.detach().float()
+    norms, largest = x.square().sum(-1), x.abs().amax(-1)
+    # 0 / 0 of a head of zeros: any weights do.
+    weights = (norms / norms.amax(-1, keepdim=True)).pow_(3).nan_to_num_(1.0)
+    weights /= weights.sum(-1, keepdim=True)
+    return (norms * weights).sum(-1), (largest.square() * weights).sum(-1)
 
 
 def spread_of_values(v: Tensor) -> float:

@@ -1,0 +1,100 @@
+"""What is divided by has a code whose error is a share of each element: gradients of any scale."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import elbowroom as er
+from elbowroom.plan import Action, Encode, Keep, Need, Site
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS, WIDTH = 512, 96
+
+
+class Net(nn.Module):
+    """Two maps with a function between them, of values that span ten powers of ten."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.form, self.last = nn.Linear(32, WIDTH), form, nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = torch.logspace(-5, 5, WIDTH)
+        return self.last(self.form(F.softplus(self.first(x)) * scales) / (1 + scales))
+
+
+def gradient(net: nn.Module, around: Any) -> Tensor:
+    net.zero_grad()
+    x, target = torch.randn(2, ROWS, 32, generator=torch.Generator().manual_seed(1)).unbind()
+    with around:
+        loss = F.mse_loss(net(x), target[:, :4])
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+SEGMENTS = torch.randint(0, 40, (ROWS,), generator=torch.Generator().manual_seed(2))
+
+
+def softmax_by_hand(x: Tensor) -> Tensor:
+    """As over the edges of a graph, without a maximum that is subtracted."""
+    y = x.log().exp()
+    sums = torch.zeros(40, WIDTH).scatter_add(0, SEGMENTS[:, None].expand(-1, WIDTH), y)
+    return y / (sums + 1e-16).index_select(0, SEGMENTS)
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": torch.log,
+    "log2": torch.log2,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "quotient": lambda x: x.roll(1, 0) / x,
+    "root": lambda x: x**0.3,
+    "power": lambda x: (1 + x) ** -1.5,
+    "softmax": softmax_by_hand,
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_errors_are_a_share_of_each_element(name: str) -> None:
+    net = Net(FORMS[name])
+    true = gradient(net, nullcontext())
+    context = er.saving("dither", levels=256, min_nbytes=0, seed=0)
+    error2 = float((gradient(net, context) - true).square().sum())
+    assert error2 <= 0.01 * float(true.square().sum())
+    assert any(row.action == "cast" for row in context.ledger.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_stay_exact(dtype: torch.dtype) -> None:
+    x = torch.rand(64, 64, dtype=dtype).add(1).requires_grad_()
+    with er.saving("dither", levels=4, min_nbytes=0) as saved:
+        (x * 1).log().sum().backward()
+    assert torch.equal(x.grad, 1 / x.detach())
+    assert {row.action for row in saved.ledger.rows if row.consumer == "log"} == {"keep"}
+
+
+def test_exact_contexts_keep_what_is_divided_by() -> None:
+    net = Net(torch.log)
+    assert torch.equal(gradient(net, er.saving(min_nbytes=0)), gradient(net, nullcontext()))
+
+
+def test_a_policy_that_knows_nothing_of_it_has_it_too() -> None:
+    class Coarse:
+        exact = False
+
+        def __call__(self, site: Site) -> Action:
+            return Encode(er.codec("dither", levels=4)) if site.need is Need.LOSSY else Keep("")
+
+    net = Net(torch.log)
+    true = gradient(net, nullcontext())
+    context = er.saving(Coarse(), min_nbytes=0, seed=0)
+    gradient(net, context)
+    assert {r.action for r in context.ledger.rows if r.consumer == "log"} == {"cast"}
+    assert bool(true.isfinite().all())
