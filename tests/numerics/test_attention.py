@@ -223,7 +223,8 @@ def test_where_no_code_is_fine_enough_none_is_made_and_the_ledger_says_so() -> N
     tensors = drawn(40.0)
     true, _ = gradients(tensors, nullcontext())
     got, saved = gradients(tensors, er.saving("dither", bits=2, min_nbytes=0, seed=0))
-    torch.testing.assert_close(got[2], true[2], rtol=1e-3, atol=1e-3)  # without the error of v
+    # Without the error of v: what is left is the rounding of logits of 1,000.
+    assert float((got[2] - true[2]).square().sum()) <= 1e-5 * float(true[2].square().sum())
     whys = {row.why for row in saved.ledger.rows}
     assert "attention's logits are too sharp for any code of q and k" in whys
     actions = [row.action for row in saved.ledger.rows for _ in range(row.count)]

@@ -67,7 +67,7 @@ def gradients(given: Given, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = found
     mask = None if mask is None else mask.expand(B, H, T, S)
     least, most = _WEIGHTS
-    heads = min(max(q.numel() // 2, least), most) // (min(T, _ROWS) * S)
+    heads = min(max(q.numel() // 2, least), most) // max(1, min(T, _ROWS) * S)
     of_batch, of_heads = max(1, heads // G), min(G, max(1, heads))
     for b in range(0, B, of_batch):
         for h in range(0, G, of_heads):
