@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
-from elbowroom.runtime.redrawn import _share
+from elbowroom.runtime.context import PROCESS
+from elbowroom.runtime.redrawn import WHY, _share
 
 FUNCTIONS = {
     "gaussian": lambda z: torch.exp(-100 * z * z),
@@ -80,6 +81,21 @@ def test_a_factor_that_is_too_coarse_has_half_of_its_bits_then(caplog) -> None:
     with er.saving("dither", levels=16) as saved:
         net(x)
     assert {row.action for row in saved.ledger.rows if row.consumer == "exp"} == {"cast"}
+
+
+class Coarse(dict):
+    """Says of all that a product of matrices saves that its code was too coarse for a factor."""
+
+    def get(self, key, default=None):
+        return WHY if "bmm" in str(key) else default
+
+
+def test_a_factor_in_a_product_of_matrices_has_half_of_its_bits_then(monkeypatch) -> None:
+    monkeypatch.setattr(PROCESS, "kept", Coarse())
+    one, other = (torch.randn(8, 64, 64, requires_grad=True) for _ in range(2))
+    with er.saving("dither", levels=16, min_nbytes=0) as saved:
+        torch.bmm(2 * one, 2 * other).square().sum()
+    assert {row.action for row in saved.ledger.rows if row.consumer == "bmm"} == {"cast"}
 
 
 def test_codes_by_stochastic_rounding_are_drawn_again_too(caplog) -> None:

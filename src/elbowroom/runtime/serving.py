@@ -88,6 +88,7 @@ from elbowroom.runtime.tiers import tier_for
 from elbowroom.runtime.undecided import Undecided
 
 _MOST_WAITING = 8  # of a kind
+_FACTORS = Formula.PRODUCT, Formula.MATRIX  # linear in it, and it stands there by itself
 _NOWHERE = SiteName("", "")
 COUNTS_AS_EXACT = (
     "logits, of which log-probabilities are computed again: the policy counts as exact. With an "
@@ -326,7 +327,7 @@ class Serving:
         if known is None and self._context.exact:
             known = self._context.why_exact(outermost(), key_of(site))
         if known is not None:
-            is_half = isinstance(known, HalfSuffices) and site.formula is Formula.PRODUCT
+            is_half = isinstance(known, HalfSuffices) and site.formula in _FACTORS
             if not is_half or site.need is not Need.LOSSY or not self.takes_half(site.dtype):
                 return Keep(known)
             site = replace(site, formula=Formula.RELATIVE, why=known)
