@@ -520,6 +520,54 @@ def test_gradient_accumulation() -> None:
     assert run(nullcontext).differences(run(lambda: recomputing("0", "1"))) == []
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.scale = nn.LayerNorm(8), nn.Linear(8, 8), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.norm(x))) * self.scale
+
+
+def _attribute(net: nn.Sequential) -> None:
+    net[0].scale = 3.0
+
+
+def _setting(net: nn.Sequential) -> None:
+    net[0].norm.eps = 0.5
+
+
+def _child(net: nn.Sequential) -> None:
+    net[0].linear = nn.Linear(8, 8)
+
+
+def _hook(net: nn.Sequential) -> None:
+    net[0].linear.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+@pytest.mark.parametrize("change", [_attribute, _setting, _child, _hook])
+def test_what_the_program_sets_between_forward_and_backward_does_not_reach_a_second_run(
+    change: Callable[[nn.Sequential], None],
+) -> None:
+    """As a task that is switched between two forwards of one step."""
+
+    def trained(context: AbstractContextManager[object]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(Scaled(), nn.Linear(8, 1)), torch.randn(4, 8)
+        own = list(net.parameters())
+        with context:
+            first = net(x).sum()
+            change(net)
+            second = net(2 * x).sum()
+        (first + second).backward()
+        change(net)  # the program's own is there
+        return [p.grad for p in own if p.grad is not None]
+
+    plain = trained(nullcontext())
+    assert plain
+    assert all(map(torch.equal, trained(recomputing("0")), plain))
+
+
 def test_training_flags_switched_before_backward() -> None:
     def run(context: AbstractContextManager[Any]) -> Outcome:
         torch.manual_seed(0)

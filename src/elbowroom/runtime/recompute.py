@@ -100,8 +100,10 @@ class State:
         self._training = [child.training for child in self._modules]
         parameters: list[Any] = [p for child in self._modules if (p := child._parameters)]
         buffers: list[Any] = [b for child in self._modules if (b := child._buffers)]
+        children: list[Any] = [m for child in self._modules if (m := child._modules)]
         # Those of TorchScript are no dictionaries, and cannot get other tensors.
-        self._tables = [table for table in parameters + buffers if isinstance(table, dict)]
+        tables = parameters + buffers + children
+        self._tables = [table for table in tables if isinstance(table, dict)]
         self._read: list[dict[str, Any]] = [*map(_COPY, self._tables)]
         self._parameters = [
             p for p in chain.from_iterable(map(_VALUES, parameters)) if p is not None
@@ -136,7 +138,6 @@ class State:
     def ended(self, large: list[tuple[str, Tensor, int]]) -> None:
         """Notes what the first run has changed. Raises PlanError if it was a large buffer."""
         self._generators.forget_unchanged()
-        self._attributes.forget_unchanged()
         for name, buffer, version in large:
             if version_of(buffer) != version:
                 raise PlanError(
@@ -163,7 +164,7 @@ class State:
             for (held, name), copy in zip(self._buffers, lent, strict=True):
                 held[name] = copy
             with undisturbed():
-                if self._generators.any or self._attributes.any:
+                if self._generators.any or self._attributes.differ:
                     with self._generators.replayed(), self._attributes.replayed():
                         yield
                 else:
@@ -185,7 +186,7 @@ class State:
                 tensors[name] = x
 
     def _others(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """Returns parameters and buffers that are others now: where, what it was, what it is."""
+        """Returns parameters, buffers and children that are others now: where, it was, it is."""
         if are_same(self._read, self._tables):
             return []
         return [

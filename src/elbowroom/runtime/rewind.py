@@ -204,24 +204,20 @@ class Attributes:
         hooks = map(_hooks_of, held) if _has_hooks(held) else repeat({})
         self._values = [*map(_Held, held, map(dict.copy, held), hooks)]
 
-    def forget_unchanged(self) -> None:
-        """Drops the attributes of modules where none has changed."""
-        held, values, hooks = zip(*self._values, strict=True)
-        if any(hooks) or _has_hooks(held) or not are_same(held, values):
-            self._values = [one for one in self._values if one.has_changed]
-        else:
-            self._values = []
-
     @property
-    def any(self) -> bool:
-        """True if there are attributes to be set."""
-        return bool(self._values)
+    def differ(self) -> bool:
+        """True if one is another object now: the forward has set it, or the program since."""
+        held, values, hooks = zip(*self._values, strict=True)
+        if any(hooks) or _has_hooks(held):
+            return any(one.has_changed for one in self._values)
+        return not are_same(held, values)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the attributes as they were recorded, and on exit back to what they are now."""
-        now = [_read(one.held) for one in self._values]
-        for one in self._values:
+        changed = [one for one in self._values if one.has_changed]
+        now = [_read(one.held) for one in changed]
+        for one in changed:
             one.restore()
         try:
             yield
