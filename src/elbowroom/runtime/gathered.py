@@ -197,14 +197,14 @@ def end_waiting() -> None:
     What they are gathered from, a weight for example, may change before they are read. What has
     changed already stays as it is, and raises if it is read.
     """
-    if not _handed.alive:
-        return
     alive, _handed.alive = _handed.alive, []
-    with torch._C.DisableTorchFunction():  # no op of the model
-        for rows in [ref() for ref in alive]:
-            if rows is not None and rows.waits:
-                with suppress(RestoreError):
-                    rows.whole(_run)
+    for ref in alive:
+        if (rows := ref()) is not None and rows.waits:
+            with (
+                suppress(RestoreError),
+                torch._C.DisableTorchFunction(),
+            ):  # it is no op of the model
+                rows.whole(_run)
 
 
 def _waiting(rows: Gathered) -> Gathered:
