@@ -187,19 +187,6 @@ def test_rows_that_a_model_gives_are_read_after_its_context():
     assert torch.equal(ours, x.grad)
 
 
-def test_rows_that_nobody_has_read_are_those_of_their_forward():
-    table, index = nn.Parameter(torch.randn(NODES, 64)), torch.randint(NODES, (EDGES,))
-    for _ in range(3):
-        with er.saving():
-            rows, loss = table.index_select(0, index), table.square().sum()
-        loss.backward()
-        expected = table.detach()[index]
-        with torch.no_grad():
-            table.sub_(0.1 * table.grad)
-        assert torch.equal(rows.detach(), expected)
-        assert rows.requires_grad
-
-
 class Convolution(nn.Module):
     """Sums over neighbors, and a perceptron, as in a graph isomorphism network."""
 

@@ -14,13 +14,10 @@ Each op has its node, as in torch: the gradients of several readers are added up
 themselves (which makes them) before they are added to that of x. So code that does not call torch
 through Python is right, too; it reads a new copy of the rows each time. A `Gathered` holds x, and
 raises RestoreError if x, the index or the factor was changed in place before the rows are read.
-What nobody has read is made as forward ends.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, Self, TypeAlias, TypeGuard
 
 import torch
@@ -52,22 +49,9 @@ _QUESTIONS = frozenset(
 
 
 class _Handed(threading.local):
-    """Rows of the forward that this thread runs.
+    """The rows whose sources are the arguments of the function of ours that runs next."""
 
-    rows   those whose sources are the arguments of the function of ours that runs next, which takes
-           them from here
-    alive  all that may wait
-    """
-
-    def __init__(self) -> None:
-        self.rows: Gathered | None = None
-        self.alive: list[weakref.ref[Gathered]] = []
-
-    def taken(self) -> "Gathered":
-        """Returns the rows, to which nothing refers from here any more."""
-        rows, self.rows = self.rows, None
-        assert rows is not None
-        return rows
+    rows: "Gathered"
 
 
 _handed = _Handed()
@@ -191,27 +175,6 @@ def without_rows(
     return func, args, kwargs
 
 
-def end_waiting() -> None:
-    """Makes all rows that wait and are still referred to, as a forward ends.
-
-    What they are gathered from, a weight for example, may change before they are read. What has
-    changed already stays as it is, and raises if it is read.
-    """
-    alive, _handed.alive = _handed.alive, []
-    for ref in alive:
-        if (rows := ref()) is not None and rows.waits:
-            with (
-                suppress(RestoreError),
-                torch._C.DisableTorchFunction(),
-            ):  # it is no op of the model
-                rows.whole(_run)
-
-
-def _waiting(rows: Gathered) -> Gathered:
-    _handed.alive.append(weakref.ref(rows))
-    return rows
-
-
 def _run(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
@@ -226,37 +189,37 @@ def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
 def gather_later(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Computes torch.index_select of arguments that pass `may_wait`, when its rows are read."""
     rows: Gathered = _GatherRows.apply(input, index)  # type: ignore[no-untyped-call]
-    return _waiting(rows.made_of(input, index))
+    return rows.made_of(input, index)
 
 
 def scale_rows(x: Tensor, index: Tensor, factor: Tensor) -> Tensor:
     """Computes factor * x[index] of the handed rows, when they are read."""
-    rows: Gathered = _ScaleRows.apply(_handed.taken(), x, index, factor)  # type: ignore[no-untyped-call]
-    return _waiting(rows.made_of(x, index, factor))
+    rows: Gathered = _ScaleRows.apply(_handed.rows, x, index, factor)  # type: ignore[no-untyped-call]
+    return rows.made_of(x, index, factor)
 
 
 def sum_rows_(input: Tensor, x: Tensor, index: Tensor, factor: Tensor | None, at: Tensor) -> Tensor:
     """Adds the handed rows to the input at these places, in parts, and returns it."""
-    made: Tensor = _SumOfRows.apply(input, _handed.taken(), at)  # type: ignore[no-untyped-call]
+    made: Tensor = _SumOfRows.apply(input, _handed.rows, at)  # type: ignore[no-untyped-call]
     return made
 
 
 def sum_rows(input: Tensor, x: Tensor, index: Tensor, factor: Tensor | None, at: Tensor) -> Tensor:
     """Computes `sum_rows_` of a copy of the input."""
-    rows, input = _handed.taken(), input.clone()
+    rows, input = _handed.rows, input.clone()
     made: Tensor = _SumOfRows.apply(input, rows, at)  # type: ignore[no-untyped-call]
     return made
 
 
 def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Makes the handed rows as a whole; the arguments are those of torch.index_select."""
-    made: Tensor = _WholeRows.apply(_handed.taken())  # type: ignore[no-untyped-call]
+    made: Tensor = _WholeRows.apply(_handed.rows)  # type: ignore[no-untyped-call]
     return made
 
 
 def scaled_rows(x: Tensor, index: Tensor, factor: Tensor) -> Tensor:
     """Makes the handed rows as a whole, which are factor * x[index]."""
-    made: Tensor = _WholeRows.apply(_handed.taken())  # type: ignore[no-untyped-call]
+    made: Tensor = _WholeRows.apply(_handed.rows)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -50,7 +50,6 @@ from elbowroom.runtime.consumers import (
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import REPLACED, Direct, direct_of, is_overridden, may_run
 from elbowroom.runtime.direct.attention import as_node, attention_reading
-from elbowroom.runtime.gathered import end_waiting
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
 from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
@@ -194,8 +193,6 @@ class Saving:
     ) -> None:
         if self._open is None:
             return
-        if kind is None:
-            end_waiting()
         self._open.close()
         self._open = self._consumers = self._hook = None
         if not self.idle:

@@ -34,7 +34,7 @@ from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
-from elbowroom.runtime.gathered import Gathered, end_waiting, without_rows
+from elbowroom.runtime.gathered import Gathered, without_rows
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import NOT_COUNTED
@@ -216,8 +216,6 @@ class Replay(Observing):
     ) -> None:
         if self._open is None:
             return
-        if kind is None:
-            end_waiting()
         self._open.close()
         self._open = None
         if self.saving is not None:
