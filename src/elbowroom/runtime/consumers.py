@@ -33,7 +33,6 @@ from elbowroom.plan.site import (
     Reads,
     SiteName,
 )
-from elbowroom.runtime.gathered import Gathered, without_rows
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.repeats import Observing
@@ -61,7 +60,6 @@ _TORCH_MODULES = (
     "torch.nn.functional",
     "torch._tensor",
     "torch._C._nn",
-    "elbowroom.runtime.gathered",  # in place of one of torch's own
 )
 RESHAPES = (
     *(
@@ -257,8 +255,6 @@ class Consumers(Observing):
     ) -> Any:
         if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
-        if types and Gathered in types:
-            func, args, kwargs = without_rows(func, args, kwargs, self.__torch_function__)
         outer = self.call
         self.call = Call(func, args, kwargs or {}, _name(func))
         try:

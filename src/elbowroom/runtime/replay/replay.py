@@ -34,7 +34,6 @@ from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
-from elbowroom.runtime.gathered import Gathered, without_rows
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import NOT_COUNTED
@@ -257,9 +256,6 @@ class Replay(Observing):
                 self._at = at
             elif func in QUESTIONS:
                 return func(*args, **kwargs)
-            if types and Gathered in types:
-                func, args, kwargs = without_rows(func, args, kwargs, self.__torch_function__)
-                return self.__torch_function__(func, (), args, kwargs)
             other = self._other(func, args, kwargs)
             if other is not None:
                 self._at += 1
