@@ -39,10 +39,7 @@ class BudgetTooSmall(PlanError, ValueError):
 
     least_nbytes  the smallest budget that is possible, in bytes
     parts         what takes the memory at the peak, in bytes by name; empty if that is not known
-    held_nbytes   of a compiled region: what it then holds between forward and backward; else 0
     """
-
-    held_nbytes = 0
 
     def __init__(
         self, message: str, *, least_nbytes: int, parts: Mapping[str, int] | None = None

@@ -4,7 +4,6 @@ All but the last run without Inductor's code generation (`uncompiled.py`), so th
 seconds; plain torch.compile runs so, too.
 """
 
-import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -294,51 +293,6 @@ class Pieces(nn.Module):
         x = breaks(self.first(x))
         x = breaks(self.second(x))
         return self.third(x)
-
-
-class Part(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(16, width), nn.Linear(width, 16)
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.narrow(F.gelu(self.wide(x)).tanh()))
-
-
-class Apart(nn.Module):
-    """Blocks that Dynamo compiles each by itself, since it gives up what is around them."""
-
-    def __init__(self, *widths: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Part(width) for width in widths)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            torch._dynamo.graph_break()
-        return x
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [(Apart, (64, 16, 256)), (Apart, (32, 32)), (Pieces, (1, 1, 4)), (Pieces, (3, 1, 2))],
-)
-def test_what_a_fit_names_is_enough_for_all_regions(
-    kind: Callable[..., nn.Module], sizes: tuple[int, ...], uncompiled
-) -> None:
-    """They were refused one after the other, and again when the forward had run them all."""
-    torch.manual_seed(0)
-    net = kind(*sizes)
-    x = torch.randn(512, 16) if kind is Apart else batch(net)
-    before = copy.deepcopy(net.state_dict())
-    called = er.fit(torch.compile(net), budget=1000, exact=True)
-    with pytest.raises(BudgetTooSmall, match=r"what other regions may hold .* batch\.$") as refused:
-        called(x)
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    torch._dynamo.reset()
-    called = er.fit(torch.compile(kind(*sizes)), budget=refused.value.least_nbytes, exact=True)
-    called(x).square().mean().backward()
 
 
 @pytest.mark.parametrize("exact", [True, None])

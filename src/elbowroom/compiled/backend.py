@@ -176,17 +176,13 @@ class Regions:
             self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs, offloads=offloads
         )
 
-    def holds(self, saved_nbytes: int) -> None:
-        """Raises the share of the region that is compiled to what it holds at the least."""
-        if self._open is not None and saved_nbytes > self.shares[self._open]:
-            self.shares[self._open] = saved_nbytes  # it could not hold as little
-            bounds = self.bounds[self._open]
-            self.bounds[self._open] = replace(bounds, least_nbytes=saved_nbytes)
-
     def decided(self, decision: "Decision") -> None:
         """Records the decision for a region; the logger "elbowroom" writes it in one line."""
         self.decisions.append(decision)
-        self.holds(decision.saved_nbytes)
+        if self._open is not None and decision.saved_nbytes > self.shares[self._open]:
+            self.shares[self._open] = decision.saved_nbytes  # it could not hold as little
+            bounds = self.bounds[self._open]
+            self.bounds[self._open] = replace(bounds, least_nbytes=decision.saved_nbytes)
         if self.settings.room_nbytes is not None:
             _log.info(
                 "compiled region %d: estimated peak %s (plain torch.compile: %s), %s held, "
@@ -382,9 +378,7 @@ def in_whole(
 ) -> BudgetTooSmall:
     """Returns a region's error for the whole budget, which holds more than the region's room."""
     least = error.least_nbytes + sum(more.values())
-    whole = too_small(budget_nbytes, least, {**more, **error.parts}, noise)
-    whole.held_nbytes = error.held_nbytes
-    return whole
+    return too_small(budget_nbytes, least, {**more, **error.parts}, noise)
 
 
 def refusal(error: Exception) -> Callable[..., Any]:

@@ -54,23 +54,16 @@ class Decision:
 
 
 def too_small(
-    budget_nbytes: int,
-    least_nbytes: int,
-    parts: Mapping[str, int],
-    noise: float | None,
-    *,
-    is_all: bool = False,
+    budget_nbytes: int, least_nbytes: int, parts: Mapping[str, int], noise: float | None
 ) -> BudgetTooSmall:
     """Returns the error for a budget below what a compiled region needs.
 
     parts: what needs the memory, in bytes; with `OTHERS` where a step has several regions, of which
-    some may not have been compiled yet (is_all: they have). noise: the most that its codes may add;
-    None: no limit
+    some may not have been compiled yet. noise: the most that its codes may add; None: no limit
     """
     held = ", ".join(f"{name} {show_nbytes(size)}" for name, size in parts.items() if size)
     within = "" if noise is None else f" with noise={noise:g}"
-    open_ended = OTHERS in parts and not is_all
-    later = " Regions that are compiled later may need more." if open_ended else ""
+    later = " Regions that are compiled later may need more." if OTHERS in parts else ""
     more = "" if noise is None else "allow more noise, "
     return BudgetTooSmall(
         f"budget {show_nbytes(budget_nbytes)} is below the {show_nbytes(least_nbytes)} that this "

@@ -417,9 +417,7 @@ def _too_small(
         least += inputs_nbytes
         parts["parameters and inputs"] = inputs_nbytes
     noise = None if settings.exact else settings.noise
-    error = too_small(settings.room_nbytes, least, parts, noise)
-    error.held_nbytes = sum(joint.facts[storage].nbytes for storage in saved)
-    return error
+    return too_small(settings.room_nbytes, least, parts, noise)
 
 
 def check_torch() -> None:

@@ -27,7 +27,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +39,6 @@ from elbowroom.compiled import (
     in_whole,
     place_of,
 )
-from elbowroom.compiled.decision import OTHERS, too_small
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_loss import CompiledLoss
 from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
@@ -346,9 +344,6 @@ class CompiledFitting:
                 raise NothingCompiled
         except failures() as error:
             if not self._may_go_eager(error) or not undo.is_possible:
-                if isinstance(error, BudgetTooSmall) and undo.is_possible:
-                    twin = Twin(self, model, 1, stands=stands, explores=True)
-                    raise self._of_all(error, twin, kind.numel, (args, kwargs), undo) from None
                 raise
             undo.back()
             self._go_eager(model, error)
@@ -366,37 +361,6 @@ class CompiledFitting:
             self._kinds.clear()
         self._kinds.add((kind, stands))
         return True, out
-
-    def _of_all(
-        self, error: BudgetTooSmall, twin: Twin, numel: int, given: Any, undo: Undo
-    ) -> BudgetTooSmall:
-        """Returns a region's error with what all regions of the forward need.
-
-        The regions after the one that was refused are not compiled yet, and how many there are is
-        known only then: Dynamo finds them as the forward runs, which holds nothing for backward.
-        """
-        undo.back()
-        args, kwargs = given
-        with suppress(Exception):  # whatever the forward does with what is not recorded
-            twin.run(numel, args, kwargs)
-        undo.back()
-        runs = self.forwards * len(twin.ran)
-        if runs < 2 or not twin.leasts:
-            return error
-        largest, regions = max(twin.leasts, key=lambda one: one.least_nbytes), twin.regions
-        whole = largest.least_nbytes
-        if not regions.shares:  # else it has what the regions before it may hold
-            regions.runs = runs
-            held = [one.held_nbytes for one in twin.leasts]
-            spent = min(one.least_nbytes - one.held_nbytes for one in twin.leasts)
-            again = (runs - len(held)) * max(held)  # of regions that run several times
-            whole = max(regions.budget_for(whole), sum(held) + again + spent)
-        beside, budget = self.beside(), self.options.budget_nbytes
-        least = whole + sum(beside.values())
-        if least <= error.least_nbytes:
-            return error
-        parts = {OTHERS: whole - largest.least_nbytes, **beside, **largest.parts}
-        return too_small(budget, least, parts, regions.settings.limit, is_all=True)
 
     def _note_uncompiled(self, out: Any, model: nn.Module, given: Any) -> bool:
         """Counts what code between compiled regions, as at graph breaks, holds for backward.

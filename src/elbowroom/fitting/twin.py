@@ -84,8 +84,6 @@ class Twin:
     resident  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
     compiles  whether Dynamo has found anything to compile
-    leasts    with explores: the error of each region in a room of nothing, in order; it is refused,
-              and runs without being recorded, so that Dynamo comes to the next one
     """
 
     compiler_name = "elbowroom.fit"
@@ -98,10 +96,8 @@ class Twin:
         *,
         stands: bool,
         runs: int = 1,
-        explores: bool = False,
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
-        self._explores, self.leasts = explores, list[BudgetTooSmall]()
         self.resident = 0
         self.regions = Regions(settings_of(fitting.options), runs=runs)
         self.regions.reserved_nbytes = fitting.reserved_nbytes
@@ -130,13 +126,6 @@ class Twin:
         room = self._fitting.room_nbytes()
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
-        if self._explores:
-            try:
-                return self._compiled(gm, example_inputs, 0)
-            except BudgetTooSmall as error:
-                self.leasts.append(error)
-                self.regions.holds(error.held_nbytes)
-                return _unrecorded(gm, self.ran)
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
         compiled, before = None, len(self.regions.decisions)
         if symbolic and self._spare > 1:
@@ -265,19 +254,3 @@ def _refusing_to_stop() -> AbstractContextManager[Any]:
     return (
         nullcontext() if config.suppress_errors else config.patch(fail_on_recompile_limit_hit=True)
     )
-
-
-def _unrecorded(gm: fx.GraphModule, ran: list[int]) -> Callable[..., Any]:
-    """A region that holds nothing for backward; what it gives asks for gradients as it would."""
-    (outputs,) = (node.args[0] for node in gm.graph.nodes if node.op == "output")
-    values = [getattr(one, "meta", {}).get("example_value") for one in outputs]
-    asks = [isinstance(value, Tensor) and value.requires_grad for value in values]
-
-    def run(*args: Any) -> Any:
-        ran.append(0)
-        with torch.no_grad():
-            made = gm(*args)
-        pairs = zip(made, asks, strict=True)
-        return [x.detach().requires_grad_() if asked else x for x, asked in pairs]
-
-    return run
