@@ -108,6 +108,34 @@ def test_outputs_are_found_in_containers_and_in_fields_of_objects_while_they_liv
     assert outputs.nbytes(lambda: [other]) == 0
 
 
+class Lazy(dict[str, Tensor]):
+    """Computes what it has; so may a dataclass of outputs, which is to be asked by nobody else."""
+
+    def values(self) -> None:  # type: ignore[override]
+        raise RuntimeError
+
+    __iter__ = values  # type: ignore[assignment]
+
+
+class Closed:
+    @property
+    def __dict__(self) -> None:  # type: ignore[override]
+        raise RuntimeError
+
+
+def test_no_code_of_the_programs_runs_to_find_outputs() -> None:
+    outputs, x = PreviousOutputs(), torch.zeros(1 << 16)
+    outputs.note((Lazy(x=x), Closed()))
+    assert outputs.alive() == [x]
+
+
+def test_many_outputs_of_many_steps_are_forgotten() -> None:
+    outputs = PreviousOutputs()
+    for _ in range(20):
+        outputs.note([torch.zeros(()) for _ in range(300)])
+    assert len(outputs._noted) <= 1300
+
+
 def test_objects_that_refer_to_themselves_and_modules_end_the_search() -> None:
     outputs, cycle = PreviousOutputs(), SimpleNamespace(x=torch.zeros(1 << 16))
     cycle.me, cycle.model, cycle.kind = [cycle], nn.Linear(512, 512), nn.Linear

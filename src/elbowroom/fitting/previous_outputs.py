@@ -10,7 +10,8 @@ saves, and go as it ends. No allocation of the new step tells of them.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,12 +35,15 @@ class PreviousOutputs:
 
     def note(self, out: Any) -> None:
         """Notes what a forward has given. This is called in settled steps, too."""
-        self._noted += [weakref.ref(x) for x in _in_containers(out) if not isinstance(x, _OTHERS)]
+        if len(self._noted) > _MOST:
+            self._noted = [known for known in self._noted if known() is not None][-_MOST:]
+        found = (x for x in _in_containers(out) if not isinstance(x, _OTHERS))
+        self._noted += map(weakref.ref, islice(found, _MOST))
 
     def alive(self) -> list[Tensor]:
         """Returns the tensors that are held still, and forgets the others."""
         held = [x for known in self._noted if (x := known()) is not None]
-        self._noted = [weakref.ref(x) for x in held]
+        self._noted = [weakref.ref(x) for x in {id(x): x for x in held}.values()]
         with torch._C.DisableTorchFunctionSubclass():
             return [x for x in _tensors_in(held) if _is_large(x)]
 
@@ -56,17 +60,17 @@ class PreviousOutputs:
 
 
 def _in_containers(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
-    """Yields tensors in nested containers, and objects, but those of no weak reference: theirs."""
+    """Yields tensors in nested containers, and objects to which there may be a weak reference."""
     if isinstance(value, Tensor):
         yield value
-    elif depth > 0 and isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
+    elif (inside := _contents(value)) is not None:
+        for one in inside if depth else ():
             yield from _in_containers(one, depth - 1)
-    elif type(getattr(value, "__dict__", None)) is dict:
+    elif (fields := _fields(value)) is not None:
         if type(value).__weakrefoffset__:
             yield value
         else:
-            yield from _in_containers(vars(value), depth - 1)
+            yield from _in_containers(fields, depth - 1)
 
 
 def _tensors_in(values: list[Any]) -> Iterator[Tensor]:
@@ -79,12 +83,31 @@ def _tensors_in(values: list[Any]) -> Iterator[Tensor]:
         seen[id(x)] = x
         if isinstance(x, Tensor):
             yield x
-        elif isinstance(x, list | tuple):
-            todo.extend(x)
-        elif isinstance(x, dict):
-            todo.extend(x.values())
-        elif not isinstance(x, _OTHERS) and type(getattr(x, "__dict__", None)) is dict:
-            todo.extend(vars(x).values())
+        elif (inside := _contents(x)) is not None:
+            todo.extend(inside)
+        elif not isinstance(x, _OTHERS) and (fields := _fields(x)) is not None:
+            todo.extend(dict.values(fields))
+
+
+def _contents(value: Any) -> Iterable[Any] | None:
+    """The contents of a container; None: it is none. No method of a class of the user's is called.
+
+    A subclass may compute what its methods give.
+    """
+    if isinstance(value, dict):
+        return dict.values(value)
+    if isinstance(value, list):
+        return list.copy(value)
+    return tuple.__getitem__(value, slice(None)) if isinstance(value, tuple) else None
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The `vars` of an object, unless its class computes them."""
+    is_computed = any(
+        isinstance(vars(one).get("__dict__"), property) for one in type(value).__mro__
+    )
+    fields = None if is_computed else getattr(value, "__dict__", None)
+    return fields if type(fields) is dict else None
 
 
 def _is_large(x: Tensor) -> bool:

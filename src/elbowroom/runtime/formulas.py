@@ -87,14 +87,14 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WeightNormInterfaceBackward0": {"v": STATISTIC, "g": STATISTIC, "result1": STATISTIC},
     # Products, element by element: linear, but nothing averages the error.
     # of its inputs, grad / tensor2, -grad tensor1 / tensor2^2:
-    "AddcdivBackward0": {"tensor1": PRODUCT, "tensor2": RELATIVE},
+    "AddcdivBackward0": {"tensor1": RELATIVE, "tensor2": RELATIVE},  # tensor1 / tensor2^2
     "AddcmulBackward0": {"tensor1": PRODUCT, "tensor2": PRODUCT},  # grad tensor2, grad tensor1
     # of its inputs, grad (self - target) / (self (1 - self)):
     "BinaryCrossEntropyBackward0": {"self": SINGULAR, "target": PRODUCT, "weight": STATISTIC},
     "ExpBackward0": {"result": PRODUCT},  # grad result
     "Exp2Backward0": {"result": PRODUCT},  # grad result log 2
     "Expm1Backward0": {"result": PRODUCT},  # grad (result + 1)
-    "HypotBackward0": {"self": PRODUCT, "other": PRODUCT, "result": RELATIVE},  # grad self / result
+    "HypotBackward0": dict.fromkeys(("self", "other", "result"), RELATIVE),  # grad self / result
     # of its inputs, grad (1 - weight), grad weight, grad (end - self):
     "LerpBackward1": {"self": PRODUCT, "end": PRODUCT, "weight": PRODUCT},
     "LdexpBackward0": {"other": CURVED, "result": PRODUCT},  # grad 2^other
