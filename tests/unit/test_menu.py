@@ -132,6 +132,16 @@ class Aliasing(Signs):
 
 
 @dataclass(frozen=True)
+class Window(Signs):
+    """Holds views of memory that is larger."""
+
+    id: ClassVar[str] = "window"
+
+    def _encode(self, flat: Tensor, seed: int, facts: Facts) -> Buffers:
+        return tuple(torch.cat([x, x])[: len(x)] for x in super()._encode(flat, seed, facts))
+
+
+@dataclass(frozen=True)
 class Halves(Signs):
     """Takes no float32."""
 
@@ -428,6 +438,7 @@ def test_a_registered_codec_keeps_to_the_floors() -> None:
         (Broken, "it fails: RuntimeError: no"),
         (Changing, "it changes the tensor that it encodes"),
         (Aliasing, "its code lies in the memory of the tensor"),
+        (Window, "it says 131072 bytes of float32 of shape (4, 16, 64, 64), and its code keeps"),
     ],
 )
 def test_a_liar_is_named_once_and_takes_no_part(

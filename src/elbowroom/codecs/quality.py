@@ -23,6 +23,7 @@ from elbowroom.codecs.names import setting_name
 
 DESTROYED = "its decode changes the code, which backward may read again"
 MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
+_ALIGNMENT = 256  # bytes that a buffer may have beyond what it holds
 _ODD = (3, 1667)  # no multiple of any group
 _AT_ONE = 1.85  # the error of a dither of two levels; of n levels it is this / (n - 1)^2
 _OF_ZEROS = 0.57  # the same for outputs of a ReLU: zeros are exact, and ranges half as wide
@@ -114,6 +115,9 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
             if held > said or (held != said and not at_most and not code.raw):
                 what = f"{dtype} of shape {shape}".removeprefix("torch.")
                 yield f"it says {said} bytes of {what}, and holds {held}"
+            if kept_nbytes(code) > held + _ALIGNMENT:
+                what = f"{dtype} of shape {shape}".removeprefix("torch.")
+                yield f"it says {said} bytes of {what}, and its code keeps {kept_nbytes(code)}"
             before, y = states_of(code), code.decode()
             if states_of(code) != before:  # a second look at freed memory would end the process
                 yield DESTROYED
@@ -126,6 +130,12 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
                 yield f"it promises a squared error of {codec.stated_error:g}, and has {error:.2g}"
             if not torch.equal(code.decode(), y):
                 yield "it gives back another tensor each time"
+
+
+def kept_nbytes(encoded: Encoded) -> int:
+    """Returns the bytes of memory that a code's buffers keep: they may be views of larger ones."""
+    storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in encoded.buffers}
+    return sum(storages.values())
 
 
 def states_of(encoded: Encoded) -> list[tuple[int, int]]:
