@@ -107,7 +107,7 @@ COMPILED = {
 @pytest.mark.filterwarnings("ignore:Sequential is compiled, and runs eagerly")
 @pytest.mark.filterwarnings("ignore:A compiled function is called, and runs eagerly")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("how", COMPILED)
 def test_a_compiled_child_of_a_module_that_runs_again(how):
     """Forward has run it eagerly, so the second run does, too."""
