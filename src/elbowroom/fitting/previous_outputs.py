@@ -64,7 +64,7 @@ def _in_containers(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield value
     elif (inside := _contents(value)) is not None:
-        for one in inside if depth else ():
+        for one in islice(inside, _MOST if depth else 0):  # a list may hold a million numbers
             yield from _in_containers(one, depth - 1)
     elif (fields := _fields(value)) is not None:
         if type(value).__weakrefoffset__:

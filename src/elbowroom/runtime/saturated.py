@@ -355,7 +355,7 @@ def _is_singular_power(call: Call) -> bool:
 
 
 class ToldLate(set[tuple[str, str]]):
-    """What was said of one step: each module and reason once, however many codes it has."""
+    """A set of what was said in one step: it says each module and reason once, for all codes."""
 
     def tell(self, consumer: str, module: str, why: str) -> None:
         """Warns that a code was made before its readers were known, and its tensor is freed."""
