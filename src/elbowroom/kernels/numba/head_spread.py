@@ -72,7 +72,7 @@ def _of_head(lengths, ranges):
 
 @jit
 def _part(x, D, step, lengths, ranges):
-    """Of rows [n] of x, which begin `step` elements apart."""
+    """Finds the length and range of each row of x; rows begin `step` elements apart."""
     for t in range(lengths.shape[0]):
         row = x[t * step : t * step + D]
         lengths[t], ranges[t] = _length(row), _range(row.view(np.int32))
