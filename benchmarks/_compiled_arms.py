@@ -22,7 +22,7 @@ from torch._functorch import config as functorch_config
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.decision import Decision
 from elbowroom.compiled.ops import draws
-from elbowroom.compiled.partition import told
+from elbowroom.compiled.partition import listening
 from elbowroom.demo.tasks import Task
 from elbowroom.errors import BudgetTooSmall
 
@@ -96,7 +96,7 @@ def _decided(task: Task) -> Decision:
         found.append(decision)
         raise _Known
 
-    with told(tell_and_stop), suppress(Exception):
+    with listening(tell_and_stop), suppress(Exception):
         _begin(task, {"budget": 2**40})
     return found[0]
 

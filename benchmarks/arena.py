@@ -98,19 +98,19 @@ def _steps(name: str, bench: Bench, way: Way, pairs: int) -> dict[str, Any]:
 def _side(bench: Bench, way: Way) -> Side:
     with _Watched() as watched:
         found = memory(bench, way)
-    return Side(found.peak_nbytes, watched.most_nbytes)
+    return Side(found.peak_nbytes, watched.max_nbytes)
 
 
 class _Watched:
     """Notes the most bytes that the arena held while it was watched."""
 
     def __enter__(self) -> "_Watched":
-        self.most_nbytes = 0
+        self.max_nbytes = 0
         take = ARENA.take
 
         def noting(*args: Any) -> Tensor:
             x = take(*args)
-            self.most_nbytes = max(self.most_nbytes, ARENA.nbytes)
+            self.max_nbytes = max(self.max_nbytes, ARENA.nbytes)
             return x
 
         ARENA.take = noting  # type: ignore[method-assign, assignment]
@@ -202,7 +202,7 @@ class _Chain:
         held_nbytes = ARENA.nbytes
         with _Watched() as watched:
             curve = memory_curve(self.run)
-        return Side(curve.peak_nbytes + held_nbytes, watched.most_nbytes)
+        return Side(curve.peak_nbytes + held_nbytes, watched.max_nbytes)
 
 
 def _result(rows: list[dict[str, Any]], pairs: int, known: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.compiled import elbowroom
-from elbowroom.compiled.partition import Decision, told
+from elbowroom.compiled.partition import Decision, listening
 from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure import paired
@@ -250,7 +250,7 @@ def _rows(
         return _compiled(title, net, batch, backend, passed, **given)
 
     decided: list[Decision] = []
-    with told(decided.append):
+    with listening(decided.append):
         plain = compiled("plain", elbowroom, options={"budget": 2**40})
     peak = max(decided, key=lambda one: one.plain_nbytes).plain_nbytes
     inputs = max(one.inputs_nbytes for one in decided)
@@ -317,7 +317,7 @@ def _compiled(
     with fresh_cache():
         torch.compile(lambda x: x.sin(), backend=_inductor())(torch.ones(64))  # headers
         begun = clock()
-        with told(found.append):
+        with listening(found.append):
             arm.step()
         passed = clock() - begun
     return arm, passed, found[0] if found else None

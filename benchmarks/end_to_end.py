@@ -94,7 +94,7 @@ PROMISED = {  # bytes a parameter
     "residual, coat, released": 5.1,
     "sr, coat, released": 5.1,
 }
-LEAST_SEEDS = 3
+MIN_SEEDS = 3
 
 Found = dict[str, dict[str, Any]]  # arm -> its numbers
 Runs = dict[str, dict[str, Any]]  # "residual, coat/0": arm, seed -> what came out
@@ -279,12 +279,12 @@ def goals(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         )
     fewer = target(
         f"{name}: the whole >= 2x less than both bf16 trainings at either load, at equal loss "
-        f"(bounds within seed noise, >= {LEAST_SEEDS} seeds)",
+        f"(bounds within seed noise, >= {MIN_SEEDS} seeds)",
         f"one line {_less(row['line_less'])}, batch {_less(row['peak_less'])}; {losses}",
         len(less) == 4
         and min(less) >= 2
         and row.get("within") == "yes"
-        and row["n"] >= LEAST_SEEDS
+        and row["n"] >= MIN_SEEDS
         and row["same_bits"] is not False,
     )
     return [small, fewer]

@@ -245,11 +245,11 @@ def _fitting(
         fitting = next(one for model, one in attached() if model is trainer.model)
         assert isinstance(fitting, Fitting)
         steps = 0
-        while steps < _SETTLES and not fitting.planning.settled:
+        while steps < _SETTLES and not fitting.planner.settled:
             trainer.step()
             steps += 1
-        plan = fitting.planning.plan
-        tell(f"after {steps} steps: {fitting.planning.setting}")
+        plan = fitting.planner.plan
+        tell(f"after {steps} steps: {fitting.planner.setting}")
         assert plan is not None
         yield plan
     finally:

@@ -68,12 +68,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
 }
 ALIKE = 1.02  # times: peaks and seconds that count as equal
-_LEAST = 1.01  # times the least: at the very least only few plans are left, and none is fast
+_MIN = 1.01  # times the least: at the very least only few plans are left, and none is fast
 _ROUNDS = 2
 _SETTLES = 24  # steps of er.fit, at most, until it is measured
 _BATCHES = 6  # of which the variance over mini-batches is taken
 GOALS = {"resnet50": 5.0, "llama": 6.0}  # times below plain's peak
-MOST_TIME = 1.3  # of plain's, at these goals
+MAX_TIME = 1.3  # of plain's, at these goals
 HEAD = ("model", "budget", "policy", "peak, MiB", "below plain", "time", "noise", "gErr2")
 
 
@@ -220,7 +220,7 @@ def fitted(name: str, bench: Bench, share: float, plain: int, pairs: int) -> dic
     fitting, steps = opener_of(model), 0
     assert isinstance(fitting, Fitting)
     try:
-        while steps < _SETTLES and not fitting.planning.settled:
+        while steps < _SETTLES and not fitting.planner.settled:
             step()
             steps += 1
         step()  # its script is there now
@@ -241,7 +241,7 @@ def fitted(name: str, bench: Bench, share: float, plain: int, pairs: int) -> dic
         ratios.append(taken[True] / taken[False])
     gc.collect()
     peak = fitting.model_state.nbytes + memory_curve(step).peak_nbytes
-    plan, first = fitting.planning.plan, fitting.highest_nbytes or 0
+    plan, first = fitting.planner.plan, fitting.highest_nbytes or 0
     er.release(model)
     if plan is None:
         tell(f"{FIT} at {share}: no plan, but the setting {fitting.setting}")
@@ -318,9 +318,9 @@ def planned(
         except BudgetTooSmall as error:
             if is_least:
                 return None
-            is_least, budget = True, int(_LEAST * error.least_nbytes) + max(over, 0)
+            is_least, budget = True, int(_MIN * error.least_nbytes) + max(over, 0)
             try:
-                plan = er.plan(profile, budget=int(_LEAST * error.least_nbytes), **options)
+                plan = er.plan(profile, budget=int(_MIN * error.least_nbytes), **options)
             except BudgetTooSmall:
                 return None
         except PlanError as error:
@@ -466,12 +466,12 @@ def goal(rows: list[dict[str, Any]], model: str, times: float) -> dict[str, Any]
 
     small = [row for row in mine if peak(row) * times <= row["plain_nbytes"]]
     fastest = min(small, default=None, key=lambda row: row["ratio"])
-    least = min((row for row in mine if row["ratio"] <= MOST_TIME), default=None, key=peak)
+    least = min((row for row in mine if row["ratio"] <= MAX_TIME), default=None, key=peak)
     return target(
-        f"{model}: {times:g} times below plain's peak at noise <= {NOISE}, time <= {MOST_TIME}",
+        f"{model}: {times:g} times below plain's peak at noise <= {NOISE}, time <= {MAX_TIME}",
         f"fastest of {times:g} times or more: {told(fastest)}; least peak within the time: "
         f"{told(least)}",
-        fastest is not None and fastest["ratio"] <= MOST_TIME,
+        fastest is not None and fastest["ratio"] <= MAX_TIME,
     )
 
 

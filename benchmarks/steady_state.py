@@ -68,7 +68,7 @@ from elbowroom.plan.plan import Plan
 NAME = "steady-state"
 IDLE_BUDGET = "1 GiB"
 SHARES = tuple(share / 20 for share in range(19, 5, -1))  # of the plain peak: 0.95 to 0.3
-MOST_WARM_UP, LEAST_WARM_UP = 40, 8
+MAX_WARM_UP, MIN_WARM_UP = 40, 8
 NEW_CONTEXT = Callable[[], AbstractContextManager[Any]]
 
 
@@ -403,14 +403,14 @@ def _warm(mode: Mode, step: Step) -> None:
     step()
     if not mode.settles:
         return
-    for _ in range(LEAST_WARM_UP - 1):
+    for _ in range(MIN_WARM_UP - 1):
         step()
     last: list[int] = []
-    for _ in range(MOST_WARM_UP - LEAST_WARM_UP):
+    for _ in range(MAX_WARM_UP - MIN_WARM_UP):
         last = [*last[-2:], step.functions()]
         if len(last) == 3 and _alike(*last):
             return
-    mode.notes.append(f"did not settle in {MOST_WARM_UP} steps")
+    mode.notes.append(f"did not settle in {MAX_WARM_UP} steps")
 
 
 def _alike(*numbers: int) -> bool:

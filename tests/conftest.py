@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 from elbowroom.measure.allocations import Allocations, is_busy
 from elbowroom.measure.background import Background
 from sampling import Case, Some, sample
-from turns import LEAST_S, TURNS, by_file, costs, cpu_s, renewed, todays, turn_of_each, write
+from turns import MIN_S, TURNS, by_file, costs, cpu_s, renewed, todays, turn_of_each, write
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -218,7 +218,7 @@ def pytest_terminal_summary(
     if waiting:
         turn = config.stash[_turn]
         terminalreporter.write_line(
-            f"{dear - waiting} of {dear} tests of {LEAST_S} s or more: turn {turn} of {TURNS}, "
+            f"{dear - waiting} of {dear} tests of {MIN_S} s or more: turn {turn} of {TURNS}, "
             f"which the date gives, or ./scripts/test --turn {turn}"
         )
     if left_out:

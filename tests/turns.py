@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 TURNS = 6
-LEAST_S = 0.5
+MIN_S = 0.5
 COSTS = Path(__file__).with_name("costs.json")
 _DAY_S = 24 * 3600
 
@@ -85,7 +85,7 @@ def renewed(
 ) -> dict[str, float]:
     """The list after a run in which these tests took so many CPU seconds.
 
-    A test that did not run keeps its entry. A test leaves the list below half of `LEAST_S`, so that
+    A test that did not run keeps its entry. A test leaves the list below half of `MIN_S`, so that
     one that takes about as long does not come and go.
 
     whole: all tests of the files ran, so that an entry of another name in them is of no test
@@ -98,7 +98,7 @@ def renewed(
     found = {name: cost_s for name, cost_s in costs.items() if _file(name) not in ran}
     for name, cost_s in taken.items():
         found.pop(name, None)
-        if cost_s >= (LEAST_S / 2 if name in costs else LEAST_S):
+        if cost_s >= (MIN_S / 2 if name in costs else MIN_S):
             found[name] = round(cost_s, 1)
     return found
 

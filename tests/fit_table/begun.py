@@ -19,6 +19,7 @@ from elbowroom.fitting.commands import (
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
     CodesWithdrawn,
+    CoResidentBytes,
     Fallbacks,
     ForwardEnded,
     ForwardProfiled,
@@ -33,7 +34,6 @@ from elbowroom.fitting.observations import (
     OutputsHeld,
     Rehearsed,
     RehearsedInVain,
-    StandsBeside,
     StepBegan,
     UnexpectedStep,
 )
@@ -121,7 +121,7 @@ ROWS = {
     "fewer gradients stand than in a step that was measured": Row(
         replace(VERIFYING, gradient_nbytes=150),
         StepBegan(STOCK, ONE),
-        {"with_less": 1},
+        {"skipped_steps": 1},
     ),
     "fewer gradients stand, and nothing is to be learned": Row(
         replace(SETTLED, gradient_nbytes=150), StepBegan(STOCK, ONE), {}
@@ -142,7 +142,7 @@ ROWS = {
             "preset": 1,
             "attempts": Attempts().knowing(Profile()),
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "a larger call than a preset was settled for": Row(
         replace(WRITING, phase=P.SETTLED),
@@ -200,26 +200,26 @@ ROWS = {
         replace(FRESH, unexpected_steps=1),
         (FORGET,),
     ),
-    "little more beside the model": Row(SETTLED, StandsBeside(10), {}),
+    "little more beside the model": Row(SETTLED, CoResidentBytes(10), {}),
     "little more than before beside the model": Row(
-        replace(SETTLED, beside_nbytes=20), StandsBeside(30), {}
+        replace(SETTLED, co_resident_nbytes=20), CoResidentBytes(30), {}
     ),
-    "much beside a step that is not known": Row(WRITING, StandsBeside(11), {}),
+    "much beside a step that is not known": Row(WRITING, CoResidentBytes(11), {}),
     "another model runs in the step": Row(
         SETTLED, ModelJoined(MemoryState(150)), {"memory": MemoryState(150)}, ()
     ),
     "much more beside the model": Row(
         SETTLED,
-        StandsBeside(11),
+        CoResidentBytes(11),
         {
             "phase": P.VERIFYING,
             "has_fit": False,
-            "beside_nbytes": 11,
-            "most_beside_nbytes": 11,
+            "co_resident_nbytes": 11,
+            "max_co_resident_nbytes": 11,
             "profile": Profile(111, 1211),
             "attempts": Attempts().knowing(Profile(111, 1211)),
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "little of outputs of the forward before": Row(SETTLED, OutputsHeld(10), {}),
     "no more outputs than before": Row(replace(SETTLED, outputs_nbytes=200), OutputsHeld(200), {}),
@@ -236,7 +236,7 @@ ROWS = {
             "profile": Profile(100, 1301),
             "attempts": Attempts().knowing(Profile(100, 1301)),
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "outputs that may be too much for a plan by an estimate": Row(
         replace(GUESSED, tries=1, attempts=TRIED),
@@ -247,7 +247,7 @@ ROWS = {
             "profile": Profile(100, 1301),
             "attempts": Attempts().knowing(Profile(100, 1301)),
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "outputs that may be too much for a given plan": Row(
         replace(GIVENS, phase=P.SETTLED, tries=2),
@@ -267,7 +267,7 @@ ROWS = {
         SETTLED,
         OptionsChanged(FitOptions(900)),
         {"phase": P.VERIFYING, "options": FitOptions(900), "has_fit": False},
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "another budget for what could not be planned": Row(
         replace(SETTLED, infeasible=True),
@@ -284,7 +284,7 @@ ROWS = {
             "has_fit": False,
             "was_watched": False,  # so it is examined again
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "another budget in the last resort": Row(
         LAST,
@@ -294,7 +294,7 @@ ROWS = {
             "options": FitOptions(900),
             "attempts": Attempts().knowing(Profile()),
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),
     "after a step that diverged from a plan that is watched": Row(
@@ -394,7 +394,7 @@ ROWS = {
             "profile": Profile(peak=1300),
             "attempts": Attempts().knowing(Profile(peak=1300)),
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     "codes are withdrawn from a plan that was settled on": Row(
         replace(SETTLED, rounds=2, attempts=TRIED),
@@ -416,9 +416,9 @@ ROWS = {
     ),
     # A rehearsal.
     "a forward is rehearsed": Row(
-        replace(FRESH, memory=MemoryState(100, beside_nbytes=7)),
+        replace(FRESH, memory=MemoryState(100, co_resident_nbytes=7)),
         ForwardProfiled(HEARD),
-        {"profiled": ONE, "beside_nbytes": 7, "is_recurrent": True, "small_nbytes": 60},
+        {"profiled": ONE, "co_resident_nbytes": 7, "is_recurrent": True, "small_nbytes": 60},
         (PlanByForward(HEARD),),
     ),
     "a plan by a rehearsal": Row(
@@ -426,7 +426,7 @@ ROWS = {
         Rehearsed(PLAN, STOCK, ESTIMATES),
         {
             "phase": P.VERIFYING,
-            "rehearsed": True,
+            "from_rehearsal": True,
             "was_rehearsed": True,
             "infeasible": False,
             "plan": PLAN.plan,
@@ -442,7 +442,7 @@ ROWS = {
         Rehearsed(PLAN, STOCK, ESTIMATES),
         {
             "phase": P.VERIFYING,
-            "rehearsed": True,
+            "from_rehearsal": True,
             "was_rehearsed": True,
             "plan": PLAN.plan,
             "chosen": PLAN,
@@ -458,7 +458,7 @@ ROWS = {
         Rehearsed(PLAN, STOCK, ESTIMATES),
         {
             "phase": P.VERIFYING,
-            "rehearsed": True,
+            "from_rehearsal": True,
             "was_rehearsed": True,
             "plan": PLAN.plan,
             "chosen": PLAN,

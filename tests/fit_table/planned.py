@@ -92,7 +92,7 @@ ELSEWHERE = replace(hasty(1.2), candidate=Candidate("fp32", Profile(peak=901)))
 ROWS = {
     # What planners answer.
     "a plan is made": Row(
-        replace(KNOWN, phase=P.VERIFYING, once_nbytes=20),
+        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=20),
         PlanMade(PLAN, MemoryState(90)),
         {
             "plan": PLAN.plan,
@@ -103,13 +103,13 @@ ROWS = {
         (BEGIN,),
     ),
     "a plan is made that is known to take the whole budget": Row(
-        replace(KNOWN, phase=P.VERIFYING, once_nbytes=100),
+        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=100),
         PlanMade(PLAN, STOCK),
         {"plan": PLAN.plan, "chosen": PLAN, "headroom": Headroom(600)},
         (BEGIN,),
     ),
     "a plan is made that is known to take too much": Row(
-        replace(KNOWN, phase=P.VERIFYING, again_nbytes=101),
+        replace(KNOWN, phase=P.VERIFYING, recompute_margin_nbytes=101),
         PlanMade(AGAIN, STOCK),
         {"plan": AGAIN.plan, "chosen": AGAIN, "headroom": Headroom(0)},
         (BEGIN,),
@@ -162,7 +162,7 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "once_nbytes": 101,
+            "plain_margin_nbytes": 101,
             "headroom": Headroom(601),
             "attempts": KNOWN.attempts.after(KEEPS, 1001),
         },
@@ -281,14 +281,14 @@ ROWS = {
     ),
     "the first of the smallest, where none was measured": Row(
         replace(KNOWN, phase=P.VERIFYING),
-        SmallestMade(Attempts(), Smallest(OTHER, rehearsed=False)),
+        SmallestMade(Attempts(), Smallest(OTHER, from_rehearsal=False)),
         {"phase": P.SMALLEST, "attempts": Attempts()},
         (say(Line.NEAR, plan=OTHER.plan), TakePlan(OTHER)),
     ),
     # It was said again after a smallest plan was profiled.
     "the smallest plans of a new profile": Row(
         replace(VERIFYING, attempts=LEFT),
-        SmallestMade(LEFT, Smallest(PLAN, rehearsed=False)),
+        SmallestMade(LEFT, Smallest(PLAN, from_rehearsal=False)),
         {"phase": P.SMALLEST},
         (TakePlan(PLAN),),
     ),
@@ -318,9 +318,9 @@ ROWS = {
     ),
     # It was an AssertionError: forwards that climb tell no peak of their plan.
     "no plan is left after forwards that held more than was planned for": Row(
-        replace(VERIFYING, rounds=1, attempts=Attempts(), once_nbytes=100),
+        replace(VERIFYING, rounds=1, attempts=Attempts(), plain_margin_nbytes=100),
         NoPlan(ERROR, Fallbacks()),
-        {"once_nbytes": 0},
+        {"plain_margin_nbytes": 0},
         (MakeSmallest(),),
     ),
     # It was an AssertionError: no plan was followed that a smaller one could take the place of.
@@ -331,7 +331,10 @@ ROWS = {
         (Raise(ERROR),),
     ),
     "no plan fits another budget": Row(
-        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, Fallbacks(), again=True), FRESH, (FORGET,)
+        replace(KNOWN, phase=P.VERIFYING),
+        NoPlan(ERROR, Fallbacks(), replans=True),
+        FRESH,
+        (FORGET,),
     ),
     "no plan fits once noise is known": Row(
         replace(SMALLEST),
@@ -352,26 +355,28 @@ ROWS = {
         (FORGET, BlameNoClasses()),
     ),
     "no plan is left of an estimate: it is written down": Row(
-        replace(GUESSED, attempts=TRIED, once_nbytes=70, headroom=Headroom(0)),
+        replace(GUESSED, attempts=TRIED, plain_margin_nbytes=70, headroom=Headroom(0)),
         NoPlan(ERROR, Fallbacks()),
-        {"once_nbytes": 0, "headroom": Headroom(500)},
+        {"plain_margin_nbytes": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "no plan is left by what one was wrong by": Row(
-        replace(VERIFYING, rounds=1, attempts=TRIED, once_nbytes=100, again_nbytes=20),
+        replace(
+            VERIFYING, rounds=1, attempts=TRIED, plain_margin_nbytes=100, recompute_margin_nbytes=20
+        ),
         NoPlan(ERROR, Fallbacks()),
-        {"once_nbytes": 0, "again_nbytes": 0},
+        {"plain_margin_nbytes": 0, "recompute_margin_nbytes": 0},
         (MakeSmallest(),),
     ),
     "the first of the smallest": Row(
         replace(VERIFYING, attempts=TRIED),
-        SmallestMade(LEFT, Smallest(OTHER, rehearsed=True)),
-        {"phase": P.SMALLEST, "rehearsed": True, "attempts": LEFT},
+        SmallestMade(LEFT, Smallest(OTHER, from_rehearsal=True)),
+        {"phase": P.SMALLEST, "from_rehearsal": True, "attempts": LEFT},
         (say(Line.SMALLEST, least_nbytes=1100), TakePlan(OTHER)),
     ),
     "another of the smallest": Row(
         SMALLEST,
-        SmallestMade(LEFT, Smallest(AGAIN, rehearsed=False)),
+        SmallestMade(LEFT, Smallest(AGAIN, from_rehearsal=False)),
         {"attempts": LEFT},
         (TakePlan(AGAIN),),
     ),
@@ -389,7 +394,7 @@ ROWS = {
     ),
     # What codes add.
     "a lossy plan fits": Row(
-        replace(following(LOSSY), once_nbytes=20),
+        replace(following(LOSSY), plain_margin_nbytes=20),
         step(900),
         {
             "tries": 1,
@@ -428,7 +433,7 @@ ROWS = {
         replace(WATCHING, rounds=2),
         NoiseMeasured("shares"),
         {"phase": P.VERIFYING, "rounds": 0, "profile": Profile(noise="shares")},
-        (MAKE, Then(NoiseUsed(told=True))),
+        (MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     "noise is measured of one of the smallest, and limited": Row(
         replace(WATCHING, options=LIMITED, resumes=P.SMALLEST),
@@ -438,7 +443,7 @@ ROWS = {
             "profile": Profile(noise="shares"),
             "attempts": Attempts().knowing(Profile(noise="shares")),
         },
-        (CheckPlan(), MAKE, Then(NoiseUsed(told=True))),
+        (CheckPlan(), MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     # It settled on a plan whose noise nobody knew, and that no limit had bounded.
     "there is no room to watch, and noise is limited": Row(
@@ -456,7 +461,7 @@ ROWS = {
             "attempts": Attempts().knowing(Profile(noise="shares")),
             "predicts_noise": True,
         },
-        (CheckPlan(), MAKE, Then(NoiseUsed(told=True))),
+        (CheckPlan(), MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     "another budget is given where noise is predicted: there may be room now": Row(
         replace(SETTLED, options=LIMITED, profile=Profile(noise=()), predicts_noise=True),
@@ -469,7 +474,7 @@ ROWS = {
             "attempts": Attempts().knowing(Profile()),
             "predicts_noise": False,
         },
-        (FORGET, MakePlan(again=True)),
+        (FORGET, MakePlan(replans=True)),
     ),
     # The last resort, and plans that were never measured, went by no limit.
     "a preset that fits adds more noise than is allowed": Row(
@@ -485,14 +490,14 @@ ROWS = {
     ),
     "noise was not told": Row(
         SETTLED,
-        NoiseUsed(told=False),
+        NoiseUsed(is_measured=False),
         {},
         (say(Line.UNKNOWN, why="the watched steps did not tell"),),
     ),
     "noise is used by a lossy plan": Row(
-        following(LOSSY), NoiseUsed(told=True), {}, (say(Line.NOISE, plan=LOSSY.plan),)
+        following(LOSSY), NoiseUsed(is_measured=True), {}, (say(Line.NOISE, plan=LOSSY.plan),)
     ),
-    "noise is used by an exact plan": Row(VERIFYING, NoiseUsed(told=True), {}),
+    "noise is used by an exact plan": Row(VERIFYING, NoiseUsed(is_measured=True), {}),
     # The last resort.
     "the last resort fits, and its forwards may hold what they have held": Row(
         LAST,

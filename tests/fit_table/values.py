@@ -104,7 +104,7 @@ UNBORN = FitState(OPTIONS, STOCK, Call(0, None), Call(0, None))  # before the fi
 FRESH = FitState(OPTIONS, STOCK, ONE, ONE)
 WRITING = replace(FRESH, phase=P.WRITING, headroom=Headroom(400))
 GIVENS = replace(FRESH, phase=P.GIVEN, plan=GIVEN, given=GIVEN, headroom=Headroom(500))
-CORRECTING = replace(GIVENS, phase=P.CORRECTING, given=None, rehearsed=True)
+CORRECTING = replace(GIVENS, phase=P.CORRECTING, given=None, from_rehearsal=True)
 KNOWN = replace(WRITING, profile=Profile(), profiled=ONE, attempts=Attempts().knowing(Profile()))
 IDLE = replace(KNOWN, phase=P.IDLE, preset=0)
 
@@ -117,7 +117,7 @@ def following(one, phase=P.VERIFYING, **more):
 
 
 VERIFYING = following(PLAN)
-GUESSED = following(PLAN, rehearsed=True, was_rehearsed=True, attempts=Attempts())
+GUESSED = following(PLAN, from_rehearsal=True, was_rehearsed=True, attempts=Attempts())
 WATCHING = following(LOSSY, P.WATCHING, was_watched=True, has_fit=True)
 SETTLED = following(PLAN, P.SETTLED, has_fit=True)
 MUCH = Taken(1100, PLAN)  # a plan that did not hold
@@ -128,7 +128,7 @@ LAST = replace(KNOWN, phase=P.LAST_RESORT, preset=5, attempts=TRIED, was_rehears
 
 def step(peak, **more):
     """Return a measured step that held 300 bytes, 350 at most."""
-    seen = {"after_nbytes": 300, "most_nbytes": 350, "before_nbytes": 800, "preset": 1}
+    seen = {"after_nbytes": 300, "max_nbytes": 350, "before_nbytes": 800, "preset": 1}
     return StepMeasured(STOCK, 100, peak, **(seen | more))
 
 
@@ -163,8 +163,8 @@ class Row(NamedTuple):
 
 
 HEARD = ForwardProfile(Profile(is_recurrent=True, small_nbytes=60))
-ESTIMATES = (KnownStep(Profile(), rehearsed=True),)
-LEFT = Attempts(taken=(MUCH,), smallest=(Smallest(OTHER, rehearsed=False),))
+ESTIMATES = (KnownStep(Profile(), from_rehearsal=True),)
+LEFT = Attempts(taken=(MUCH,), smallest=(Smallest(OTHER, from_rehearsal=False),))
 DROPPED = say(Line.GIVEN, plan=GIVEN)
 ABOVE = {"why": "took no less by what else was tried"}
 CLIMBED = {"why": "hold more than was planned for"}

@@ -84,7 +84,7 @@ ROWS = {
         (said(PLAN, 1000),),
     ),
     "a plan fits beside gradients": Row(
-        replace(VERIFYING, memory=GRADIENTS, with_less=3),
+        replace(VERIFYING, memory=GRADIENTS, skipped_steps=3),
         step(900),
         {
             "memory": STOCK,
@@ -94,12 +94,12 @@ ROWS = {
             "headroom": Headroom(500, None, 550),
             "attempts": KNOWN.attempts.after(PLAN, 900),
             "gradient_nbytes": 150,
-            "with_less": 0,
+            "skipped_steps": 0,
         },
         (said(PLAN, 900),),
     ),
     "a plan fits, and steps that begin with gradients do not come any more": Row(
-        replace(VERIFYING, gradient_nbytes=150, with_less=9),
+        replace(VERIFYING, gradient_nbytes=150, skipped_steps=9),
         step(900),
         {
             "phase": P.SETTLED,
@@ -134,7 +134,7 @@ ROWS = {
             "rounds": 1,
             "has_fit": True,
             "headroom": Headroom(400, None, 650),
-            "once_nbytes": 0,
+            "plain_margin_nbytes": 0,
             "attempts": Attempts(taken=(Taken(800, PLAN),)),
         },
         (said(PLAN, 800), MakePlan(fits=True)),
@@ -147,7 +147,7 @@ ROWS = {
             "rounds": 1,
             "has_fit": True,
             "headroom": Headroom(495, None, 555),
-            "once_nbytes": 47,
+            "plain_margin_nbytes": 47,
             "attempts": Attempts(taken=(Taken(895, PLAN),)),
         },
         (said(PLAN, 895), MakePlan(fits=True)),
@@ -194,7 +194,7 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "once_nbytes": 200,
+            "plain_margin_nbytes": 200,
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(PLAN, 1100),
         },
@@ -206,18 +206,18 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "again_nbytes": 200,
+            "recompute_margin_nbytes": 200,
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(AGAIN, 1100),
         },
         (said(AGAIN, 1100), MAKE),
     ),
     "three plans did not fit": Row(
-        replace(VERIFYING, rounds=3, once_nbytes=60),
+        replace(VERIFYING, rounds=3, plain_margin_nbytes=60),
         step(1100),
         {
             "tries": 1,
-            "once_nbytes": 0,
+            "plain_margin_nbytes": 0,
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(PLAN, 1100),
         },
@@ -263,7 +263,7 @@ ROWS = {
         VERIFYING, step(1100, climbed=True), {"tries": 1}, (said(PLAN, 1100),)
     ),
     "nor one above the budget in which modules were tested": Row(
-        VERIFYING, step(1100, tested=True), {"tries": 1}, (said(PLAN, 1100),)
+        VERIFYING, step(1100, ran_trials=True), {"tries": 1}, (said(PLAN, 1100),)
     ),
     "nor one that makes the optimizer's states": Row(
         VERIFYING,
@@ -276,7 +276,7 @@ ROWS = {
     "steps that leave their plan again and again are planned with less": Row(
         replace(VERIFYING, tries=1),
         step(1010, climbed=True),
-        {"tries": 2, "rounds": 1, "once_nbytes": max(1010 - PLAN.plan.peak, 1000 // 32)},
+        {"tries": 2, "rounds": 1, "plain_margin_nbytes": max(1010 - PLAN.plan.peak, 1000 // 32)},
         (said(PLAN, 1010), MAKE),
     ),
     "five steps that tell nothing, within the whole budget": Row(
@@ -301,7 +301,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "tries": 1,
             "rounds": 1,
-            "once_nbytes": 200,
+            "plain_margin_nbytes": 200,
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(PLAN, 1100),
         },
@@ -358,7 +358,7 @@ ROWS = {
     "the given plan is a little too large": Row(
         GIVENS,
         step(1050),
-        {"phase": P.CORRECTING, "tries": 1, "given": None, "rehearsed": True},
+        {"phase": P.CORRECTING, "tries": 1, "given": None, "from_rehearsal": True},
         (said_given(1050),),
     ),
     "the given plan is much too large": Row(

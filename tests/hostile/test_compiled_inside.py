@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
-from elbowroom.compiled.partition import Decision, told
+from elbowroom.compiled.partition import Decision, listening
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.uncompiled import uncompiled_nbytes
 from elbowroom.runtime.attach import attached
@@ -76,7 +76,7 @@ def trained_plainly(
     """The same, of plain torch.compile, and its decisions."""
     model = Classifier()
     decided: list[Decision] = []
-    with told(decided.append):
+    with listening(decided.append):
         found = trained(model, make(model))
     torch._dynamo.reset()
     return found, decided
@@ -105,7 +105,7 @@ def test_a_region_that_contains_a_fitted_model_is_planned(part, fullgraph, uncom
     budget = weights(fitted) + int(0.8 * plain.plain_nbytes)
     er.fit(fitted, budget=budget, exact=True)
     decided: list[Decision] = []
-    with told(decided.append):
+    with listening(decided.append):
         found = trained(model, step_of(model, fullgraph=fullgraph))
     assert same(found, expected)
     assert len(decided) == 1
@@ -165,7 +165,7 @@ def test_a_fitted_model_that_is_compiled_later_is_planned_in_its_graph(
     else:
         model.forward = torch.compile(model.forward)
     decided: list[Decision] = []
-    with told(decided.append), warnings.catch_warnings():
+    with listening(decided.append), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", "The .grad attribute")
         found = trained(model, lambda: F.cross_entropy(called(X), Y))
@@ -202,7 +202,7 @@ def test_the_loss_of_a_compiled_model_is_compiled_in_what_that_leaves(
     budget = weights(model) + int(share * plain[0].plain_nbytes)
     called = er.fit(torch.compile(model), budget=budget, exact=True, loss=loss)
     decided: list[Decision] = []
-    with told(decided.append), warnings.catch_warnings(record=True) as seen:
+    with listening(decided.append), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = trained(model, lambda: loss(called(X), Y), steps=3)
     said = [str(one.message) for one in seen if "the loss CrossEntropyLoss" in str(one.message)]

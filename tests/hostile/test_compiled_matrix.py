@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.compiled import elbowroom
-from elbowroom.compiled.partition import Decision, told
+from elbowroom.compiled.partition import Decision, listening
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting import twin
 from elbowroom.runtime import compiler
@@ -311,7 +311,7 @@ def test_what_a_region_names_is_enough_for_it_and_those_before(
         options = {"exact": exact, "budget": budget}
         called = torch.compile(net, backend=elbowroom, options=options)
         try:
-            with told(decided.append):
+            with listening(decided.append):
                 called(x).square().mean().backward()
         except BudgetTooSmall as error:
             return error

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules[fits_product.__module__], "_LEAST_NBYTES", 0)
+    monkeypatch.setattr(sys.modules[fits_product.__module__], "_MIN_NBYTES", 0)
 
 
 def leaves(shapes, dtype: torch.dtype) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_other_products_are_torchs(multiply) -> None:
 
 
 def test_a_small_product_is_torchs(monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules[fits_product.__module__], "_LEAST_NBYTES", 64 * 64 * 4 + 1)
+    monkeypatch.setattr(sys.modules[fits_product.__module__], "_MIN_NBYTES", 64 * 64 * 4 + 1)
     assert node_of(torch.mul) == "MulBackward0"
 
 

@@ -32,7 +32,7 @@ class KeepsAll:
 @pytest.fixture
 def whole(monkeypatch):
     """A layer is one stretch, so that all bits are torch's."""
-    monkeypatch.setattr(own, "_LEAST", 10 * LENGTH)
+    monkeypatch.setattr(own, "_MIN", 10 * LENGTH)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom import errors
-from elbowroom.fitting import planner_settings, planning
+from elbowroom.fitting import planner, planner_settings
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.session import Fitting
 from elbowroom.measure import peak
@@ -261,7 +261,7 @@ def test_what_a_block_does_besides_is_done_once(name, share):
         assert name not in ARE_RECOMPUTED
         return
     assert_same(ours, expected)
-    assert opener_of(model).planning.recompute
+    assert opener_of(model).planner.recompute
 
 
 @pytest.mark.parametrize(
@@ -584,7 +584,7 @@ def test_a_forward_that_begins_again_is_planned_by_the_rehearsal_that_there_was(
 
         return counts
 
-    monkeypatch.setattr(planning, "rehearsed", counted("rehearsed", planning.rehearsed))
+    monkeypatch.setattr(planner, "rehearse", counted("rehearsed", planner.rehearse))
     monkeypatch.setattr(Fitting, "_kept", counted("tried", Fitting._kept))
     with suppress(er.errors.BudgetTooSmall):
         trained(NETS["a list of the module"], int(SHARE * plain_nbytes()))

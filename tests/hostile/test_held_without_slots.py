@@ -314,7 +314,7 @@ def test_codes_in_slots_have_no_reference_to_what_was_encoded(monkeypatch):
     layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.ReLU())]
     net, x = nn.Sequential(*layers, nn.Linear(32, 4)), torch.randn(64, 32)
     script = written(lambda: net(x).sum(), policy="dither", levels=16, rebuild=False)
-    monkeypatch.setattr(PROCESS, "outlived", set())  # by sites of the same names in other tests
+    monkeypatch.setattr(PROCESS, "survivors", set())  # by sites of the same names in other tests
     made = []
     with monkeypatch.context() as patch, Watched(script) as replay:
         patch.setattr("elbowroom.runtime.handles.encode.WeakStorage", made.append)

@@ -296,7 +296,7 @@ def stuck(monkeypatch):
 def test_what_is_on_its_way_is_given_back_as_it_is(tier, stuck):
     x = torch.randn(100)
     told = []
-    handle = OffloadHandle(tier, x, on_outlived=lambda: told.append(1))
+    handle = OffloadHandle(tier, x, on_survived=lambda: told.append(1))
     address = x.data_ptr()
     del x
     assert handle.restore().data_ptr() == address

@@ -15,7 +15,7 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct.attention import math_path
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION
 from elbowroom.runtime.ledger import NOT_COUNTED
-from elbowroom.runtime.slot import _MOST_SHARED, Slot
+from elbowroom.runtime.slot import _MAX_SHARED, Slot
 
 _aten: Any = torch.ops.aten
 
@@ -180,8 +180,8 @@ def test_few_tensors_wait_for_their_next_readers(monkeypatch: pytest.MonkeyPatch
         early = sum((y @ w).sum() for y, w in zip(made, weights, strict=True))
         late = sum((y @ w).sum() for y, w in zip(made, weights, strict=True))
     (early + late).backward()
-    assert 2 <= max(waiting) <= _MOST_SHARED
-    assert not any(one.whole is not None for one in slots[:-_MOST_SHARED])
+    assert 2 <= max(waiting) <= _MAX_SHARED
+    assert not any(one.whole is not None for one in slots[:-_MAX_SHARED])
 
 
 def test_a_chain_goes_through_what_is_made_on_the_way() -> None:
@@ -325,7 +325,7 @@ def test_what_one_context_has_made_again_takes_no_place_of_another() -> None:
     contexts = [Context() for _ in range(2)]
     slots = []
     for context in contexts:
-        for _ in range(_MOST_SHARED):
+        for _ in range(_MAX_SHARED):
             slot = Slot(torch.ones(2), NOT_COUNTED)
             slot.whole = torch.ones(2)
             context.made_again.note(slot)

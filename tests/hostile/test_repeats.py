@@ -125,7 +125,7 @@ def plain_nbytes():
 def test_a_module_that_runs_again_reads_what_it_read(name):
     expected = trained(SEEN[name])[1]
     model, found = trained(SEEN[name], int(0.85 * plain_nbytes()))
-    assert opener_of(model).planning.recompute
+    assert opener_of(model).planner.recompute
     for ours, plain in zip(found, expected, strict=True):
         assert all(map(torch.equal, ours, plain))
 
@@ -148,8 +148,8 @@ def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
 
     for seed in range(STEPS):
         ours = step(seed)
-    assert opener_of(model).planning.recompute
-    assert not opener_of(model).planning.recompute & {"blocks.0", "blocks.1"}
+    assert opener_of(model).planner.recompute
+    assert not opener_of(model).planner.recompute & {"blocks.0", "blocks.1"}
     er.release(model)
     assert all(map(torch.equal, ours, step(STEPS - 1)))
     assert "gave another result when it was run again from the same inputs" in caplog.text
@@ -162,9 +162,9 @@ def test_the_second_trial_of_modules_is_made_in_a_forward_that_follows_a_script(
     for _ in range(4):
         model(torch.randn(ROWS, WIDTH)).square().mean().backward()
         followed.append(isinstance(fitting._last, ReplayedForward))
-        assert fitting.planning.recompute
+        assert fitting.planner.recompute
     assert followed == [False, False, True, True]  # another plan is made after the first step
-    assert not any(map(will_be_tested, map(model.get_submodule, fitting.planning.recompute)))
+    assert not any(map(will_be_tested, map(model.get_submodule, fitting.planner.recompute)))
 
 
 def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):
@@ -187,13 +187,13 @@ def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):
 
     step(0)
     fitting = opener_of(model)
-    tried = sorted(fitting.planning.recompute)
-    assert fitting.planning._scripts
+    tried = sorted(fitting.planner.recompute)
+    assert fitting.planner._scripts
     odd.append(model.get_submodule(tried[0]))
     draws.append(True)
     for seed in (1, 2, 3):
         ours = step(seed)
-        assert tried[0] not in fitting.planning.recompute
+        assert tried[0] not in fitting.planner.recompute
     er.release(model)
     assert all(map(torch.equal, ours, step(3)))
     assert "gave another result when it was run again from the same inputs" in caplog.text

@@ -314,7 +314,7 @@ def settled(net: nn.Module, budget: int | str, **how: Any) -> Any:
     for _ in range(14):
         net(x).square().mean().backward()
     fitting = opener_of(net)
-    assert fitting.planning.settled
+    assert fitting.planner.settled
     return fitting
 
 
@@ -366,8 +366,8 @@ def test_a_fitted_model_follows_its_script_and_keeps_its_bits(share):
     for one in (plain, net):
         one.zero_grad()
         one(x).square().mean().backward()
-    assert [script for script in fitting.planning._scripts.values() if not script.does_nothing]
-    assert fitting.planning._unwritten == 4  # no forward has diverged
+    assert [script for script in fitting.planner._scripts.values() if not script.does_nothing]
+    assert fitting.planner._unwritten == 4  # no forward has diverged
     pairs = zip(plain.parameters(), net.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
     er.release(net)
@@ -499,13 +499,13 @@ def test_a_script_is_forgotten_with_its_plan(monkeypatch):
     net, x = stack_of(), torch.randn(512, 64)
     static = 2 * sum(p.nbytes for p in net.parameters())
     highest = er.peak(lambda: net(x).square().mean().backward()) + static
-    planning = settled(net, int(static + 0.8 * (highest - static)), exact=True).planning
+    planner = settled(net, int(static + 0.8 * (highest - static)), exact=True).planner
     net(x).square().mean().backward()
-    assert planning._scripts
-    other = replace(planning.state, preset=planning.state.preset + 1)
-    monkeypatch.setattr("elbowroom.fitting.planning.advance", lambda state, seen: (other, ()))
-    planning._tell(NothingToDo())
-    assert not planning._scripts
+    assert planner._scripts
+    other = replace(planner.state, preset=planner.state.preset + 1)
+    monkeypatch.setattr("elbowroom.fitting.planner.advance", lambda state, seen: (other, ()))
+    planner._tell(NothingToDo())
+    assert not planner._scripts
     er.release(net)
 
 

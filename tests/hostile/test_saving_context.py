@@ -69,7 +69,7 @@ def step(net: nn.Module, x: Tensor, context: Any) -> tuple[list[Tensor | None], 
         sorted(map(repr, ledger.rows)),
         *(ledger.before_nbytes, ledger.after_nbytes, ledger.away_nbytes, ledger.held_nbytes),
     ]
-    assert ledger.most_nbytes >= ledger.after_nbytes
+    assert ledger.max_nbytes >= ledger.after_nbytes
     gradients = list(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
     del loss
     assert ledger.held_nbytes == 0
@@ -220,9 +220,9 @@ def test_autocast_of_another_type_is_another_step():
 
 def test_settings_that_are_not_used_any_more_are_forgotten():
     net, batch = mixed()
-    for levels in range(3, 3 + 2 * saving_context._MOST_SETTINGS):
+    for levels in range(3, 3 + 2 * saving_context._MAX_SETTINGS):
         step(net, batch(2), er.saving("dither", levels=levels, min_nbytes=0))
-    assert len(saving_context._known) == saving_context._MOST_SETTINGS
+    assert len(saving_context._known) == saving_context._MAX_SETTINGS
 
 
 def test_without_gradients_nothing_is_learned_that_harms():

@@ -139,7 +139,7 @@ def test_states_that_exist_are_converted_before_the_step_that_has_no_room(caplog
     with caplog.at_level(logging.INFO, "elbowroom"):
         found = [first, *(training() for _ in range(7))]
     assert training.held_as != "fp32"
-    assert fitting.planning.plan.exact
+    assert fitting.planner.plan.exact
     assert "those of 4 parameters were converted" in caplog.text
     assert fitting.highest_nbytes <= budget
     assert training.peak() <= budget
@@ -177,7 +177,7 @@ def test_activations_are_encoded_where_that_is_cheaper(monkeypatch) -> None:
     for _ in range(6):
         training()
     assert training.held_as == "fp32"
-    assert not fitting.planning.plan.exact
+    assert not fitting.planner.plan.exact
 
 
 def test_exact_refuses_rather_than_to_encode_states() -> None:
@@ -381,7 +381,7 @@ def test_explain_says_bytes_a_parameter_of_any_optimizer(tmp_path: Path) -> None
     training.fit(budget)
     for _ in range(5):
         training()
-    plan = opener_of(training.model).planning.plan
+    plan = opener_of(training.model).planner.plan
     said = "states fp32: 8.00 bytes a parameter (fp32 8.00), weights 4.00, gradients 4.00"
     assert plan.explain().splitlines()[-1] == said
     plan.save(tmp_path / "plan.json")
@@ -391,7 +391,7 @@ def test_explain_says_bytes_a_parameter_of_any_optimizer(tmp_path: Path) -> None
     plain.fit(int(0.8 * needs("fp32", LARGE)))
     for _ in range(5):
         plain()
-    explained = opener_of(plain.model).planning.plan.explain()
+    explained = opener_of(plain.model).planner.plan.explain()
     assert explained.splitlines()[-1] == (
         "no optimizer states; bytes a parameter: weights 4.00, gradients 4.00"
     )
@@ -442,12 +442,12 @@ def test_a_given_plan_brings_its_format() -> None:
     fitting = training.fit(budget)
     for _ in range(8):
         training()
-    plan = fitting.planning.plan
+    plan = fitting.planner.plan
     assert plan.standing.states == training.held_as != "fp32"
     again = Training(rows=SOME)
     later = again.fit(budget, plan=plan)
     for _ in range(4):
         again()
     assert again.held_as == training.held_as
-    assert later.planning.plan is later.planning.given
+    assert later.planner.plan is later.planner.given
     assert again.peak() <= budget

@@ -9,7 +9,7 @@ from elbowroom.codecs import Dither
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan, PlanEntry
 from elbowroom.plan.policy import Lossy
-from elbowroom.plan.precision_floor import LEAST_AGAIN
+from elbowroom.plan.precision_floor import MIN_RECOMPUTED_LEVELS
 from elbowroom.plan.site import RECOMPUTE, Rows, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle
@@ -93,7 +93,7 @@ BLOCKS = [str(n) for n in range(1, DEPTH + 1)]
 def test_boundaries_hold_fewer_bytes_at_a_small_error() -> None:
     model = network()
     loss, exact, whole = run(model, plan_of(None, BLOCKS))
-    for levels, most in ((256, 3e-5), (64, 5e-4), (LEAST_AGAIN, 2e-3)):
+    for levels, most in ((256, 3e-5), (64, 5e-4), (MIN_RECOMPUTED_LEVELS, 2e-3)):
         other, found, held = run(model, plan_of(levels, BLOCKS))
         assert torch.equal(loss, other)
         error = float((found - exact).square().sum() / exact.square().sum())

@@ -26,7 +26,7 @@ from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.liveness import curve_of
 from elbowroom.compiled.lossy import _worth_codes, ladder
 from elbowroom.compiled.order import gradients_first
-from elbowroom.compiled.partition import Decision, Partitioner, check_torch, told
+from elbowroom.compiled.partition import Decision, Partitioner, check_torch, listening
 from elbowroom.compiled.sums import fuse, split
 from elbowroom.errors import BudgetTooSmall, PlanError, UnknownField
 from elbowroom.fitting import twin
@@ -142,7 +142,7 @@ def train(make, backend, steps: int = 3) -> list[Tensor]:
 
 def decide(make, room_nbytes: int | None) -> Decision:
     found: list[Decision] = []
-    with told(found.append):
+    with listening(found.append):
         train(make, without_codegen(Partitioner(room_nbytes)), steps=1)
     return found[0]
 
@@ -174,7 +174,7 @@ def test_a_smaller_budget_changes_no_bit(net: str) -> None:
     room = int(0.75 * plain.peak_nbytes)
     expected = trained_plainly(net)
     found: list[Decision] = []
-    with told(found.append):
+    with listening(found.append):
         got = train(NETS[net], without_codegen(Partitioner(room)))
     (tight,) = found
     assert tight.peak_nbytes <= room < plain.peak_nbytes
@@ -582,7 +582,7 @@ def test_the_schedule_of_inductor_has_the_peak_that_was_predicted(net, exact, mo
     torch.manual_seed(0)
     model, x = net(), torch.randint(0, 512, (8, 64))
     found: list[Decision] = []
-    with told(found.append), fresh_cache():
+    with listening(found.append), fresh_cache():
         torch.compile(model, backend=elbowroom, options={"budget": "1 GiB"})(x)
         torch._dynamo.reset()
         room = int((0.55 if exact is None else 0.7) * found[0].plain_nbytes)
@@ -635,7 +635,7 @@ def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compil
         compiled(x).backward()
 
     found: list[Decision] = []
-    with told(found.append):
+    with listening(found.append):
         step()
     step()
     model.zero_grad()
@@ -656,10 +656,10 @@ def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypat
             return train(with_loss(transformer), backend, steps=2)
 
     decided: list[Decision] = []
-    with told(decided.append):
+    with listening(decided.append):
         run(without_codegen(Partitioner(None)))
     room = int(0.9 * decided[0].peak_nbytes)
-    with told(decided.append):
+    with listening(decided.append):
         options = {"budget": room + decided[0].inputs_nbytes, "exact": True}
         got = run(lambda gm, given: elbowroom(gm, given, options=options))
     assert decided[1].peak_nbytes <= room
@@ -678,7 +678,7 @@ def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> 
 
     def run() -> list[Decision]:
         found: list[Decision] = []
-        with told(found.append):
+        with listening(found.append):
             train(convolutions, lambda gm, given: elbowroom(gm, given, options=options), steps=1)
         return found
 
@@ -703,7 +703,7 @@ def test_fit_plans_inside_torch_compile(way: str, uncompiled) -> None:
     fitted = er.fit(wanted, budget=budget, optimizer=optimizer, exact=True, compile=wanted is model)
     found: list[Decision] = []
     seen = []
-    with told(found.append):
+    with listening(found.append):
         for _ in range(3):
             optimizer.zero_grad()
             loss = fitted(x).square().mean()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.compiled import away, elbowroom, ops
-from elbowroom.compiled.partition import Decision, Partitioner, told
+from elbowroom.compiled.partition import Decision, Partitioner, listening
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
@@ -61,7 +61,7 @@ def gradients(
     torch._dynamo.reset()
     model.zero_grad()
     found: list[Decision] = []
-    with told(found.append):
+    with listening(found.append):
         compiled = torch.compile(model, backend=without_codegen(partitioner))
         loss = compiled(x)
     (loss if loss.dim() == 0 else loss.square().mean()).backward()
@@ -257,7 +257,7 @@ def test_with_inductors_code_the_bits_are_those_of_plain_compile_and_the_peak_th
     model, x = made()
     options = {"budget": room, "offload": "file", "exact": True}
     found: list[Decision] = []
-    with told(found.append):
+    with listening(found.append):
         compiled = torch.compile(model, backend=elbowroom, options=options)
         compiled(x).backward()
     assert found[0].away_nbytes > 0

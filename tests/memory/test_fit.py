@@ -33,7 +33,7 @@ from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import SmallestMade
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.phase import Phase
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.transitions import advance
 from elbowroom.measure import peak
 from elbowroom.measure.recorder import StepRecorder
@@ -121,7 +121,7 @@ def test_a_generous_budget_ends_at_keep_and_never_changes_a_bit():
     model, optimizer = make()
     assert er.fit(model, budget="4 GiB", optimizer=optimizer) is model
     losses, fitting = train(model, optimizer)
-    assert fitting.options.presets[fitting.planning.preset].name == "keep"
+    assert fitting.options.presets[fitting.planner.preset].name == "keep"
     assert torch.equal(torch.stack(plain), torch.stack(losses))
     assert all(
         torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True)
@@ -170,7 +170,7 @@ def test_an_exact_plan_that_is_likely_to_fit_is_measured_before_codes_are_allowe
     er.fit(model, budget=budget)
     for _ in range(4):
         once()
-    assert opener_of(model).planning.settled
+    assert opener_of(model).planner.settled
     told = er.summary(model)
     assert told.exact
     assert told.highest_nbytes <= budget
@@ -225,7 +225,7 @@ def test_an_exact_budget_between_exact_and_plain_stays_exact():
     model, optimizer = make()
     er.fit(model, budget=(plain + exact) // 2, optimizer=optimizer, exact=True)
     losses, fitting = train(model, optimizer, 5)
-    assert fitting.options.presets[fitting.planning.preset].exact
+    assert fitting.options.presets[fitting.planner.preset].exact
     assert torch.equal(torch.stack(reference), torch.stack(losses))
     er.release(model)
 
@@ -288,7 +288,7 @@ def test_a_forward_that_is_run_again_changes_nothing_twice(parameter):
     x, y = batch()
     er.fit(model, budget="10 MiB", exact=True, min_nbytes=4096)
     F.cross_entropy(model(x), y).backward()
-    assert opener_of(model).planning.rehearsed
+    assert opener_of(model).planner.from_rehearsal
     assert torch.equal(model.queue, torch.ones(1 << 19))
     assert torch.equal(model.slow, torch.full((8,), float(parameter)))
     er.release(model)
@@ -301,13 +301,13 @@ def test_exact_false_takes_what_is_cheapest(share):
     er.fit(model, budget=budget, optimizer=optimizer, exact=False, min_nbytes=4096)
     losses, fitting = train(model, optimizer, 5)
     assert len(losses) == 5
-    planning = fitting.planning
-    first = er.plan(planning.profile, budget=planning.plan.budget)
+    planner = fitting.planner
+    first = er.plan(planner.profile, budget=planner.plan.budget)
 
     def price(plan):
-        return plan.seconds + planning.profile.seconds * plan.noise
+        return plan.seconds + planner.profile.seconds * plan.noise
 
-    assert price(planning.plan) <= 1.01 * price(first)  # a solver's gap, twice
+    assert price(planner.plan) <= 1.01 * price(first)  # a solver's gap, twice
     er.release(model)
 
 
@@ -468,12 +468,12 @@ def test_a_larger_batch_has_a_life_of_its_own():
     er.fit(model, budget=int(needs() * 1.1), optimizer=optimizer, min_nbytes=4096)
     for _ in range(5):
         step(model, optimizer)
-    small = opener_of(model).planning
+    small = opener_of(model).planner
     assert small.settled
     model(torch.randn(2 * BATCH, 1, 28, 28))
-    assert opener_of(model).planning is not small
+    assert opener_of(model).planner is not small
     step(model, optimizer)
-    assert opener_of(model).planning is small
+    assert opener_of(model).planner is small
     assert small.settled
     er.release(model)
 
@@ -575,7 +575,7 @@ class Run:
     def step(self, loss_of=None):
         loss = (loss_of or self.loss_of)(self.model, self.x)
         fitting = opener_of(self.model)
-        self.rehearsed |= fitting is not None and fitting.planning.rehearsed
+        self.rehearsed |= fitting is not None and fitting.planner.from_rehearsal
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -611,10 +611,10 @@ def settle(run, most=12):
     """Steps until fit measures no more. Returns its controller."""
     fitting = opener_of(run.model)
     for _ in range(most):
-        if fitting.planning.settled:
+        if fitting.planner.settled:
             break
         run.step()
-    assert fitting.planning.settled
+    assert fitting.planner.settled
     return fitting
 
 
@@ -738,11 +738,11 @@ def test_predicted_and_measured_are_logged(caplog):
 def test_a_plan_of_its_own_step_knows_all_its_sites():
     run = Run("gpt", share_of("gpt", 0.7))
     fitting = settle(run)
-    assert fitting.planning.plan is not None
-    fitting.planning.plan.unknown_sites.clear()
+    assert fitting.planner.plan is not None
+    fitting.planner.plan.unknown_sites.clear()
     run.step()
-    assert not fitting.planning.plan.unknown_sites
-    assert fitting.planning.plan.peak <= fitting.options.budget_nbytes
+    assert not fitting.planner.plan.unknown_sites
+    assert fitting.planner.plan.peak <= fitting.options.budget_nbytes
     er.release(run.model)
 
 
@@ -789,7 +789,7 @@ def test_the_model_called_on_another_thread(caplog):
         plain.step()
     assert len(run.losses) == 4
     assert run.losses[0].item() == pytest.approx(plain.losses[0].item(), rel=1e-3)
-    assert opener_of(run.model).planning.plan is None
+    assert opener_of(run.model).planner.plan is None
     assert caplog.text.count("this step cannot be measured") == 1
     er.release(run.model)
 
@@ -803,7 +803,7 @@ def test_a_profiler_from_the_first_step_on_is_said_to_be_in_the_way(caplog):
     assert caplog.text.count("this step cannot be measured") == 1
     for _ in range(4):
         run.step()
-    assert opener_of(run.model).planning.settled
+    assert opener_of(run.model).planner.settled
     assert run.peak() <= share_of("resnet", 0.85)
     er.release(run.model)
 
@@ -815,7 +815,7 @@ def test_an_alternating_batch_size():
     small, large = pixels(BATCH // 2), pixels()
     for i in range(10):
         run.x = large if i % 2 else small
-        assert run.peak() <= budget or not opener_of(run.model).planning.settled
+        assert run.peak() <= budget or not opener_of(run.model).planner.settled
     assert all(loss.isfinite() for loss in run.losses)
     er.release(run.model)
 
@@ -1022,7 +1022,7 @@ def test_steps_that_cannot_be_brought_below_are_said(caplog):
     for _ in range(9):
         sum(model(x)).backward()
         model.zero_grad()
-    assert opener_of(model).planning.settled
+    assert opener_of(model).planner.settled
     assert caplog.text.count("and no plan brings them below") == 1
     assert "before forward returns, and that is 0 B" in caplog.text
     er.release(model)
@@ -1147,7 +1147,7 @@ def test_a_refusal_by_an_estimate_says_what_may_do_and_what_does():
     model, optimizer, x = perceptron()
     er.fit(model, budget="2 MiB", optimizer=optimizer, exact=True)
     with pytest.raises(
-        BudgetTooSmall, match=r"should hold this step \(estimated .* from .* on it may do"
+        BudgetTooSmall, match=r"should suffice for this step \(estimated .* may suffice"
     ) as refused:
         descend(model, optimizer, x)
     er.release(model)
@@ -1375,17 +1375,17 @@ def test_what_functions_of_the_users_own_save_is_counted_once(caplog):
 
 
 def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
-    planning = Planning(FitOptions(1 << 20), ModelState(nn.Linear(4, 4), None), Context())
-    planning.state = replace(planning.state, phase=Phase.LAST_RESORT)
-    assert planning.state.wants_measuring
-    ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, most_nbytes=0)
+    planner = Planner(FitOptions(1 << 20), ModelState(nn.Linear(4, 4), None), Context())
+    planner.state = replace(planner.state, phase=Phase.LAST_RESORT)
+    assert planner.state.wants_measuring
+    ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, max_nbytes=0)
     last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger, backward_began=True)
     memory = MemoryState(0)
     measured = types.SimpleNamespace(
         peak=3 << 20, profile=None, memory=memory, writes=False, makes_states=False
     )
-    planning.learn(last, measured, memory)
-    assert planning.settled
+    planner.learn(last, measured, memory)
+    assert planner.settled
     assert "budget 1.00 MiB: steps take 3.00 MiB, and later ones will, too" in caplog.text
     assert "Give budget=3145728" in caplog.text
 
@@ -1404,15 +1404,15 @@ class LastResort:
         self.step()
         fitting, plan = opener_of(self.model), types.SimpleNamespace()
         fitting.interrupt()
-        self.planning = fitting.planning
+        self.planner = fitting.planner
         plan.exact, plan.held_nbytes = True, 0
         tried = Taken(2 * self.budget, types.SimpleNamespace(plan=plan))
         # No plan has left anything beside its transients.
         known |= {"phase": Phase.SMALLEST, "preset": 0, "headroom": Headroom(self.budget)}
-        self.planning.state, _ = advance(
-            replace(self.planning.state, **known), SmallestMade(Attempts(taken=(tried,)), None)
+        self.planner.state, _ = advance(
+            replace(self.planner.state, **known), SmallestMade(Attempts(taken=(tried,)), None)
         )
-        assert self.planning.state.phase is Phase.LAST_RESORT
+        assert self.planner.state.phase is Phase.LAST_RESORT
         self.model[0].register_forward_hook(lambda *_: self.ran.append(1))
 
     def step(self):
@@ -1423,10 +1423,10 @@ def test_the_last_resort_measures_the_preset_that_was_seen_to_fit():
     # By what plans had left it was another step, and all was learned again.
     training = LastResort()
     training.step()
-    assert (len(training.ran), training.planning.setting) == (1, "keep")
+    assert (len(training.ran), training.planner.setting) == (1, "keep")
     training.step()
-    assert training.planning.settled
-    assert training.planning.setting == "keep"
+    assert training.planner.settled
+    assert training.planner.setting == "keep"
 
 
 def test_the_last_resort_is_refused_and_not_rehearsed():
@@ -1498,19 +1498,19 @@ def test_a_plan_whose_measurements_a_profiler_has_ended_is_measured_without_it(m
     fitting = opener_of(run.model)
     for _ in range(5):
         run.step()
-        if fitting.planning.state.phase is Phase.SMALLEST:
+        if fitting.planner.state.phase is Phase.SMALLEST:
             break
     for _ in range(6):
         run.step()
         with torch.profiler.profile():
             run.step()
     assert fitting.highest_nbytes > budget
-    assert fitting.planning.state.is_blind
+    assert fitting.planner.state.is_blind
     for _ in range(18):  # of a few settled steps, one is looked at
         run.step()
-        if not fitting.planning.state.is_blind:
+        if not fitting.planner.state.is_blind:
             break
-    assert not fitting.planning.state.is_blind
+    assert not fitting.planner.state.is_blind
     settle(run)
     assert run.peak() <= budget
     er.release(run.model)

@@ -55,8 +55,8 @@ class Training:
         return loss.detach()
 
     @property
-    def planning(self):
-        return opener_of(self.model).planning
+    def planner(self):
+        return opener_of(self.model).planner
 
     def fit(self, plan: Plan | None, budget: int | None = None, **settings) -> None:
         budget = plan.peak if budget is None else budget
@@ -91,10 +91,10 @@ def test_it_is_followed_from_the_first_step_to_the_very_bits(make: Make, recompu
     losses, settings = [], []
     for _ in range(4):
         losses.append(given.step())
-        settings.append(given.planning.setting)
+        settings.append(given.planner.setting)
     assert set(settings) == {"plan"}
-    assert given.planning.settled
-    assert given.planning.plan is given.planning.given
+    assert given.planner.settled
+    assert given.planner.plan is given.planner.given
     assert torch.equal(torch.stack(losses), torch.stack([plain.step() for _ in range(4)]))
     for mine, other in zip(given.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(mine, other)
@@ -132,7 +132,7 @@ def test_a_plan_of_another_model_is_not_trusted() -> None:
     other.fit(stranger, budget=1 << 30)
     losses = [other.step() for _ in range(4)]
     assert torch.equal(torch.stack(losses), torch.stack([plain.step() for _ in range(4)]))
-    assert other.planning.given is None
+    assert other.planner.given is None
     er.release(other.model)
 
 
@@ -213,7 +213,7 @@ def test_a_first_step_that_makes_states_is_measured_as_the_plan_runs(caplog):
         loss_of(model, x).backward()
         optimizer.step()
     assert "does not fit" not in caplog.text
-    assert opener_of(model).planning.plan.peak == found.plan.peak
+    assert opener_of(model).planner.plan.peak == found.plan.peak
     er.release(model)
 
 
@@ -243,6 +243,6 @@ def test_an_exact_plan_that_is_a_little_above_is_corrected(
     with caplog.at_level(logging.WARNING, "elbowroom"):
         fitting = trained(budget, replace(plan, peak=min(plan.peak, budget)), 7)
     assert "another one is made" not in caplog.text
-    assert fitting.planning.profile is not None
+    assert fitting.planner.profile is not None
     assert fitting.peak_nbytes is not None
     assert fitting.peak_nbytes <= budget

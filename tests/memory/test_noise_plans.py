@@ -157,9 +157,9 @@ def test_fit_measures_what_its_codes_add_and_keeps_to_the_budget(noise, caplog, 
     for _ in range(14):
         training.step()
     fitting = opener_of(training.net)
-    plan = fitting.planning.plan
-    assert fitting.planning.settled
-    assert fitting.planning.meter is None
+    plan = fitting.planner.plan
+    assert fitting.planner.settled
+    assert fitting.planner.meter is None
     assert plan.watched == 8
     assert 0 < plan.noise <= (noise or 1)
     # The first step goes by an estimate, and is written down.
@@ -179,14 +179,14 @@ def test_a_settled_plan_is_measured_again_once_codes_are_withdrawn(caplog, monke
     er.fit(training.net, budget=budget, optimizer=training.optimizer, exact=True)
     for _ in range(6):
         training.step()
-    planning = opener_of(training.net).planning
-    assert planning.settled
+    planner = opener_of(training.net).planner
+    assert planner.settled
     caplog.clear()
-    planning.context.learn_exact(None, ("", "gelu", (1,), torch.float32), "its code was too coarse")
+    planner.context.learn_exact(None, ("", "gelu", (1,), torch.float32), "its code was too coarse")
     training.step()
-    assert not planning.settled
+    assert not planner.settled
     training.step()
-    assert planning.settled
+    assert planner.settled
     assert ", measured" in caplog.text
     er.release(training.net)
 

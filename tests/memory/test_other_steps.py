@@ -114,16 +114,16 @@ def test_a_deeper_step_is_said_where_a_plan_lets_much_pass(caplog) -> None:
         for _ in range(12):
             step(1)
         fitting = opener_of(net)
-        state = fitting.planning.state
+        state = fitting.planner.state
         assert state.settled
         assert state.plan is not None
         state.plan.__dict__["largest_nbytes"] = 8 * budget  # the cache of a property
-        fitting.planning.forget_scripts()
+        fitting.planner.forget_scripts()
         caplog.clear()
         step(9)
         assert caplog.text.count("more than was planned") == 1
-        assert fitting.planning.state.was_unexpected
-        assert fitting.planning.state.unexpected_nbytes > budget
+        assert fitting.planner.state.was_unexpected
+        assert fitting.planner.state.unexpected_nbytes > budget
         for times in [1, 9] * 8:
             step(times)
         assert caplog.text.count("more than was planned") == 4
@@ -270,7 +270,7 @@ class Squashed(nn.Module):
 
 
 def test_ops_that_a_result_is_made_by_are_looked_at(monkeypatch):
-    monkeypatch.setattr("elbowroom.fitting.planning._MOST_UNWRITTEN", 0)  # no step is replayed
+    monkeypatch.setattr("elbowroom.fitting.planner._MAX_UNWRITTEN", 0)  # no step is replayed
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Squashed() for _ in range(8))), torch.randn(1024, 64)
 

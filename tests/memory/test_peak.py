@@ -177,7 +177,7 @@ def test_the_first_step_of_a_fitted_model_is_the_same_with_a_peak_around_it(shar
         first = around(lambda: training_step(model, x))
         for _ in range(3):
             around(lambda: training_step(model, x))
-        settled.append(opener_of(model).planning.setting)
+        settled.append(opener_of(model).planner.setting)
         if around is peak:
             assert first + weights <= 1.05 * budget
             assert peak(lambda: training_step(model, x)) + weights <= budget

@@ -102,5 +102,5 @@ def test_fit_keeps_a_budget_in_which_all_gradients_would_not_fit():
     measured = step.held_nbytes + er.peak(step)
     assert measured <= budget
     (fitting,) = [one for model, one in attached() if model is step.net]
-    assert abs(fitting.planning.plan.peak - measured) <= NEAR * measured
+    assert abs(fitting.planner.plan.peak - measured) <= NEAR * measured
     er.release(step.net)

@@ -11,9 +11,9 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.calls import MOST_CALLS
+from elbowroom.fitting.calls import MAX_CALLS
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
@@ -95,7 +95,7 @@ def test_all_forwards_of_a_step_share_the_budget_and_no_bit_changes(run, share, 
     assert held <= budget < plain
     assert ours == losses
     assert all(torch.equal(end[name], our_end[name]) for name in end)
-    assert opener_of(model).planning.settled
+    assert opener_of(model).planner.settled
     assert opener_of(model).peak_nbytes <= budget
     assert caplog.text.count(UNEXPECTED) <= 3  # what came with no room left for it is said
 
@@ -105,7 +105,7 @@ def test_codes_serve_where_exact_actions_do_not(caplog):
     budget = int(0.25 * plain)
     _, _, model, held = trained(siamese, budget, steps=12)
     assert held <= budget
-    assert not opener_of(model).planning.plan.exact
+    assert not opener_of(model).planner.plan.exact
 
 
 def test_steps_with_fewer_forwards_follow_the_plan_of_those_with_most():
@@ -119,7 +119,7 @@ def test_steps_with_fewer_forwards_follow_the_plan_of_those_with_most():
     ours, _, model, held = trained(run, budget, steps=12, exact=True)
     assert held <= budget
     assert ours[: len(losses)] == losses
-    assert opener_of(model).planning.settled
+    assert opener_of(model).planner.settled
 
 
 def test_forwards_that_come_no_more_are_forgotten():
@@ -128,7 +128,7 @@ def test_forwards_that_come_no_more_are_forgotten():
 
     plain = plainly(siamese)[-1]
     _, _, model, _ = trained(run, int(0.65 * plain), steps=12, exact=True)
-    assert opener_of(model).planning.settled
+    assert opener_of(model).planner.settled
 
 
 def test_a_retained_graph_is_no_forward_that_waits():
@@ -142,16 +142,16 @@ def test_a_retained_graph_is_no_forward_that_waits():
         return loss
 
     _, _, model, _ = trained(run, "1 GiB", steps=6)
-    assert not opener_of(model).planning.calls.are_seen
-    assert opener_of(model).planning.calls._later == []
+    assert not opener_of(model).planner.calls.are_seen
+    assert opener_of(model).planner.calls._later == []
 
 
 def test_graphs_that_nobody_runs_backward_through_do_not_go_on_for_ever():
     torch.manual_seed(0)
     model = er.fit(Tower(depth=1), budget="1 GiB", min_nbytes=256)
     x = batch(0, rows=1)
-    losses = [model(x).mean() for _ in range(MOST_CALLS + 9)]
-    assert len(opener_of(model).planning.calls._later) <= MOST_CALLS
+    losses = [model(x).mean() for _ in range(MAX_CALLS + 9)]
+    assert len(opener_of(model).planner.calls._later) <= MAX_CALLS
     sum(losses).backward()
 
 
@@ -173,8 +173,8 @@ def test_a_plan_of_a_whole_step_knows_each_forward():
     er.fit(model, budget=int(1.15 * plan.budget), exact=True, plan=plan, min_nbytes=4096)
     for _ in range(4):
         step()
-    assert opener_of(model).planning.setting == "plan"
-    assert opener_of(model).planning.profile is None  # the given one stands
+    assert opener_of(model).planner.setting == "plan"
+    assert opener_of(model).planner.profile is None  # the given one stands
 
 
 @pytest.mark.sampled(2)
@@ -193,7 +193,7 @@ def test_one_odd_step_does_not_end_a_training_that_was_settled(share):
     ours, _, model, held = trained(run, int(share * plain), steps=26, exact=True)
     assert ours == losses
     assert held <= int(share * plain)
-    assert opener_of(model).planning.settled
+    assert opener_of(model).planner.settled
 
 
 def test_a_graph_that_an_earlier_step_has_left_is_counted():
@@ -248,8 +248,8 @@ def test_each_forward_of_a_settled_step_follows_a_script_of_its_own(run, exact, 
     seen = followed(monkeypatch)
     share = 0.65 if exact else 0.35
     losses, _, model, held = trained(run, int(share * plain), steps=24, exact=exact or None)
-    planning = opener_of(model).planning
-    assert planning.settled
+    planner = opener_of(model).planner
+    assert planner.settled
     forwards = 3 if run is summed else 2
     assert {at for at, _ in seen} == set(range(forwards))
     assert not any(diverged for _, diverged in seen)
@@ -282,10 +282,10 @@ def test_codes_of_followed_forwards_are_those_of_forwards_that_are_looked_at(mon
     seen = followed(monkeypatch)
     ours = gradients()
     assert [at for at, _ in seen] == [0, 1, 2]
-    monkeypatch.setattr(Planning, "next_script", lambda self: None)
+    monkeypatch.setattr(Planner, "next_script", lambda self: None)
     looked = gradients()
     assert len(seen) == 3
-    assert not fitting.planning.plan.exact
+    assert not fitting.planner.plan.exact
     assert all(map(torch.equal, ours, looked))
 
 
@@ -454,6 +454,6 @@ def test_a_forward_after_a_backward_with_create_graph_goes_on_with_the_step(keep
     fitting = opener_of(ours.net)
     for _ in range(6):
         ours.step()
-        assert fitting.planning.calls.at == 1  # the second forward, of two
+        assert fitting.planner.calls.at == 1  # the second forward, of two
     assert all(map(torch.equal, ours.weights(), plain.weights()))
     assert abs(fitting.peak_nbytes - most) <= static + 0.05 * most

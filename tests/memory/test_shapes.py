@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import elbowroom as er
-from elbowroom.fitting.plan_cache import _MOST
+from elbowroom.fitting.plan_cache import _MAX
 from elbowroom.fitting.signature import signature_of
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
@@ -80,10 +80,10 @@ def test_two_lengths_have_two_plans_within_the_budget_and_plain_in_every_bit():
     assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
     for length in lengths:
         assert total(*run, length) <= budget
-        assert opener_of(run[0]).planning.settled
-    assert opener_of(run[0]).planning.plan is None  # 96 fits as it is
+        assert opener_of(run[0]).planner.settled
+    assert opener_of(run[0]).planner.plan is None  # 96 fits as it is
     step(*run, 256)
-    assert opener_of(run[0]).planning.plan is not None
+    assert opener_of(run[0]).planner.plan is not None
 
 
 def test_the_plan_of_a_bucket_grows_with_its_largest_and_knows_all_its_sites():
@@ -93,14 +93,14 @@ def test_the_plan_of_a_bucket_grows_with_its_largest_and_knows_all_its_sites():
         step(model, optimizer, 200)
     for length in (140, 230, 180, 250, 250, 250, 131):
         assert total(model, optimizer, length) <= budget
-    planning = opener_of(model).planning
-    assert planning.largest.shapes == ((8, 250, WIDTH),)
-    assert planning.plan is not None
-    planning.plan.unknown_sites.clear()
+    planner = opener_of(model).planner
+    assert planner.largest.shapes == ((8, 250, WIDTH),)
+    assert planner.plan is not None
+    planner.plan.unknown_sites.clear()
     for length in (129, 250, 199):
         step(model, optimizer, length)
-        assert opener_of(model).planning is planning
-    assert not planning.plan.unknown_sites
+        assert opener_of(model).planner is planner
+    assert not planner.plan.unknown_sites
 
 
 def test_a_growth_that_no_estimate_fits_is_learned_again():
@@ -133,23 +133,23 @@ def test_a_branch_and_evaluation_with_gradients_have_plans_of_their_own():
     seen = []
     for _ in range(6):
         step(model, optimizer, 256)
-        seen.append(opener_of(model).planning)
+        seen.append(opener_of(model).planner)
         step(model, optimizer, 256, tail=True)
-        seen.append(opener_of(model).planning)
+        seen.append(opener_of(model).planner)
         model.eval()
         model(torch.randn(8, 256, WIDTH))
-        seen.append(opener_of(model).planning)
+        seen.append(opener_of(model).planner)
         model.train()
     assert len(set(map(id, seen))) == 3
-    for planning in seen[-3:]:
-        assert planning.plan is None or not planning.plan.unknown_sites
+    for planner in seen[-3:]:
+        assert planner.plan is None or not planner.plan.unknown_sites
 
 
 def test_shapes_that_never_end_are_bounded():
     model, _ = make("1 GiB")
-    for n in range(3 * _MOST):
+    for n in range(3 * _MAX):
         model(torch.randn(1 << (n % 5), 1 << (n // 5), WIDTH))
-    assert len(list(opener_of(model)._plan_cache)) == _MOST
+    assert len(list(opener_of(model)._plan_cache)) == _MAX
 
 
 def test_what_makes_two_calls_one_kind():
@@ -236,14 +236,14 @@ def test_the_worst_batch_is_planned_before_training_begins():
     assert not model.training
     assert model.norm.training
     fitting = opener_of(model)
-    planned = fitting.planning
-    assert planned.rehearsed
+    planned = fitting.planner
+    assert planned.from_rehearsal
     assert fitting.context.step == 0
     model.train()
     step(model, optimizer, 64)
-    assert fitting.planning is not planned
+    assert fitting.planner is not planned
     model(**worst).square().mean().backward()
-    assert fitting.planning is planned
+    assert fitting.planner is planned
     fitting._step.end()
     assert fitting._step.peak <= budget
 
@@ -262,8 +262,8 @@ def test_a_worst_batch_that_never_fits_is_refused_at_once():
 def test_a_worst_batch_with_room_changes_nothing():
     model, _ = make()
     er.fit(model, budget="1 GiB", worst=torch.randn(8, 256, WIDTH))
-    assert opener_of(model).planning.plan is None
-    assert not opener_of(model).planning.settled
+    assert opener_of(model).planner.plan is None
+    assert not opener_of(model).planner.settled
 
 
 # --- Evaluation and checkpoints are part of a training
@@ -291,8 +291,8 @@ def test_evaluation_and_saving_between_steps_break_neither_measurement_nor_budge
         ends.append(torch.stack(losses))
     assert torch.equal(*ends)
     fitting = opener_of(model)
-    assert fitting.planning.settled
-    assert fitting.planning.plan is not None
+    assert fitting.planner.settled
+    assert fitting.planner.plan is not None
     assert fitting.highest_nbytes <= budget
     assert total(model, optimizer, 256) <= budget
 
@@ -308,8 +308,8 @@ def test_a_look_without_gradients_before_backward_does_not_end_the_step():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    assert opener_of(model).planning.settled
-    assert opener_of(model).planning.plan is not None
+    assert opener_of(model).planner.settled
+    assert opener_of(model).planner.plan is not None
     assert total(model, optimizer, 256) <= budget
 
 

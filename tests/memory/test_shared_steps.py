@@ -235,7 +235,7 @@ def test_models_keep_to_one_budget_or_are_told_one_that_holds(kind, share, caplo
     assert len(told) <= 2, told
     assert all(one <= 1.25 for one in told), told
     hosts = [one for one in fittings if not one.is_guest]
-    assert all(one.planning.settled for one in hosts)
+    assert all(one.planner.settled for one in hosts)
     assert all(one.peak_nbytes <= budget for one in hosts)
 
 
@@ -251,7 +251,7 @@ def test_the_discriminator_is_a_guest_in_the_generators_step(caplog):
     assert all(map(torch.equal, trained.weights(), weights))
     assert guest.is_guest
     assert guest.host is host
-    assert host.planning.settled
+    assert host.planner.settled
     unplanned = [one for one in caplog.messages if "this was not planned" in one]
     assert len(unplanned) <= 1, unplanned
     assert 0.7 * needs <= host.peak_nbytes <= 0.85 * needs

@@ -82,7 +82,7 @@ def test_both_keep_to_one_budget(share, more):
     assert [pair.step(batch(seed)) for seed in range(STEPS)] == losses
     fittings = [opener_of(model) for model in pair]
     assert [one.is_guest for one in fittings] == [False, not more]
-    assert all(one.planning.settled for one in fittings if not one.is_guest)
+    assert all(one.planner.settled for one in fittings if not one.is_guest)
     held = pair.held_nbytes
     assert held + peak(lambda: pair.step(last)) <= 1.01 * budget
 

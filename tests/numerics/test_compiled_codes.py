@@ -11,7 +11,7 @@ from elbowroom.codecs import BitMask, Cast, Dither, Division, Facts, Group, regi
 from elbowroom.compiled import ops
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import _fewer, _quiet, fine, ladder
-from elbowroom.compiled.partition import Decision, Partitioner, told
+from elbowroom.compiled.partition import Decision, Partitioner, listening
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded
 from elbowroom.kernels import reference
@@ -56,7 +56,7 @@ def run(
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     found: list[Decision] = []
     gradients = []
-    with told(found.append):
+    with listening(found.append):
         for given in [x] * steps + [x[:n, :, :n, :n].contiguous() for n in sizes]:
             model.zero_grad()
             torch.manual_seed(1)

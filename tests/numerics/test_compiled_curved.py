@@ -15,7 +15,7 @@ from torch import Tensor
 import elbowroom as er
 from curved import CURVED, DISTANCES, LABELS, Net, gradient, inputs, near, noise
 from elbowroom.compiled.decision import Decision
-from elbowroom.compiled.partition import Partitioner, told
+from elbowroom.compiled.partition import Partitioner, listening
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import without_codegen
 
@@ -28,7 +28,7 @@ def compiled(net: Net, **settings) -> tuple[Tensor, Decision]:
     """The gradient of a step whose graph is rewritten, but not given to Inductor."""
     found: list[Decision] = []
     partitioner = Partitioner(**settings)
-    with told(found.append):
+    with listening(found.append):
         got = gradient(net, torch.compile(net, backend=without_codegen(partitioner)), inputs())
     return got, found[0]
 

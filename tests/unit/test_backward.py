@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.planning import Planning
-from elbowroom.fitting.rehearse import rehearsed
+from elbowroom.fitting.planner import Planner
+from elbowroom.fitting.rehearse import rehearse
 from elbowroom.fitting.signature import Signature
 from elbowroom.measure.clocks import levels_of
 from elbowroom.measure.graph import graph_of
@@ -507,9 +507,9 @@ def estimated_of(model: nn.Module, x: Tensor) -> tuple[int, int, int]:
     model.zero_grad()
     took = static + peak(lambda: model(x).backward())
     model.zero_grad()
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
-    planning.begin(model_state.memory(), Signature(None))
-    forward_profile = rehearsed(planning, model_state, lambda: model(x))
+    planner = Planner(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
+    planner.begin(model_state.memory(), Signature(None))
+    forward_profile = rehearse(planner, model_state, lambda: model(x))
     assert forward_profile is not None
     born = model_state.unallocated_gradients(), 0
     likely, careful = (
@@ -557,9 +557,9 @@ def test_nothing_is_made_again_of_what_only_signs_are_held_of():
     model = nn.Sequential(wide[0], nn.LeakyReLU(), wide[1], nn.LeakyReLU(), wide[2])
     x = torch.randn(512, 64)
     model_state = ModelState(model, None)
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
-    planning.begin(model_state.memory(), Signature(None))
-    forward_profile = rehearsed(planning, model_state, lambda: model(x))
+    planner = Planner(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
+    planner.begin(model_state.memory(), Signature(None))
+    forward_profile = rehearse(planner, model_state, lambda: model(x))
     assert forward_profile is not None
     built = build_problem(with_backward(forward_profile, (), 0), exact=True, recompute=False)
     least = sum(min(option.nbytes for option in item.options) for item in built.problem.items)
@@ -572,8 +572,8 @@ def test_nothing_is_made_again_of_what_only_signs_are_held_of():
 def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
     """Else it would stand in the next moment, and be counted twice by plans that keep it."""
     model_state = ModelState(model := nn.Linear(8, 8), None)
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
-    planning.begin(model_state.memory(), Signature(None))
+    planner = Planner(FitOptions(1 << 40, min_nbytes=1), model_state, Context())
+    planner.begin(model_state.memory(), Signature(None))
     gone = []
 
     def forward() -> Tensor:
@@ -584,7 +584,7 @@ def test_a_rehearsal_lets_go_of_what_was_saved_last_at_once():
         gone.append(storage.expired())
         return out
 
-    assert rehearsed(planning, model_state, forward) is not None
+    assert rehearse(planner, model_state, forward) is not None
     assert gone == [True]
 
 
@@ -609,9 +609,9 @@ def test_a_rehearsal_makes_nothing_again_from_bits_alone():
     """A plan that counted on that kept the tensor, which it had no room for."""
     model, x = Leaks(), torch.randn(256, 64)
     model_state = ModelState(model, None)
-    planning = Planning(FitOptions(1 << 40, min_nbytes=1, exact=True), model_state, Context())
-    planning.begin(model_state.memory(), Signature(None))
-    forward_profile = rehearsed(planning, model_state, lambda: model(x))
+    planner = Planner(FitOptions(1 << 40, min_nbytes=1, exact=True), model_state, Context())
+    planner.begin(model_state.memory(), Signature(None))
+    forward_profile = rehearse(planner, model_state, lambda: model(x))
     assert forward_profile is not None
     sites = [save.site for storage in forward_profile.profile.storages for save in storage.saves]
     (read,) = [one for one in sites if one.consumer == "mul" and one.shape == (256, 64)]

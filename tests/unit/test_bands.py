@@ -85,7 +85,7 @@ def test_categories_are_those_of_the_model(known):
     bands = {band.name: band for band in by_category(plain(known))}
     weights = 4 * 2 * (512 * 512 + 512)
     assert (bands[WEIGHTS].nbytes == weights).all()
-    assert bands[STATES].most_nbytes == 2 * weights + 4 * 4  # with AdamW's counts
+    assert bands[STATES].max_nbytes == 2 * weights + 4 * 4  # with AdamW's counts
     gradients = bands[GRADIENTS].nbytes
     assert gradients[-1] == weights  # whole when backward has ended
     assert gradients[known.backward] == 0

@@ -194,7 +194,7 @@ def test_coders_leave_to_the_codec_what_they_have_no_kernel_for() -> None:
 
 
 def test_coders_know_few_kinds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "_MOST_KINDS", 4)
+    monkeypatch.setattr(compact, "_MAX_KINDS", 4)
     coders = Coders()
     for size in range(3, 20):
         assert coders.of(Dither(levels=4), torch.randn(size), Facts()) is not None

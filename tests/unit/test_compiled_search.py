@@ -122,7 +122,7 @@ def fused_slowly(kernels: list[Kernel], facts) -> list[Kernel]:
             loops = [{facts[n].elements for n in k.nodes} for k in (a, b)]
             given = [s for s in a.writes if s in b.reads] + [s for s in b.writes if s in a.reads]
             cut = any(facts[s].blocks for s in given)
-            if shared >= liveness._LEAST_SHARED and loops[0] & loops[1] and not cut:
+            if shared >= liveness._MIN_SHARED and loops[0] & loops[1] and not cut:
                 pairs.append((-shared, one, two))
     for negative, first, second in sorted(pairs):
         one, two = home[first], home[second]

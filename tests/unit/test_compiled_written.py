@@ -12,7 +12,7 @@ from torch import fx
 from elbowroom.compiled import backend, elbowroom, written
 from elbowroom.compiled.backend import Regions, Settings
 from elbowroom.compiled.decision import Decision, HeldAtBackward
-from elbowroom.compiled.partition import told
+from elbowroom.compiled.partition import listening
 from elbowroom.compiled.written import Check, Early, peak_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.measure.peak import peak
@@ -268,7 +268,7 @@ def test_inductor_compiles_once_more_and_its_lines_are_what_the_allocator_sees(m
     monkeypatch.setattr(written, "peak_of", measured)
     decided: list[Decision] = []
     room = 2**40
-    with told(decided.append), fresh_cache():
+    with listening(decided.append), fresh_cache():
         torch.compile(model, backend=elbowroom, options={"budget": room})(x)
         torch._dynamo.reset()
         room = int(0.7 * decided[0].plain_nbytes)

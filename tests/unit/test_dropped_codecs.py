@@ -122,7 +122,7 @@ def test_a_codec_that_lies_in_training_is_named_and_dropped(mode, liar, caplog):
     loss.backward()
     # Tensors are kept, but for those that are too sensitive for this codec: these have a dither.
     assert error_of(training, exact) < 0.01
-    named = [line for line in caplog.messages if "codec 'liar' takes no part in plans" in line]
+    named = [line for line in caplog.messages if "codec 'liar' is left out of all plans" in line]
     assert len(named) == 1
     with pytest.raises(PlanError, match=r"\['liar'\] .* is not so: 'liar': it"):
         er.fit(training.net, budget="1 GiB", codecs=["liar"])
@@ -143,11 +143,11 @@ def settled(training, codecs):
     """Fits a training that is settled on a plan of such codes."""
     er.fit(training.net, budget=int(0.4 * er.peak(training.step)), codecs=codecs)
     fitting = opener_of(training.net)
-    while not fitting.planning.settled:
+    while not fitting.planner.settled:
         training.step()
     for _ in range(4):  # until forwards are replayed, in which no code is decoded at once
         training.step()
-    assert any(isinstance(codec, Liar) for codec in fitting.planning.plan.codecs)
+    assert any(isinstance(codec, Liar) for codec in fitting.planner.plan.codecs)
     return fitting
 
 
@@ -159,7 +159,7 @@ def test_a_codec_that_fails_in_a_settled_step_is_dropped(liar):
     assert error_of(training, exact) < 0.01
     with suppress(BudgetTooSmall):  # without it there may be no plan
         training.step()
-    plan = fitting.planning.plan
+    plan = fitting.planner.plan
     assert plan is None or not plan.codecs
     er.release(training.net)
 

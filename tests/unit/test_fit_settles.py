@@ -25,6 +25,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.observations import (
     CodesWithdrawn,
+    CoResidentBytes,
     Fallbacks,
     ForwardEnded,
     ForwardProfiled,
@@ -39,7 +40,6 @@ from elbowroom.fitting.observations import (
     RehearsedInVain,
     RoomToWatch,
     SmallestMade,
-    StandsBeside,
     StepBegan,
     UnexpectedStep,
 )
@@ -157,7 +157,7 @@ class Training:
                 budget = draw.choice((700, 1000, 1300))
                 self.tell(OptionsChanged(FitOptions(budget)))
             elif kind == 1:
-                self.tell(StandsBeside(draw.randrange(60)))
+                self.tell(CoResidentBytes(draw.randrange(60)))
             elif kind == 5:
                 self.tell(OutputsHeld(draw.randrange(60)))
             elif kind == 2 and self.state.profile is not None:

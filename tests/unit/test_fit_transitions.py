@@ -91,15 +91,15 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
         (replace(GUESSED, now=TWO, largest=TWO), True, True),
         (replace(GUESSED, memory=MemoryState(100, 0, 9)), True, True),
         (replace(GUESSED, phase=P.SMALLEST), True, True),
-        (replace(following(AGAIN), rehearsed=True), True, False),  # a module runs again
+        (replace(following(AGAIN), from_rehearsal=True), True, False),  # a module runs again
         (replace(VERIFYING, now=TWO, largest=TWO), True, True),
         (replace(VERIFYING, largest=Call(10)), True, False),
         (replace(VERIFYING, now=Call(12), largest=TWO), True, True),
         (replace(VERIFYING, largest=Call(11)), False, False),  # too small to verify a plan by
         (replace(VERIFYING, gradient_nbytes=11), False, False),  # others begin with gradients
         (replace(VERIFYING, gradient_nbytes=10), True, False),
-        (replace(VERIFYING, gradient_nbytes=11, with_less=8), False, False),
-        (replace(VERIFYING, gradient_nbytes=11, with_less=9), True, False),
+        (replace(VERIFYING, gradient_nbytes=11, skipped_steps=8), False, False),
+        (replace(VERIFYING, gradient_nbytes=11, skipped_steps=9), True, False),
         (replace(FRESH, gradient_nbytes=11), True, False),  # nothing is known without it
         (replace(WATCHING, gradient_nbytes=11), True, False),
         (replace(WATCHING, largest=TWO, only_largest=True), True, False),

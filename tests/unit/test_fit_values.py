@@ -81,7 +81,7 @@ def test_when_what_a_forward_has_held_exceeds_the_budget(known, most, exceeded):
 def test_a_refusal_names_more_than_the_budget_that_a_forward_was_above():
     """What was held before a backward inside of forward is gone when the refusal is written."""
     saving = SimpleNamespace(
-        storages=[], largest_nbytes=10, impossible=True, ledger=SimpleNamespace(most_nbytes=700)
+        storages=[], largest_nbytes=10, impossible=True, ledger=SimpleNamespace(max_nbytes=700)
     )
     refused = refusal(saving, OPTIONS, SimpleNamespace(weight_nbytes=300), STOCK, 50)
     assert refused.least_nbytes == 300 + 700 + 50 > OPTIONS.budget_nbytes
@@ -138,7 +138,7 @@ def test_no_estimate_is_followed_to_be_profiled_once_a_step_was():
         one = chosen(profile, state=f"{profile} {'again' if again else 'once'}")
         return one if again else replace(one, plan=replace(one.plan, recompute=frozenset()))
 
-    guesses = tuple(KnownStep(name, rehearsed=True) for name in ("likely", "careful"))
+    guesses = tuple(KnownStep(name, from_rehearsal=True) for name in ("likely", "careful"))
     attempts, found = Attempts(guesses).next_smallest(made, free)
     assert found.chosen.candidate.state == "likely once"
     attempts = attempts.after(found.chosen, 7).knowing("written")
@@ -156,7 +156,7 @@ def test_a_plan_that_should_take_much_more_than_another_waits():
         one = made(profile, again)
         return replace(one, plan=replace(one.plan, peak=100 if again else 111))
 
-    attempts = Attempts((KnownStep("guess", rehearsed=True),))
+    attempts = Attempts((KnownStep("guess", from_rehearsal=True),))
     attempts, found = attempts.next_smallest(sized, free)
     assert found.chosen.plan.recompute == {"guess again"}
     attempts, found = attempts.after(found.chosen, 7).next_smallest(sized, free)
@@ -177,7 +177,9 @@ def test_only_smallest_plans_are_made_that_may_be_near_the_least():
     def bound(profile, again):
         return peaks[f"{profile} {'again' if again else 'once'}"] - 1
 
-    attempts = Attempts(tuple(KnownStep(name, rehearsed=True) for name in ("likely", "careful")))
+    attempts = Attempts(
+        tuple(KnownStep(name, from_rehearsal=True) for name in ("likely", "careful"))
+    )
     attempts, found = attempts.next_smallest(sized, bound)
     assert (asked, found.chosen.plan.peak) == (["likely once"], 104)
     attempts, found = attempts.after(found.chosen, 7).next_smallest(sized, bound)
@@ -196,15 +198,15 @@ def test_no_estimate_is_made_that_would_not_be_followed():
         asked.append((profile, again))
         return made(profile, again)
 
-    attempts = Attempts((KnownStep("guess", rehearsed=True),)).knowing("written")
+    attempts = Attempts((KnownStep("guess", from_rehearsal=True),)).knowing("written")
     while (step := attempts.next_smallest(noted, free))[1] is not None:
         attempts = step[0].after(step[1].chosen, 7)
     assert asked == [("written", True), ("written", False), ("guess", True)]
 
 
 def test_a_step_that_is_written_down_comes_before_what_was_estimated():
-    attempts = Attempts((KnownStep("guess", rehearsed=True),)).knowing("written")
-    assert [one.rehearsed for one in attempts.known] == [False, True]
+    attempts = Attempts((KnownStep("guess", from_rehearsal=True),)).knowing("written")
+    assert [one.from_rehearsal for one in attempts.known] == [False, True]
 
 
 def test_the_least_of_all_attempts_and_of_the_smallest_plans():
@@ -222,9 +224,9 @@ def test_the_least_of_all_attempts_and_of_the_smallest_plans():
 
 
 def test_attempts_are_values():
-    before = Attempts((KnownStep("p", rehearsed=False),))
+    before = Attempts((KnownStep("p", from_rehearsal=False),))
     after, _ = before.next_smallest(made, free)
-    assert (before.known, before.smallest) == ((KnownStep("p", rehearsed=False),), ())
+    assert (before.known, before.smallest) == ((KnownStep("p", from_rehearsal=False),), ())
     assert len(after.smallest) == 2
     assert after.next_smallest(lambda profile, again: None, free)[0].smallest == after.smallest
 

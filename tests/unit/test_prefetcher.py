@@ -32,7 +32,7 @@ class Handle:
 
 @pytest.fixture
 def prefetcher():
-    return Prefetcher(most_tensors=2, most_nbytes=100)
+    return Prefetcher(max_tensors=2, max_nbytes=100)
 
 
 def put(prefetcher: Prefetcher, names: str, nbytes: int = 10) -> dict[str, Handle]:

@@ -37,7 +37,7 @@ def test_a_forward_that_is_refused_names_what_a_plan_took(taken, command):
 def test_a_budget_is_said_to_be_below_what_a_step_needs_only_if_it_is(budget_nbytes):
     """A GAN was told that 15 MiB are below the 13.8 that it needs, and to give these."""
     saving = SimpleNamespace(
-        impossible=False, storages=(), largest_nbytes=0, ledger=SimpleNamespace(most_nbytes=60)
+        impossible=False, storages=(), largest_nbytes=0, ledger=SimpleNamespace(max_nbytes=60)
     )
     preset = SimpleNamespace(name="exact", exact=True)
     options = SimpleNamespace(budget_nbytes=budget_nbytes, presets=(preset,), exact=True)

@@ -104,7 +104,7 @@ def test_a_compiled_script_is_planned_in_its_graphs_and_keeps_its_bits(
     running = _Run("4 MiB", True, None, None)
     assert running.of(script, [str(out), way]) == 0
     assert any("custom_partitioner_fn" in options for options in uncompiled)
-    (told,) = running.told()
+    (told,) = running.summaries()
     budget = parse_budget("4 MiB")
     assert told.predicted_nbytes <= budget < told.plain_nbytes
     rows = {row[0]: row for row in told.rows()}

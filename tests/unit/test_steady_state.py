@@ -73,8 +73,8 @@ def test_a_step_that_never_enters_as_many_functions_has_not_settled(script):
     restless = Growing(None, None)
     mode = script.Mode("fit", nullcontext, settles=True)
     script._warm(mode, restless)
-    assert mode.notes == [f"did not settle in {script.MOST_WARM_UP} steps"]
-    assert restless.steps == script.MOST_WARM_UP
+    assert mode.notes == [f"did not settle in {script.MAX_WARM_UP} steps"]
+    assert restless.steps == script.MAX_WARM_UP
 
 
 def _nothing() -> None:

@@ -61,7 +61,7 @@ def test_extents_reuse_what_is_free_and_keep_to_their_limit():
 
 
 def test_a_window_lets_one_through_however_large():
-    window = Window(most_tensors=2, most_nbytes=100)
+    window = Window(max_tensors=2, max_nbytes=100)
     window.enter(1000)
     entered = []
     other = threading.Thread(target=lambda: (window.enter(10), entered.append(1)))
@@ -158,7 +158,7 @@ def test_the_ledger_counts_what_is_away_apart(tmp_path):
 
 def test_an_outlived_tensor_is_given_back_and_told(tmp_path):
     x, told, tier = torch.randn(100), [], FileTier(str(tmp_path))
-    handle = OffloadHandle(tier, x, on_outlived=lambda: told.append(1))
+    handle = OffloadHandle(tier, x, on_survived=lambda: told.append(1))
     tier.flush()
     assert handle.restore().data_ptr() == x.data_ptr()
     assert told == [1]

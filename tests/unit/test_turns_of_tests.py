@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import turns as turns_module
-from turns import LEAST_S, TURNS, by_file, costs, renewed, todays, turn_of_each, turns
+from turns import MIN_S, TURNS, by_file, costs, renewed, todays, turn_of_each, turns
 
 COSTS = {
     **{f"tests/a.py::test_cases[{n}]": 2.0 + n for n in range(7)},
@@ -71,19 +71,19 @@ def test_a_file_that_takes_its_turn_as_one_is_given_to_all_of_its_tests(monkeypa
 
 def test_a_new_list_has_what_was_measured_and_keeps_what_was_not():
     found = renewed(
-        {"a::was": 3.0, "a::fell": 2.0, "a::about": LEAST_S, "b": 5.0},
-        {"a::new": LEAST_S, "a::cheap": LEAST_S - 0.1, "a::fell": LEAST_S / 2 - 0.1}
-        | {"a::about": LEAST_S - 0.1, "b::x": 2.25, "b::y": 4.0},
+        {"a::was": 3.0, "a::fell": 2.0, "a::about": MIN_S, "b": 5.0},
+        {"a::new": MIN_S, "a::cheap": MIN_S - 0.1, "a::fell": MIN_S / 2 - 0.1}
+        | {"a::about": MIN_S - 0.1, "b::x": 2.25, "b::y": 4.0},
     )
-    about = pytest.approx(LEAST_S - 0.1)
-    assert found == {"a::was": 3.0, "a::new": LEAST_S, "a::about": about, "b": 6.2}
+    about = pytest.approx(MIN_S - 0.1)
+    assert found == {"a::was": 3.0, "a::new": MIN_S, "a::about": about, "b": 6.2}
     assert by_file({"a::x": 1.0, "a::y": 2.0, "b::x": 4.0}) == {"a": 3.0, "b": 4.0}
 
 
 def test_a_run_of_whole_files_drops_names_that_no_test_has():
     known = {"a::renamed": 3.0, "a::was": 2.0, "b::other": 5.0, "c": 4.0}
-    measured = {"a::was": LEAST_S - 0.1, "c::x": 1.0}
-    about = pytest.approx(LEAST_S - 0.1)
+    measured = {"a::was": MIN_S - 0.1, "c::x": 1.0}
+    about = pytest.approx(MIN_S - 0.1)
     assert renewed(known, measured, whole=True) == {"a::was": about, "b::other": 5.0, "c": 1.0}
     assert renewed(known, measured)["a::renamed"] == 3.0
 
@@ -129,7 +129,7 @@ def test_all_turns_are_all_tests_and_a_run_says_which_it_took(conftest, monkeypa
     assert set().union(*(one for one, _ in taken)) == set(ids)
     for turn, (one, lines) in enumerate(taken):
         assert lines[-1] == (
-            f"{len(one) - 1} of {len(ids) - 1} tests of {LEAST_S} s or more: turn {turn} of "
+            f"{len(one) - 1} of {len(ids) - 1} tests of {MIN_S} s or more: turn {turn} of "
             f"{TURNS}, which the date gives, or ./scripts/test --turn {turn}"
         )
     assert started(conftest, items)[0] == taken[todays()][0], "by the date"

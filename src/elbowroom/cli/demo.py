@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import elbowroom as er
 from elbowroom.cli.mistakes import check_writable, errors_console, says_mistakes, tell_path
 from elbowroom.demo.compare import Comparison, Saving, compare, try_out
-from elbowroom.demo.compare import Progress as Told
+from elbowroom.demo.compare import Progress as StageProgress
 from elbowroom.demo.page import first_line, first_page, page
 from elbowroom.demo.tasks import Task, task
 from elbowroom.report import table, write
@@ -132,7 +132,7 @@ def _as_json(
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Told], None]]:
+def _progress() -> Iterator[Callable[[StageProgress], None]]:
     """Shows a live bar for each stage on stderr or, without a terminal, a line for each quarter."""
     if not errors_console().is_terminal:
         yield _tell_lines
@@ -147,16 +147,16 @@ def _progress() -> Iterator[Callable[[Told], None]]:
     with Progress(*columns, console=errors_console()) as bars:
         known: dict[str, Any] = {}
 
-        def tell(told: Told) -> None:
-            if told.stage not in known:
-                known[told.stage] = bars.add_task(told.stage, total=told.total, note="")
-            bars.update(known[told.stage], completed=told.done, note=told.note)
+        def tell(step: StageProgress) -> None:
+            if step.stage not in known:
+                known[step.stage] = bars.add_task(step.stage, total=step.total, note="")
+            bars.update(known[step.stage], completed=step.done, note=step.note)
 
         yield tell
 
 
-def _tell_lines(told: Told) -> None:
+def _tell_lines(step: StageProgress) -> None:
     """Prints a line for the first step, which shows that it runs, and for each quarter."""
-    quarters = [4 * done // told.total for done in (told.done - 1, told.done)]
-    if told.done == 1 or quarters[0] < quarters[1]:
-        typer.echo(f"{told.stage}: {told.done}/{told.total}  {told.note}".rstrip(), err=True)
+    quarters = [4 * done // step.total for done in (step.done - 1, step.done)]
+    if step.done == 1 or quarters[0] < quarters[1]:
+        typer.echo(f"{step.stage}: {step.done}/{step.total}  {step.note}".rstrip(), err=True)

@@ -51,26 +51,26 @@ def tell_outcome(
     made_optimizers  whether it made an optimizer
     report           the file for the figures, if any
     """
-    told = own + processes.told
+    summaries = own + processes.summaries
     if processes.refusal:
         return processes.refusal
-    if not told:
+    if not summaries:
         return _say_not_found(code, made_optimizers, processes)
     for one in own:
         if one.trained:
             errors_console().print(_table(one))
-    spawned = [one for one in processes.told if one.trained]
+    spawned = [one for one in processes.summaries if one.trained]
     if spawned:
         worst = max(spawned, key=lambda one: one.last_nbytes or 0)
         of = f" (in one of {len(processes.ended)} processes)"
         errors_console().print(_table(worst, of if len(processes.ended) > 1 else ""))
-    worst = max(told, key=lambda one: (one.trained, one.last_nbytes or 0))
+    worst = max(summaries, key=lambda one: (one.trained, one.last_nbytes or 0))
     code = code or _say_refused(refusal)
-    code = say_not_kept(code, worst) or say_not_measured(told)
+    code = say_not_kept(code, worst) or say_not_measured(summaries)
     if report is not None:
         figures = worst.as_dict() | {"exit_code": code}
-        if len(told) > 1:
-            figures |= {"models": [one.as_dict() for one in told]}
+        if len(summaries) > 1:
+            figures |= {"models": [one.as_dict() for one in summaries]}
         write_text(json.dumps(figures, indent=2) + "\n", report)
     return code
 
@@ -103,28 +103,28 @@ def _say_refused(refusal: BudgetTooSmall | None) -> int:
     return TOO_SMALL
 
 
-def say_not_kept(code: int, told: Summary) -> int:
+def say_not_kept(code: int, summary: Summary) -> int:
     """Reports a last measured step above the budget; returns the exit code.
 
     This is for a script that ended without an error.
     """
-    if code or not told.trained or (told.last_nbytes or 0) <= told.budget_nbytes:
+    if code or not summary.trained or (summary.last_nbytes or 0) <= summary.budget_nbytes:
         return code
-    took = told.last_nbytes or 0
+    took, budget = summary.last_nbytes or 0, show_nbytes(summary.budget_nbytes)
     mistake(
-        f"the budget {show_nbytes(told.budget_nbytes)} was not kept: the last measured step took "
+        f"the budget {budget} was not kept: the last measured step took "
         f"{show_nbytes(took)}. Give --budget {typed_budget(took)}, or halve the batch"
     )
     return NOT_KEPT
 
 
-def say_not_measured(told: list[Summary]) -> int:
+def say_not_measured(summaries: list[Summary]) -> int:
     """Reports models of which several steps ran and none was measured, unless they are compiled.
 
     Returns the exit code, because it is not known whether these kept to the budget. A model of
     which only forwards were seen is reported too, but it is no error.
     """
-    for one in told:
+    for one in summaries:
         if not one.trained:
             ran = f"{one.steps} forward{'s' * (one.steps != 1)} of {one.model}"
             errors_console().print(
@@ -136,7 +136,7 @@ def say_not_measured(told: list[Summary]) -> int:
             )
     names = dict.fromkeys(
         one.model
-        for one in told
+        for one in summaries
         if one.last_nbytes is None and one.steps > 2 and one.setting != "compiled" and one.trained
     )
     if not names:
@@ -150,15 +150,17 @@ def say_not_measured(told: list[Summary]) -> int:
     return NOT_KEPT
 
 
-def _table(told: Summary, where: str = "") -> Table:
+def _table(summary: Summary, where: str = "") -> Table:
     """Returns a table of the figures, each measured or estimated."""
     table = Table(
-        title=Text(f"{told.model} inside {show_nbytes(told.budget_nbytes)}{where}", style="bold"),
+        title=Text(
+            f"{summary.model} inside {show_nbytes(summary.budget_nbytes)}{where}", style="bold"
+        ),
         title_justify="left",
     )
     for name in ("one step", "measured", "estimated"):
         table.add_column(name, justify="left" if name == "one step" else "right")
     table.add_column("", overflow="fold")
-    for row in told.rows():
+    for row in summary.rows():
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -48,7 +48,7 @@ from elbowroom.runtime.undo import gradient_of
 from elbowroom.tools import Discovery, Unseen, say_exhaustion, set_aside
 from elbowroom.units import Share, parse_budget
 
-_MOST_MODELS = 8
+_MAX_MODELS = 8
 _FITS_ITSELF = (
     "the script itself calls er.fit, or another function of elbowroom's, so --budget has no "
     "effect; run it by python, or take that call out of the script"
@@ -231,11 +231,11 @@ class _Run:
         Models that the copied process trained before are not reported again. Returns as
         `in_a_process`.
         """
-        models, before = len(self._models), self.told()
+        models, before = len(self._models), self.summaries()
 
         def leave(code: int) -> int:
             self.finish(models)
-            tell(Ended([one for one in self.told() if one not in before]))
+            tell(Ended([one for one in self.summaries() if one not in before]))
             return code
 
         try:
@@ -263,11 +263,11 @@ class _Run:
 
     def outcome(self, processes: Processes, code: int, report: Path | None) -> int:
         """Shows what became of the budget; returns the exit code. code: the script's own."""
-        own, refusal = self.told(), self.refusal()
+        own, refusal = self.summaries(), self.refusal()
         made_optimizers = self.discovery.made_optimizers
         return tell_outcome(own, processes, code, refusal, made_optimizers, report)
 
-    def told(self) -> list[Summary]:
+    def summaries(self) -> list[Summary]:
         """Returns the figures of each model; empty if no model was found."""
         found = [
             one.fitting.summary(one.name)
@@ -382,8 +382,8 @@ class _Run:
             why = "and a plan is for one; leave out --plan, "
         elif is_compiled(called) or isinstance(self._models[-1].fitting, CompiledFitting):
             why = "and a compiled one keeps to the budget alone; leave them uncompiled, "
-        elif len(self._models) == _MOST_MODELS:
-            why = f"more than the {_MOST_MODELS} that share a budget; "
+        elif len(self._models) == _MAX_MODELS:
+            why = f"more than the {_MAX_MODELS} that share a budget; "
         else:
             return
         raise _Refused(
@@ -400,7 +400,7 @@ class _Run:
 
     def _refuse_unseen(self) -> None:
         """Raises an error if an optimizer takes its first step and no model was found."""
-        if not self.told():
+        if not self.summaries():
             fits = any(self.discovery.optimizers_of(model) for model, _ in attached())
             own = _FITS_ITSELF if fits else self.discovery.differentiated
             raise _Refused(own or NOT_FOUND)

@@ -31,14 +31,14 @@ from elbowroom.fitting import Summary
 _SPAWN = "torch.multiprocessing.spawn"
 _POOLS = ("multiprocessing.pool", "concurrent.futures.process")
 _MACHINERY = ("multiprocessing", "concurrent", "torch")
-_MOST_NBYTES = 60_000  # of a message: less than a pipe buffers before it is read
+_MAX_NBYTES = 60_000  # of a message: less than a pipe buffers before it is read
 
 
 @dataclass(frozen=True)
 class Ended:
     """How one process ended: its figures, and the exit code of a refusal, or 0."""
 
-    told: list[Summary]
+    summaries: list[Summary]
     code: int = 0
 
 
@@ -72,11 +72,11 @@ class Followed:
     def _tell(self, ended: Ended) -> None:
         if self.copied is not None:
             self.copied.collect()
-            ended = replace(ended, told=ended.told + self.copied.told)
+            ended = replace(ended, summaries=ended.summaries + self.copied.summaries)
         message = _packed(ended)
-        if len(message) > _MOST_NBYTES:
-            told = [replace(one, lines=()) for one in ended.told]
-            message = _packed(replace(ended, told=told))
+        if len(message) > _MAX_NBYTES:
+            summaries = [replace(one, lines=()) for one in ended.summaries]
+            message = _packed(replace(ended, summaries=summaries))
         with suppress(OSError):  # the script has ended, and nobody reads it
             self.pipe.send_bytes(message)
             self.pipe.close()
@@ -107,9 +107,9 @@ class Processes:
         return [one for _, one in sorted(self._ended, key=lambda pair: pair[0])]
 
     @property
-    def told(self) -> list[Summary]:
+    def summaries(self) -> list[Summary]:
         """The figures of all their models."""
-        return [one for ended in self.ended for one in ended.told]
+        return [one for ended in self.ended for one in ended.summaries]
 
     @property
     def refusal(self) -> int:

@@ -30,7 +30,7 @@ _watchers = torch._C._len_torch_dispatch_stack
 _CPU = torch.device("cpu")
 _NO_AFFINE = 0, 0, 0, 0, 1, 1
 _NO_MASK = 0, 0
-_MOST_KINDS = 512
+_MAX_KINDS = 512
 
 
 class Coder:
@@ -118,7 +118,7 @@ class Coders:
         key = codec, x.shape, x.stride(), x.dtype, x.device, facts
         known = self._known
         if key not in known:
-            if len(known) >= _MOST_KINDS:
+            if len(known) >= _MAX_KINDS:
                 known.clear()
             known[key] = Coder.of(codec, x, facts)
         return known.get(key)

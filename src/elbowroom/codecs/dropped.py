@@ -17,7 +17,7 @@ from elbowroom.errors import CodecError
 
 _log = logging.getLogger("elbowroom.codecs")
 _dropped: dict[type[Codec], str] = {}
-_MOST = 16  # times the error for normal data: an outlier makes the steps of its group wider
+_MAX = 16  # times the error for normal data: an outlier makes the steps of its group wider
 _SCALE = 0.25  # by which unbiased codes may make all values smaller or larger
 
 
@@ -26,7 +26,9 @@ def drop(cls: type[Codec], why: str) -> None:
     if cls not in _dropped:
         _dropped[cls] = why
         _log.warning(
-            "codec '%s' takes no part in plans, because of what it says is not so: %s", cls.id, why
+            "codec '%s' is left out of all plans, because it does not do what it declares: %s",
+            cls.id,
+            why,
         )
 
 
@@ -95,7 +97,7 @@ def refuse_undecodable(encoded: Encoded, error: Exception) -> None:
 def broken_code(
     codec: Codec, x: Tensor, affine: Affine | None, encoded: Encoded, *, decodes: bool
 ) -> str:
-    """Returns in words what the codec declares and this code is not; "" if it is all."""
+    """Returns in words which declared property of the codec this code lacks; "" if none."""
     if not isinstance(encoded, Encoded):
         return f"it encodes to {type(encoded).__name__}"
     shape, what = tuple(x.shape), f"{x.dtype} of shape {tuple(x.shape)}".removeprefix("torch.")
@@ -129,7 +131,7 @@ def _broken_values(codec: Codec, x: Tensor, affine: Affine | None, encoded: Enco
     if not error < float("inf"):
         return "it gives back what is not finite"
     known = quality_of(codec, maps=x.dim() >= 4)
-    if error > _MOST * known.error * size:
+    if error > _MAX * known.error * size:
         relative = error / max(size, 1e-30)
         return (
             f"its squared error is {relative:.2g} of the tensor's square, and {known.error:.2g} of "

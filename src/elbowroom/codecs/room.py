@@ -42,14 +42,14 @@ class Space(NamedTuple):
 class Room(Protocol):
     """Gives memory to the payloads of one site."""
 
-    def space(self, most_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:
+    def space(self, max_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:
         """Returns memory for a payload; None: no payload of this site has been seen yet.
 
-        most_nbytes  upper bound of the payload
+        max_nbytes  upper bound of the payload
         tile_nbytes  upper bound of the payload of one tile
         """
         ...
 
-    def first(self, payload: Tensor, most_nbytes: int) -> tuple[Tensor, Spill]:
+    def first(self, payload: Tensor, max_nbytes: int) -> tuple[Tensor, Spill]:
         """Copies the first payload, whose size is known, to memory as later ones will get it."""
         ...

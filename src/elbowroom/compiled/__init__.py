@@ -42,4 +42,4 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GraphPolicy as GraphPolicy
 from elbowroom.compiled.held import acts_in_graphs as acts_in_graphs
 from elbowroom.compiled.held import counted as counted
-from elbowroom.compiled.held import hearing as hearing
+from elbowroom.compiled.held import reporting_to as reporting_to

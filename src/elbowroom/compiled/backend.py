@@ -323,7 +323,7 @@ def _compiled(
     """Compiles a region by a plan for this room."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from elbowroom.compiled.partition import Partitioner, told
+    from elbowroom.compiled.partition import Partitioner, listening
     from elbowroom.compiled.scheduling import in_order
 
     partitioner = Partitioner(
@@ -355,7 +355,7 @@ def _compiled(
         return early.compile(run) if kwargs.get("is_backward") else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with told(check.made.append), early.wanted(check), Loaded() as loaded:
+    with listening(check.made.append), early.wanted(check), Loaded() as loaded:
         compiled: Any = compile_fx(
             gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
         )

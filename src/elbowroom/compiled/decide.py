@@ -33,7 +33,7 @@ _BUDGETS = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.02)
 _STRIDES = (1, 2)  # which ends of blocks are saved: each, each second...
 _CHANGES = 60  # largest number of single changes in one direction
 _STARTS = 2  # of the fastest steps that fit, besides the lowest, are improved
-_MOST = 16  # candidates that are examined for one change
+_MAX = 16  # candidates that are examined for one change
 _ROUNDS = 2  # of changes from one step
 _LARGE = 1 / 256  # of the peak: smaller tensors are not worth a change
 
@@ -318,7 +318,7 @@ def _filled(search: Search, step: Step, room_nbytes: int) -> Step:
     many = search.judge({*step.saved}.union(*groups[:first]))
     if first and many is not None and many.seconds < step.seconds:
         step = many
-    for group in groups[first:][:_MOST]:
+    for group in groups[first:][:_MAX]:
         changed = search.judge({*step.saved} | group)
         if (
             changed is not None

@@ -39,7 +39,7 @@ from elbowroom.compiled.collect import elements_of, is_view, ops_named, packet_o
 FLOOR = -24.0  # of log-probabilities: exp(-24) is 4e-11
 LIMIT = 24.0  # of what sigmoid or tanh reads: sigmoid(-24) is 4e-11
 COMPARISONS = ops_named("eq ne le lt ge gt sign isnan isinf")
-_MOST_NODES = 32
+_MAX_NODES = 32
 _FLAT_POWERS = (0, 1, 2, 3, 4)  # others are steep
 _aten = torch.ops.aten
 
@@ -182,7 +182,7 @@ def _made_elementwise(node: fx.Node) -> set[fx.Node]:
         is_loop = packet_of(one) in _linear() | _sums() | _steep() | _relus()
         return [n for n in one.all_input_nodes if _varies(n)] if is_loop else []
 
-    return set(reached([node], inputs, _MOST_NODES))
+    return set(reached([node], inputs, _MAX_NODES))
 
 
 def is_steep(reader: fx.Node, node: fx.Node) -> bool:
@@ -205,7 +205,7 @@ def is_gated(value: fx.Node) -> bool:
 def _grown(nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Returns nodes, and what certain ops compute from these alone."""
     found, pending = set(nodes), list(nodes)
-    while pending and len(found) <= _MOST_NODES:
+    while pending and len(found) <= _MAX_NODES:
         for user in pending.pop().users:
             if user not in found and takes(user) and found.issuperset(user.all_input_nodes):
                 found.add(user)
@@ -293,7 +293,7 @@ def _is_bent(node: fx.Node) -> bool:
 def _factors(node: fx.Node) -> set[fx.Node]:
     """Returns what a value is a product of, but for what was given, and divisors."""
     found, pending = set[fx.Node](), [node]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         if not pending:
             break
         one = pending.pop()
@@ -312,14 +312,14 @@ def _made_of(node: fx.Node, takes: Callable[[fx.Node], bool]) -> set[fx.Node]:
     def inputs(one: fx.Node) -> list[fx.Node]:
         return one.all_input_nodes if takes(one) else []
 
-    return set(reached(node.all_input_nodes, inputs, _MOST_NODES))
+    return set(reached(node.all_input_nodes, inputs, _MAX_NODES))
 
 
 def _after(
     nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool], gradients: Collection[fx.Node]
 ) -> set[fx.Node]:
     """Returns nodes, and what forward computes from them by certain ops."""
-    return set(reached(nodes, lambda n: filter(takes, _forward(n, gradients)), _MOST_NODES))
+    return set(reached(nodes, lambda n: filter(takes, _forward(n, gradients)), _MAX_NODES))
 
 
 def _is_alone(node: fx.Node) -> bool:
@@ -342,7 +342,7 @@ def is_difference(exponent: fx.Node) -> bool:
     Parts that an input alone adds, as a bias, do not count.
     """
     pending, seen = [exponent], {exponent}
-    while pending and len(seen) <= _MOST_NODES:
+    while pending and len(seen) <= _MAX_NODES:
         node = pending.pop()
         packet = packet_of(node)
         if packet in _products():

@@ -4,7 +4,7 @@
         .backend(options)            one backend for each set of Inductor's options: Dynamo keeps
                                      what it has compiled by the identity of the backend, so that
                                      a policy is compiled once, and plain graphs stay beside it
-        .running(told)               meanwhile `told` is called with what each running region holds
+        .running(report)             calls `report` with the bytes that each region holds as it runs
 
 The values that plain torch.compile would save are coded. A graph that cannot be rewritten is
 compiled unchanged, and the logger "elbowroom" reports it.
@@ -27,9 +27,9 @@ from elbowroom.compiled.away import is_away
 from elbowroom.compiled.backend import Regions, Settings, compile_region
 from elbowroom.errors import RestoreError
 
-_MOST_VIEWS = 8  # nodes of views behind a region
+_MAX_VIEWS = 8  # nodes of views behind a region
 _log = logging.getLogger("elbowroom")
-Told = Callable[[int, int, Any], None]  # plain bytes, held bytes, object whose end frees them
+Report = Callable[[int, int, Any], None]  # plain bytes, held bytes, object whose end frees them
 
 
 def acts_in_graphs(codec: Codec) -> bool:
@@ -43,7 +43,7 @@ def acts_in_graphs(codec: Codec) -> bool:
 class _Thread(threading.local):
     """Listener that is notified of the regions that run on this thread."""
 
-    told: Told | None = None
+    report: Report | None = None
 
 
 _thread = _Thread()
@@ -52,13 +52,13 @@ _backends: dict[tuple[Any, ...], "_Backend"] = {}
 
 
 @contextmanager
-def hearing(told: Told) -> Iterator[None]:
-    """Calls `told` with what `counted` regions on this thread hold, at each run."""
-    before, _thread.told = _thread.told, told
+def reporting_to(report: Report) -> Iterator[None]:
+    """Calls `report` with what `counted` regions on this thread hold, at each run."""
+    before, _thread.report = _thread.report, report
     try:
         yield
     finally:
-        _thread.told = before
+        _thread.report = before
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class GraphPolicy:
             return _backends[key]
 
     @contextmanager
-    def running(self, told: Told) -> Iterator[None]:
-        """Calls `told` with what regions on this thread hold, and seeds their noise."""
-        with hearing(told):
+    def running(self, report: Report) -> Iterator[None]:
+        """Calls `report` with what regions on this thread hold, and seeds their noise."""
+        with reporting_to(report):
             if self.seed is None:
                 yield
             else:
@@ -129,8 +129,8 @@ def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Call
 
     def run(*args: Any) -> Any:
         nonlocal held
-        told = _thread.told
-        if told is None or not torch.is_grad_enabled():
+        report = _thread.report
+        if report is None or not torch.is_grad_enabled():
             return region(*args)
         if held is None:
             count = _Count(args)
@@ -141,7 +141,7 @@ def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Call
             out = region(*args)
         node = next(_own_nodes(out), None)
         if node is not None:
-            told(held if plain_nbytes is None else plain_nbytes, held, node)
+            report(held if plain_nbytes is None else plain_nbytes, held, node)
         return out
 
     return run
@@ -155,7 +155,7 @@ def _own_nodes(out: Any) -> Iterator[BackwardCFunction]:
     """
     for x in _leaves(out):
         node = x.grad_fn
-        for _ in range(_MOST_VIEWS):
+        for _ in range(_MAX_VIEWS):
             if isinstance(node, BackwardCFunction):
                 yield node
             node = node.next_functions[0][0] if node is not None and node.next_functions else None

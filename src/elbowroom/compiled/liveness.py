@@ -29,9 +29,9 @@ from elbowroom.compiled.collect import Facts, Kind
 from elbowroom.compiled.scheduling import SHARED
 
 _SHARED_READS = 4  # a value with more than one reader is stored if it reads more (`realize_reads`)
-_MOST_READS = 12  # and any other if it reads more than this
+_MAX_READS = 12  # and any other if it reads more than this
 _FAR = 64  # kernels further apart are not fused (`are_long_distant_nodes`)
-_LEAST_SHARED = 1024  # bytes for which a fusion is worth anything
+_MIN_SHARED = 1024  # bytes for which a fusion is worth anything
 _aten = torch.ops.aten
 _INTO = frozenset(  # library calls that write into memory which they are given
     [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default]
@@ -314,7 +314,7 @@ def _is_stored(
     """Returns whether a value is written to memory. heavy: slow ops that are inlined into it."""
     if fact.kind is Kind.REDUCTION or node in kept:
         return not isinstance(node.meta.get("val"), (tuple, list))
-    if len(sources) > _MOST_READS or _is_read_by_extern(node, here, facts):
+    if len(sources) > _MAX_READS or _is_read_by_extern(node, here, facts):
         return True
     if len(sources) > _SHARED_READS or heavy:
         return sum(user in here for user in node.users) > 1
@@ -450,7 +450,7 @@ def _pairs(
     return sorted(
         (-nbytes, one, two)
         for (one, two), nbytes in shared.items()
-        if nbytes >= _LEAST_SHARED
+        if nbytes >= _MIN_SHARED
         and not kernels[one].loops.isdisjoint(kernels[two].loops)
         and walls[one].isdisjoint(kernels[two].reads)
         and walls[two].isdisjoint(kernels[one].reads)

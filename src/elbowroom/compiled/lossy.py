@@ -38,11 +38,11 @@ from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
 
 _WIDTHS = (8, 4, 2)  # bits of codes that are weighed, half a bit of metadata not counted
 _FINE = 1e-3  # squared error that a bent value may have
-_LEAST_NBYTES = 32768
-_LEAST_AWAY = 65536  # bytes: smaller values are not worth a file
-_MOST = 16  # values that might stay, once it is known that something has to leave
-_MOST_BASES = 8
-_LEAST_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
+_MIN_NBYTES = 32768
+_MIN_AWAY = 65536  # bytes: smaller values are not worth a file
+_MAX = 16  # values that might stay, once it is known that something has to leave
+_MAX_BASES = 8
+_MIN_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -135,8 +135,8 @@ def code(
             if base.seconds >= bound:  # codes do not make it faster
                 continue
             coded = list(_coded(search.joint, base, variant, leaves))
-            most_nbytes = max(room_nbytes, least)
-            chosen = _choice(search.joint, reach, base, coded, noise, variants, most_nbytes)
+            max_nbytes = max(room_nbytes, least)
+            chosen = _choice(search.joint, reach, base, coded, noise, variants, max_nbytes)
             if chosen is None:
                 continue
             least = min(least, chosen.peak_nbytes)
@@ -145,7 +145,7 @@ def code(
                 bound = min([bound, *(one.seconds for one in found[-1:])])
         if found and exact is not False:
             break
-        bar = min([bar, *(_LEAST_GAIN * one.seconds for one in found)])  # coarser codes must pay
+        bar = min([bar, *(_MIN_GAIN * one.seconds for one in found)])  # coarser codes must pay
     best = _best(found, wide)
     if best is None:
         return None, least, 0.0
@@ -159,8 +159,8 @@ def _rewritten(
     joint: Joint, reach: Reach, best: _Choice, room_nbytes: int, held_nbytes: float
 ) -> tuple[Step | None, float]:
     """Rewrites the graph with as few codes as fit; returns its step and the codes' variance."""
-    most_nbytes = max(held_nbytes, best.saved_nbytes)
-    coded = _fewer(joint, best.base, best.coded, room_nbytes, most_nbytes)
+    max_nbytes = max(held_nbytes, best.saved_nbytes)
+    coded = _fewer(joint, best.base, best.coded, room_nbytes, max_nbytes)
     saved = {*best.base.saved, *(one.node for one in coded)}
     variance = reach.variance(best.base, coded)  # before nodes are replaced
     return joint.step(Rewriting(joint, saved, coded).saved), variance
@@ -173,15 +173,15 @@ def _choice(
     coded: list[Coded],
     noise: float | None,
     variants: Sequence[Codec],
-    most_nbytes: int,
+    max_nbytes: int,
 ) -> _Choice | None:
     """Returns a step with these codes, or with finer ones if they would add too much noise.
 
     None: no codes are quiet enough, the graph cannot be rewritten with them, or they alone take
-    more than `most_nbytes`.
+    more than `max_nbytes`.
     """
     quiet = _quiet(reach, base, coded, noise, variants)
-    if quiet is None or _held_at_least(joint, base, quiet) > most_nbytes:
+    if quiet is None or _held_at_least(joint, base, quiet) > max_nbytes:
         return None
     step = _judged(joint, base, quiet)
     if step is None:
@@ -334,7 +334,7 @@ def _fewer(
         else:
             last = middle - 1
     chosen = [*large[first:], *exact]
-    for one in [one for one in chosen if one.codec is None][:_MOST]:  # each is far dearer
+    for one in [one for one in chosen if one.codec is None][:_MAX]:  # each is far dearer
         fewer = [other for other in chosen if other is not one]
         if fewer and fits(fewer):
             chosen = fewer
@@ -376,7 +376,7 @@ def _bases(search: Search, step: Step) -> list[Step]:
         if one.peak_nbytes < lowest:
             lowest = one.peak_nbytes
             front.append(one)
-    stride = max(1, -(-len(front) // _MOST_BASES))
+    stride = max(1, -(-len(front) // _MAX_BASES))
     chosen = [*front[::stride], step, front[-1]]
     chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
     return list({frozenset(one.saved): one for one in chosen}.values())
@@ -397,7 +397,7 @@ def _worth_codes(joint: Joint, step: Step, codec: Codec | None = None) -> list[s
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
 
     def nbytes_of_code(node: fx.Node) -> float:
-        if joint.facts[node].nbytes < _LEAST_NBYTES:
+        if joint.facts[node].nbytes < _MIN_NBYTES:
             return joint.facts[node].nbytes
         use = reading_of(node, after, gradients).use
         if use is Use.EXACT or not _may_be_coded(joint, node, _FLOATS, outputs):
@@ -512,7 +512,7 @@ def _may_be_coded(
     value = tensors_of(node)[0]
     if value.dtype not in dtypes or any(map(_is_unknown, value.shape)):
         return False
-    return known_size(value.numel()) * value.dtype.itemsize >= _LEAST_NBYTES // (
+    return known_size(value.numel()) * value.dtype.itemsize >= _MIN_NBYTES // (
         1 if value.dtype.is_floating_point else 4
     )
 
@@ -527,7 +527,7 @@ def _may_leave(joint: Joint, step: Step, node: fx.Node, outputs: set[fx.Node]) -
         return False
     views = sum(joint.facts[n].storage is storage for n in step.saved)
     nbytes = known_size(value.numel()) * value.dtype.itemsize
-    return views == 1 and _LEAST_AWAY <= nbytes <= joint.facts[storage].nbytes
+    return views == 1 and _MIN_AWAY <= nbytes <= joint.facts[storage].nbytes
 
 
 def _is_unknown(size: int | torch.SymInt) -> bool:

@@ -60,7 +60,7 @@ _patching = threading.RLock()
 
 
 @contextmanager
-def told(listener: Callable[[Decision], None]) -> Iterator[None]:
+def listening(listener: Callable[[Decision], None]) -> Iterator[None]:
     """Passes decisions that are made on this thread to `listener`.
 
     A region from Inductor's cache was decided when it was stored, and is not passed.

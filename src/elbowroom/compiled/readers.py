@@ -48,7 +48,7 @@ from elbowroom.compiled.exponents import (
     slope_of,
 )
 
-_MOST_INSTEAD = 2  # codes of a byte an element that may take the place of a float
+_MAX_INSTEAD = 2  # codes of a byte an element that may take the place of a float
 
 
 class Use(IntEnum):
@@ -90,7 +90,7 @@ def reading_of(
         return Reading(Use.EXACT, why="a product that is multiplied with zeros of a ReLU")
     exponents = exponents_of(value, after, gradients)
     probable = tuple(filter(is_log_probability, exponents))
-    may_stand_in = 0 < len(probable) <= _MOST_INSTEAD
+    may_stand_in = 0 < len(probable) <= _MAX_INSTEAD
     if may_stand_in and is_enough(value, probable, after, gradients, is_exponential):
         return Reading(Use.CURVED, log_probabilities=probable)
     if probable or any(map(is_difference, exponents)):

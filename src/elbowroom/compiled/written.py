@@ -32,10 +32,10 @@ _SURE = 0.8  # of the room: a plain region that is predicted to take less is not
 
 
 @contextmanager
-def watching(told: Callable[[Sequence[Any], Any], None]) -> Iterator[None]:
-    """Shows `told` the lines of each graph that Inductor writes inside this context, and the graph.
+def watching(listener: Callable[[Sequence[Any], Any], None]) -> Iterator[None]:
+    """Calls listener(lines, graph) for each graph that Inductor writes inside this context.
 
-    What `told` raises ends the compilation.
+    What the listener raises ends the compilation.
     """
     from torch._inductor.codegen import wrapper
     from torch._inductor.virtualized import V
@@ -47,7 +47,7 @@ def watching(told: Callable[[Sequence[Any], Any], None]) -> Iterator[None]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = plan(self, *args, **kwargs)
-        told(self.lines, V.graph)
+        listener(self.lines, V.graph)
         return result
 
     with _lock, mock.patch.object(wrapper.PythonWrapperCodegen, "run_wrapper_ir_passes", run):

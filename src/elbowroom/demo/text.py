@@ -20,7 +20,7 @@ from elbowroom.errors import DataError
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _TEST_FRACTION = 0.05  # of the bytes, held out
-_LEAST_NBYTES = 200_000  # below this there is nothing to learn, and the held-out part is too small
+_MIN_NBYTES = 200_000  # below this there is nothing to learn, and the held-out part is too small
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ def load_text(folder: Path | None = None, *, limit_nbytes: int = 4_000_000) -> T
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     content = _read(folder, limit_nbytes)
-    if len(content) < _LEAST_NBYTES:
+    if len(content) < _MIN_NBYTES:
         raise DataError(
             f"found {len(content):,} bytes of *.py below {folder}; the demo needs "
-            f"{_LEAST_NBYTES:,}. Is the standard library zipped here? Run the demo without --text"
+            f"{_MIN_NBYTES:,}. Is the standard library zipped here? Run the demo without --text"
         )
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     kept = len(tokens) - int(len(tokens) * _TEST_FRACTION)

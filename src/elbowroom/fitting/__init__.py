@@ -14,8 +14,8 @@ PyTorch, take a state and an observation, and return the next state and commands
     state.py         the state
     observations.py  observations        -->  transitions.py, measured.py, planned.py
     commands.py      commands            <--  and carried out by execute.py
-    planning.py      moves the state of one kind of forward
-    followed.py      what is derived from it
+    planner.py       moves the state of one kind of forward
+    state_view.py    what is derived from it
     messages.py      every line that is logged, and every refusal
 
 The package is not called `fit`, because `elbowroom.fit` is the public function.

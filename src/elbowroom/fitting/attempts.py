@@ -1,8 +1,8 @@
 """Plans that were followed, the peaks they reached, and the smallest plans still to be measured.
 
 The error of one plan's prediction says little about another plan. So if no corrected plan fits, the
-plans of the least predicted peak are measured: for each measured or estimated profile of the step,
-one in which modules are recomputed and one in which none is. These plans do not depend on the
+plans with the lowest predicted peak are measured: for each measured or estimated profile of the
+step, one in which modules are recomputed and one in which none is. These plans do not depend on the
 budget. So a budget as large as the lowest of their peaks is certain to suffice.
 """
 
@@ -22,10 +22,13 @@ _NEAR_LEAST = 1.1  # factor of the least predicted peak among the plans that are
 
 
 class KnownStep(NamedTuple):
-    """Profile that a step is planned from. rehearsed: its backward is an estimate."""
+    """Profile that a step is planned from.
+
+    from_rehearsal: its backward is an estimate (`rehearse.py`)
+    """
 
     profile: "Profile"
-    rehearsed: bool
+    from_rehearsal: bool
 
     @property
     def unmade(self) -> tuple["Unmade", ...]:
@@ -33,16 +36,16 @@ class KnownStep(NamedTuple):
 
         A step without recomputed modules can be profiled, so its plan comes first of an estimate.
         """
-        again = Unmade(self, again=True)
-        once = Unmade(self, again=False)
-        return (once, again) if self.rehearsed else (again, once)
+        again = Unmade(self, recompute=True)
+        once = Unmade(self, recompute=False)
+        return (once, again) if self.from_rehearsal else (again, once)
 
 
 class Unmade(NamedTuple):
-    """A smallest plan that was not made yet. again: modules may be recomputed in it."""
+    """Request for a smallest plan that was not made yet. recompute: modules may be recomputed."""
 
     step: KnownStep
-    again: bool
+    recompute: bool
 
 
 class Taken(NamedTuple):
@@ -62,15 +65,18 @@ class Taken(NamedTuple):
 
 
 class Smallest(NamedTuple):
-    """Plan of the least predicted peak. rehearsed: whether its profile is an estimate."""
+    """Plan with the lowest predicted peak.
+
+    from_rehearsal: its profile is an estimate (`rehearse.py`)
+    """
 
     chosen: "Chosen"
-    rehearsed: bool
+    from_rehearsal: bool
 
     @property
     def would_be_written(self) -> bool:
         """True if its step would be profiled: its profile is an estimate, and no module reruns."""
-        return self.rehearsed and not self.chosen.plan.recompute
+        return self.from_rehearsal and not self.chosen.plan.recompute
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Attempts:
     known     profiles that are new since a smallest plan was asked for
     unmade    smallest plans of the others that were not made yet, in order
     taken     the plans that were measured, in order
-    smallest  the plans of the least predicted peak that were made
+    smallest  the plans with the lowest predicted peak that were made
     """
 
     known: tuple[KnownStep, ...] = ()
@@ -90,7 +96,7 @@ class Attempts:
 
     def knowing(self, profile: "Profile") -> Self:
         """Returns the attempts with a profiled step. Its smallest plan comes first."""
-        return replace(self, known=(KnownStep(profile, rehearsed=False), *self.known))
+        return replace(self, known=(KnownStep(profile, from_rehearsal=False), *self.known))
 
     def after(self, chosen: "Chosen", peak_nbytes: int) -> Self:
         """Returns the attempts with the measured peak of a step under this plan."""
@@ -103,7 +109,7 @@ class Attempts:
 
     @property
     def least_of_smallest(self) -> Taken | None:
-        """Measured plan with the lowest peak, among the plans of the least predicted peak."""
+        """Measured plan with the lowest peak, among the plans with the lowest predicted peak."""
         plans = [chosen for chosen, _ in self.smallest]
         known = (one for one in self.taken if any(map(one.is_of, plans)))
         return min(known, default=None, key=_peak_nbytes)
@@ -123,11 +129,11 @@ class Attempts:
         would be refused before the other one was measured.
         """
         unmade = [*self.unmade, *(one for step in self.known for one in step.unmade)]
-        rehearsed = [one.step.rehearsed for one in unmade]
-        is_written = not all(rehearsed + [one.rehearsed for one in self.smallest])
+        from_rehearsal = [one.step.from_rehearsal for one in unmade]
+        is_written = not all(from_rehearsal + [one.from_rehearsal for one in self.smallest])
         if is_written:
-            unmade = [one for one in unmade if one.again or not one.step.rehearsed]
-        bounds = [bound(one.step.profile, one.again) for one in unmade]
+            unmade = [one for one in unmade if one.recompute or not one.step.from_rehearsal]
+        bounds = [bound(one.step.profile, one.recompute) for one in unmade]
         made = list(self.smallest)
         while True:
             left = [
@@ -145,7 +151,7 @@ class Attempts:
             del bounds[at]
             chosen = make(step.profile, again)
             if chosen is not None:
-                made.append(Smallest(chosen, step.rehearsed))
+                made.append(Smallest(chosen, step.from_rehearsal))
 
 
 def _peak_nbytes(one: Taken) -> int:

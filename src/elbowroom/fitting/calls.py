@@ -32,7 +32,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import ForwardProfile
 from elbowroom.runtime.context import Context
 
-MOST_CALLS = 64  # of a step that is planned as one
+MAX_CALLS = 64  # of a step that is planned as one
 _NEAR = 0.9  # of a later forward: large enough to learn from; what it takes is not scaled
 _PATIENCE = 5  # steps with fewer forwards than some had, until they count as the usual ones
 
@@ -41,7 +41,7 @@ _PATIENCE = 5  # steps with fewer forwards than some had, until they count as th
 class _Later:
     """A forward that is not the first of its step.
 
-    seen         as it was rehearsed; None: never
+    seen         profile of its rehearsal; None: it was never rehearsed
     part         of the step that it belongs to, from 0
     """
 
@@ -51,7 +51,7 @@ class _Later:
 
 
 class Calls:
-    """Forwards of the steps that share one `Planning`.
+    """Forwards of the steps that one `Planner` plans.
 
     grew            this step had a forward that was not planned, so the step is learned again
     before_it_grew  number of forwards in a step, as this step began
@@ -85,20 +85,20 @@ class Calls:
     @property
     def may_go_on(self) -> bool:
         """True if the step may have another forward."""
-        return self._at < MOST_CALLS
+        return self._at < MAX_CALLS
 
     def go_on(
         self,
         signature: Signature,
         plan: Plan | None,
         *,
-        rehearsed: bool,
+        from_rehearsal: bool,
         waits: frozenset[int] | None = None,
     ) -> bool:
         """Goes on with another forward of the step; returns whether the plan knew of it.
 
-        plan: what stands; rehearsed: it comes from forwards alone; waits: a part of the step is
-        over, and these forwards still wait for their backward
+        plan: the current one; from_rehearsal: it was made from rehearsals; waits: numbers of the
+        forwards whose backward is still to come, if a part of the step is over
         """
         self._at += 1
         if waits is not None:
@@ -113,7 +113,9 @@ class Calls:
             self._is_other = True
             return True
         self._is_small |= signature.numel < _NEAR * known[0].signature.numel
-        return known[0].signature.covers(signature) and not (rehearsed and known[0].seen is None)
+        return known[0].signature.covers(signature) and not (
+            from_rehearsal and known[0].seen is None
+        )
 
     def leave(self, waits: frozenset[int]) -> None:
         """Ends a step in which these forwards still wait for a backward that never comes."""
@@ -123,7 +125,7 @@ class Calls:
     def note_other(self, signature: Signature) -> None:
         """Records that the step is of another pattern from the forward that runs on."""
         self._is_other = True
-        if len(self._others) < MOST_CALLS:
+        if len(self._others) < MAX_CALLS:
             self._others.append((self._at, signature))
 
     def is_other(self, signature: Signature) -> bool:
@@ -193,7 +195,7 @@ class Calls:
 
 
 class Rest:
-    """Stand-in for a `Planning` that an unexpected forward follows; it allows any size."""
+    """Stand-in for a `Planner` that an unexpected forward follows; it allows any size."""
 
     def __init__(
         self,

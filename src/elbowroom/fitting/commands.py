@@ -62,10 +62,10 @@ class HoldAsGiven:
 class MakePlan:
     """Command: make a plan from the profile, and adopt it -> PlanMade or NoPlan.
 
-    again: see `NoPlan`. fits: the current plan was measured within the budget.
+    replans: see `NoPlan`. fits: the current plan was measured within the budget.
     """
 
-    again: bool = False
+    replans: bool = False
     fits: bool = False
 
 

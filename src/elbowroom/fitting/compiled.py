@@ -62,9 +62,9 @@ from elbowroom.runtime.compiler import (
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
-_MOST_SHAPES = 8  # compilations of one code object after which Dynamo stops
-_MOST_KINDS = 4096  # of calls that are remembered
-_MOST_WAITING = 64  # forwards that are counted
+_MAX_SHAPES = 8  # compilations of one code object after which Dynamo stops
+_MAX_KINDS = 4096  # of calls that are remembered
+_MAX_WAITING = 64  # forwards that are counted
 _PROBES = 4  # about as many parameters tell whether gradients stand
 _SPARE = 1.5  # a graph with symbolic sizes is planned for this factor of the call's elements
 
@@ -142,7 +142,7 @@ class CompiledFitting:
         """Counts a shape that is compiled, and notes the advice for many shapes."""
         self._shapes[frame] += 1
         self._is_fixed = not symbolic
-        if self._shapes[frame] == _MOST_SHAPES:
+        if self._shapes[frame] == _MAX_SHAPES:
             self._is_full = True
             remedy = (
                 "Pad inputs to a few lengths, or begin with the largest."
@@ -151,7 +151,7 @@ class CompiledFitting:
                 "few lengths. Other shapes run in the eager engine from now on."
             )
             self._many = (
-                f"{_MOST_SHAPES} shapes of one model were compiled, each with a plan of its own. "
+                f"{_MAX_SHAPES} shapes of one model were compiled, each with a plan of its own. "
                 f"{remedy}"
             )
 
@@ -242,7 +242,7 @@ class CompiledFitting:
             raise in_whole(
                 error,
                 self.options.budget_nbytes,
-                {"what the model holds": self._held_nbytes, **self.beside()},
+                {"what the model holds": self._held_nbytes, **self.outside_room()},
                 None if self.options.exact else self.options.noise,
             ) from None
         else:
@@ -260,8 +260,8 @@ class CompiledFitting:
             stacklevel=5,
         )
 
-    def beside(self) -> dict[str, int]:
-        """Returns what is not in the room of regions, in bytes by name."""
+    def outside_room(self) -> dict[str, int]:
+        """Returns the bytes of the budget that are outside the regions' room, by name."""
         return {RESIDENT: self.model_state.resident_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
 
     @property
@@ -290,7 +290,7 @@ class CompiledFitting:
 
     def _counts_waiting(self) -> None:
         """Plans for several forwards at a time, after a step in which some were waiting."""
-        if len(self._waiting) < _MOST_WAITING:
+        if len(self._waiting) < _MAX_WAITING:
             self._waiting = [one for one in self._waiting if _holds(one())]
         if self._waiting:
             self._most_waiting = len(self._waiting)
@@ -357,7 +357,7 @@ class CompiledFitting:
             warnings.warn(self._many, stacklevel=4)
             self._many = ""
         self._held_nbytes = max(self._held_nbytes, self.forwards * sum(twin.ran))
-        if len(self._kinds) >= _MOST_KINDS:
+        if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
         self._kinds.add((kind, stands))
         return True, out
@@ -441,7 +441,9 @@ class CompiledFitting:
 
 
 def take_over(fitting: Fitting, called: nn.Module) -> CompiledFitting | None:
-    """Plans a model inside torch.compile from now on, since it is called so; None: not Inductor's.
+    """Plans a model inside torch.compile from now on, because its calls are compiled.
+
+    Returns None if another backend than Inductor compiles them.
 
     fitting: the eager engine of the model; called: the model, or torch.compile's wrapper
     """

@@ -63,7 +63,7 @@ class FittedSaving(Saving):
     too_much    it would have to climb, which is not allowed: likewise
     storages    what the step has saved, once the context is closed
     saved_by    autograd's numbers of the nodes that saved each slot; in a first forward only
-    beside_nbytes  stand until forward has ended: copies of what it may change
+    copied_nbytes  stand until forward has ended: copies of what it may change
     leaves_room    it may hold half of what is allowed: nobody knows how many forwards will follow
     """
 
@@ -99,7 +99,7 @@ class FittedSaving(Saving):
         self.impossible = False
         self.too_much = counts
         self._may_climb, self._only_counts = may_climb, counts
-        self.largest_nbytes = self.beside_nbytes = 0
+        self.largest_nbytes = self.copied_nbytes = 0
         self.leaves_room = False
         self._limit: tuple[int, int] | None = None
         self._has_diverged = self._begins_again = self._is_dropped = False
@@ -286,7 +286,7 @@ class FittedSaving(Saving):
             # A forward that may not climb is rehearsed instead; one that may climb would only be
             # stricter than necessary.
             guessed = self.largest_nbytes * (USUAL if self._may_climb else SAFE)
-            guessed = max(guessed, self.beside_nbytes + self.largest_nbytes * USUAL)
+            guessed = max(guessed, self.copied_nbytes + self.largest_nbytes * USUAL)
             allowed = self._fit.allowed_nbytes(guessed) >> self.leaves_room
             self._limit = allowed, self._fit.surely_allowed_nbytes()
         return self._limit
@@ -298,7 +298,7 @@ class FittedSaving(Saving):
         """
         if not self._has_diverged:
             self._has_diverged = True
-            self._fit.diverge(self.ledger.most_nbytes)
+            self._fit.diverge(self.ledger.max_nbytes)
 
     def _decide_site(self, site: Site) -> Action:
         allowed, surely_allowed = self._limits(site.nbytes)

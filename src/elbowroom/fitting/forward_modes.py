@@ -19,7 +19,7 @@ from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.backward_peak import peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.messages import warn_unplanned
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.steps import MeasuredSteps
 from elbowroom.measure.interval import may_measure
@@ -40,7 +40,7 @@ class ForwardModes(MeasuredSteps):
                     raise
                 cut_short = True
         if cut_short:
-            _refuse_part(self.planning, saving)
+            _refuse_part(self.planner, saving)
         self._ended(saving)
         return out
 
@@ -59,7 +59,7 @@ class ForwardModes(MeasuredSteps):
         """
         since = torch._C._autograd._get_sequence_nr() if self._neighbors.is_inside else 0
         with self._context(may_climb=False, after=after) as saving:
-            saving.beside_nbytes = 0 if undo is None else undo.copied_nbytes
+            saving.copied_nbytes = 0 if undo is None else undo.copied_nbytes
             saving.leaves_room = leaves_room
             try:
                 out = forward()
@@ -80,7 +80,7 @@ class ForwardModes(MeasuredSteps):
         if not may_measure(self.model_state.device) and self._step is None:
             return False
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        highest = peak_of_backward(made, saving, self.planning.memory, since)
+        highest = peak_of_backward(made, saving, self.planner.memory, since)
         return highest > self.options.budget_nbytes
 
     def _fail(
@@ -107,17 +107,17 @@ class ForwardModes(MeasuredSteps):
         self, forward: Callable[[], Any], script: Script, after: ReplayedForward | None = None
     ) -> Any:
         """Runs a forward by its script; if it differs from the script, examines the rest."""
-        known = ReplayedForward(self.planning, script, after)
+        known = ReplayedForward(self.planner, script, after)
         self._opened = known
         if script.does_nothing and self._has_ample_room:
             since = torch._C._autograd._get_sequence_nr()
             out = forward()
-            self.planning.has_run(torch._C._autograd._get_sequence_nr() - since)
+            self.planner.has_run(torch._C._autograd._get_sequence_nr() - since)
         else:
-            with ReplayedSaving(self.planning, script, after) as saving:
+            with ReplayedSaving(self.planner, script, after) as saving:
                 out = forward()
             if saving.diverged:
-                self.planning.forget_script()
+                self.planner.forget_script()
             if saving.rest is not None and saving.entry is not None:
                 known.ledger.follow(out)
                 known.ledger.when_over(saving.entry.close)
@@ -131,10 +131,10 @@ class ForwardModes(MeasuredSteps):
         return out
 
 
-def _refuse_part(planning: Planning, saving: FittedSaving) -> None:
+def _refuse_part(planner: Planner, saving: FittedSaving) -> None:
     """Refuses a forward that could not continue where it ran a backward inside it."""
     try:
-        planning.forward_ended(saving)
+        planner.forward_ended(saving)
     except BudgetTooSmall as error:
         raise BudgetTooSmall(
             f"{error} That is what was counted up to a backward inside of forward; the rest of "

@@ -47,13 +47,13 @@ class Headroom:
         """Returns the headroom with so many bytes for the transients."""
         return replace(self, transient_nbytes=int(rest_nbytes), seen_nbytes=0)
 
-    def fitting(self, most_nbytes: int) -> Self:
+    def fitting(self, max_nbytes: int) -> Self:
         """Returns the headroom that allows what a measured forward held: it was within the budget.
 
-        most_nbytes: the sum of the bytes resident before it, the most that it held, and the rest
+        max_nbytes: the sum of the bytes resident before it, the most that it held, and the rest
         of the budget
         """
-        return replace(self, seen_nbytes=most_nbytes)
+        return replace(self, seen_nbytes=max_nbytes)
 
     def allowed_nbytes(
         self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None", guessed_nbytes: int
@@ -68,7 +68,7 @@ class Headroom:
         allowed = free - self.transient_nbytes + _passing_nbytes(plan)
         return max(allowed, self.seen_nbytes - memory.static_nbytes)
 
-    def is_exceeded(self, options: "FitOptions", memory: "MemoryState", most_nbytes: int) -> bool:
+    def is_exceeded(self, options: "FitOptions", memory: "MemoryState", max_nbytes: int) -> bool:
         """Returns whether what a forward held at most exceeds the budget by itself.
 
         `allowed_nbytes` does not tell: with what passes, it may be more than the budget.
@@ -77,7 +77,7 @@ class Headroom:
             return False
         inputs_nbytes = max(-self.transient_nbytes, 0)
         most = max(options.budget_nbytes + inputs_nbytes, self.seen_nbytes)
-        return memory.static_nbytes + most_nbytes > most + _VARIES * options.budget_nbytes
+        return memory.static_nbytes + max_nbytes > most + _VARIES * options.budget_nbytes
 
     def surely_allowed_nbytes(
         self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None"

@@ -40,10 +40,10 @@ from elbowroom.fitting.session import Fitting
 RESIDENT = "weights, buffers and optimizer states"  # the name of resident bytes in an error
 Region = Callable[..., Any]
 # Takes a region, its inputs and Inductor's options. Returns None for a region of others.
-Planner = Callable[[fx.GraphModule, Sequence[Any], dict[str, Any]], Region | None]
+RegionPlanner = Callable[[fx.GraphModule, Sequence[Any], dict[str, Any]], Region | None]
 
 _inductor: Any = torch._TorchCompileInductorWrapper  # the backend "inductor"
-_planners: list[Planner] = []
+_region_planners: list[RegionPlanner] = []
 _plain: Callable[..., Any] | None = None  # of Inductor, while someone plans
 
 
@@ -58,19 +58,21 @@ class _Inside:
 _fitted: "weakref.WeakKeyDictionary[Fitting, _Inside]" = weakref.WeakKeyDictionary()
 
 
-def add_planner(planner: Planner, *, first: bool = False) -> None:
+def add_region_planner(region_planner: RegionPlanner, *, first: bool = False) -> None:
     """Asks a planner for each region that Inductor is to compile from now on."""
     global _plain
-    _planners.insert(0 if first else len(_planners), planner)
+    _region_planners.insert(0 if first else len(_region_planners), region_planner)
     if _plain is None:
         _plain, _inductor.__call__ = _inductor.__call__, _call_planner
 
 
-def remove_planner(planner: Planner) -> None:
-    """Undoes `add_planner`."""
+def remove_region_planner(region_planner: RegionPlanner) -> None:
+    """Undoes `add_region_planner`."""
     global _plain
-    _planners.remove(planner)
-    if not _planners and _inductor.__call__ is _call_planner:  # else other code has wrapped it
+    _region_planners.remove(region_planner)
+    if (
+        not _region_planners and _inductor.__call__ is _call_planner
+    ):  # else other code has wrapped it
         _inductor.__call__, _plain = _plain, None
 
 
@@ -80,8 +82,8 @@ def _call_planner(
     assert _plain is not None
     if torch.is_grad_enabled():
         options = {**inductor.config, **(given.get("config_patches") or {})}
-        for planner in list(_planners):
-            region = planner(gm, example_inputs, options)
+        for region_planner in list(_region_planners):
+            region = region_planner(gm, example_inputs, options)
             if region is not None:
                 return region
     return _plain(inductor, gm, example_inputs, **given)
@@ -98,7 +100,7 @@ def plan_inside(fitting: Fitting) -> None:
     """Plans the regions that contain this model from now on, until the fitting is closed."""
     weakref.finalize(fitting, _end).atexit = False  # younger finalizers are called first
     if not _fitted:
-        add_planner(_compile_fitted)
+        add_region_planner(_compile_fitted)
     _fitted[fitting] = _Inside(Regions(settings_of(fitting.options)))
 
 
@@ -109,8 +111,8 @@ def leave_regions(fitting: Fitting) -> None:
 
 
 def _end() -> None:
-    if not _fitted and _compile_fitted in _planners:
-        remove_planner(_compile_fitted)
+    if not _fitted and _compile_fitted in _region_planners:
+        remove_region_planner(_compile_fitted)
 
 
 def planned_inside(fitting: Fitting) -> tuple[Sequence[Decision], int]:

@@ -25,9 +25,9 @@ from elbowroom.fitting.state import FitState
 
 _SLACK = 0.1  # of non-static bytes: if a rehearsed plan leaves as much unused, another plan is made
 _NEARLY = 1.05  # of the budget: a given plan that exceeds it by no more is corrected, not dropped
-_MOST_ROUNDS = 3  # plans that are replaced because a measurement exceeded the budget
+_MAX_ROUNDS = 3  # plans that are replaced because a measurement exceeded the budget
 _LEFT_FREE = 1 / 32  # of the budget: least correction if forwards would have held too much
-_MOST_TRIES = 5  # inconclusive measurements after which a plan is followed as it is
+_MAX_TRIES = 5  # inconclusive measurements after which a plan is followed as it is
 
 
 def step_measured(state: FitState, seen: StepMeasured) -> Step:
@@ -49,11 +49,11 @@ def _tells(command: Command) -> bool:
 
 
 def _learned(state: FitState, seen: StepMeasured) -> Step:
-    with_less = state.with_less if state.begins_with_less else 0
+    skipped_steps = state.skipped_steps if state.begins_with_less else 0
     if state.added_gradient_nbytes >= 0:
         nbytes = max(state.gradient_nbytes, state.memory.gradient_nbytes)
         state = replace(state, gradient_nbytes=nbytes)
-    state = replace(state, with_less=with_less)
+    state = replace(state, skipped_steps=skipped_steps)
     state = replace(state, memory=seen.memory, others_learn=seen.others_learn)
     if state.is_smaller(seen.before_nbytes):
         return _smaller_measured(state)
@@ -89,7 +89,7 @@ def _smaller_measured(state: FitState) -> Step:
     A plan that was made by its own forward is discarded.
     """
     state = replace(state, smaller_steps=state.smaller_steps + 1)
-    if state.rehearsed and state.tries == 0:
+    if state.from_rehearsal and state.tries == 0:
         return state.fresh(), (ForgetScripts(),)
     return state, ()
 
@@ -136,7 +136,7 @@ def _allowing(
     slack = state.options.budget_nbytes - peak_nbytes
     if slack < 0 or state.now != state.largest:
         return state
-    most = seen.static_nbytes + born_nbytes + seen.most_nbytes
+    most = seen.static_nbytes + born_nbytes + seen.max_nbytes
     return replace(state, headroom=state.headroom.fitting(most + slack))
 
 
@@ -180,8 +180,8 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
     peak_nbytes = _at_largest(state, seen, lasting)
     state = _noted(state, peak_nbytes)
     # What stands beside the model may vary: the next plan has room for the most of it.
-    beside_nbytes = max(seen.beside_nbytes, state.most_beside_nbytes)
-    profile = seen.profile.shifted(beside_nbytes - seen.beside_nbytes)
+    co_resident_nbytes = max(seen.co_resident_nbytes, state.max_co_resident_nbytes)
+    profile = seen.profile.shifted(co_resident_nbytes - seen.co_resident_nbytes)
     profile = profile.with_outputs(max(state.outputs_nbytes - seen.outputs_nbytes, 0))
     state = replace(
         state,
@@ -189,11 +189,11 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
         profile=profile,
         profiled=state.now,
         profiled_at=state.ran_at,
-        rehearsed=False,
+        from_rehearsal=False,
         has_fit=state.has_fit or peak_nbytes <= state.options.budget_nbytes,
-        beside_nbytes=beside_nbytes,
-        once_nbytes=0,
-        again_nbytes=0,
+        co_resident_nbytes=co_resident_nbytes,
+        plain_margin_nbytes=0,
+        recompute_margin_nbytes=0,
         attempts=state.attempts.knowing(profile),
     )
     state = _with_transients(state, seen, seen.profile.peak)
@@ -203,16 +203,16 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
 def _try_again(state: FitState, seen: StepMeasured) -> Step:
     """Measures again after an inconclusive measurement; after several, keeps the setting."""
     peak_nbytes = seen.peak
-    if seen.climbed and state.rehearsed and state.profile is not None:
+    if seen.climbed and state.from_rehearsal and state.profile is not None:
         # An estimated plan would climb in each step, and a step of two settings tells nothing.
         headroom = state.headroom.forgotten()
         state = replace(state, plan=None, preset=seen.preset, headroom=headroom)
     if peak_nbytes is None:
         state = replace(state, unmeasured=state.unmeasured + 1)
-        if state.unmeasured < _MOST_TRIES:
+        if state.unmeasured < _MAX_TRIES:
             return state, ()
         return replace(state, phase=Phase.SETTLED), (say(Line.BLIND),)
-    if state.tries < _MOST_TRIES:
+    if state.tries < _MAX_TRIES:
         return state, ()
     state = replace(state, phase=Phase.SETTLED)
     if peak_nbytes <= state.options.budget_nbytes:
@@ -256,11 +256,11 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     said = say(Line.MEASURED, plan=plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
     diverged = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
-    if seen.tested and peak_nbytes > budget_nbytes:
+    if seen.ran_trials and peak_nbytes > budget_nbytes:
         return state, (said,)  # later steps do not test modules: the next one is measured
     if state.profile is None and peak_nbytes > budget_nbytes:
         state, commands = _correct_given(state, peak_nbytes, unknown_sites=seen.unknown_sites)
-    elif diverged and state.profile is not None and state.tries > 1 and state.rounds < _MOST_ROUNDS:
+    elif diverged and state.profile is not None and state.tries > 1 and state.rounds < _MAX_ROUNDS:
         # Its forwards climb in each step: they may not hold as much as the plan assumes.
         margin = max(peak_nbytes - plan.peak, int(_LEFT_FREE * budget_nbytes))
         state = replace(state, rounds=state.rounds + 1).with_margin(margin)
@@ -291,11 +291,11 @@ def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
         return state, ()
     if slack >= 0:
         state = _allowing(replace(state, has_fit=True), seen, peak_nbytes)
-    estimated = state.rehearsed or state.ratio > 1
+    estimated = state.from_rehearsal or state.ratio > 1
     useful = estimated and slack > _SLACK * (budget_nbytes - profile.static)
-    if slack >= 0 and not (useful and state.rounds < _MOST_ROUNDS):
+    if slack >= 0 and not (useful and state.rounds < _MAX_ROUNDS):
         return begin_to_watch(state)
-    if state.rounds < _MOST_ROUNDS and state.phase is not Phase.SMALLEST:
+    if state.rounds < _MAX_ROUNDS and state.phase is not Phase.SMALLEST:
         margin = peak_nbytes - plan.peak
         if slack > 0:  # half of it: the error of an estimate differs from moment to moment
             margin += slack // 2
@@ -331,7 +331,7 @@ def _correct_given(state: FitState, peak_nbytes: int, *, unknown_sites: bool) ->
     near = peak_nbytes <= _NEARLY * state.options.budget_nbytes
     writable = plan.exact and not (plan.recompute or unknown_sites)
     if near and writable and state.phase is Phase.GIVEN:
-        return replace(state, phase=Phase.CORRECTING, given=None, rehearsed=True), ()
+        return replace(state, phase=Phase.CORRECTING, given=None, from_rehearsal=True), ()
     return _drop_given(state)
 
 
@@ -369,7 +369,7 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
     assert state.profile is not None
     profile = replace(state.profile, noise=seen.shares)
     state = replace(state, phase=state.resumes, profile=profile, rounds=0)
-    plans = (MakePlan(), Then(NoiseUsed(told=seen.shares is not None)))
+    plans = (MakePlan(), Then(NoiseUsed(is_measured=seen.shares is not None)))
     if state.options.noise is not None:
         # From here on no plan or preset may be fallen back to that was chosen without the limit.
         attempts = Attempts().knowing(profile)
@@ -380,7 +380,7 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
 
 def noise_used(state: FitState, seen: NoiseUsed) -> Step:
     """Logs the noise that codes of the plan add."""
-    if not seen.told:
+    if not seen.is_measured:
         return state, (say(Line.UNKNOWN, why="the watched steps did not tell"),)
     if state.plan is not None and state.plan.is_lossy:
         return state, (say(Line.NOISE, plan=state.plan),)

@@ -71,7 +71,7 @@ class Measurement:
         if isinstance(running, Recording):
             seen = running.finish()
             running.close()
-            seen = seen and seen.shifted(self.memory.beside_nbytes)
+            seen = seen and seen.shifted(self.memory.co_resident_nbytes)
             self.peak = None if seen is None else seen.peak
             self.profile = seen if running.has_backward else None
         elif running is not None:

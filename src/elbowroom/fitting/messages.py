@@ -368,7 +368,7 @@ def refusal(
     saved = held_nbytes(least_preset, step)
     lossy_helps = _lossy_helps(saving, saved)
     if saving.impossible:  # bytes that were held, whether or not they are alive now
-        saved = max(saved, saving.ledger.most_nbytes)
+        saved = max(saved, saving.ledger.max_nbytes)
     other, kind = transient_nbytes, "measured"
     if other is None:  # an estimate, and rather too large than too small
         other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
@@ -377,7 +377,7 @@ def refusal(
     # More was held at some moment than at the end, or than at this preset from the start, because a
     # plan was followed before.
     if least <= options.budget_nbytes:
-        saved = saving.ledger.most_nbytes
+        saved = saving.ledger.max_nbytes
         least = max(resident + saved + other, options.budget_nbytes + 1)
     weight_nbytes = model_state.weight_nbytes
     parts = (

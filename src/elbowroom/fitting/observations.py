@@ -50,7 +50,7 @@ class StepBegan:
 
 
 @dataclass(frozen=True)
-class StandsBeside:
+class CoResidentBytes:
     """Observation: this many bytes are resident beside the model as a step begins."""
 
     nbytes: int
@@ -160,10 +160,10 @@ class StepMeasured:
 
     memory        as the next step begins
     static_nbytes resident bytes as it began
-    beside_nbytes the part of these that does not belong to the model
+    co_resident_nbytes the part of these that does not belong to the model
     outputs_nbytes  of outputs of earlier forwards that were held until its forward ended
     makes_states  the optimizer had no states as it began
-    tested        modules were tested in it, which takes memory beside what it held
+    ran_trials    modules were run again in it as a trial, which takes memory beside what it held
     writes        it was to be profiled
     peak          in bytes; None: this thread could not measure it
     seen          its profile; None: it was not profiled, or was no whole step
@@ -171,7 +171,7 @@ class StepMeasured:
     climbed       it has left the plan, or the preset that it began with
     preset          that it ended at
     before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
-    most_nbytes   the most that was held
+    max_nbytes   the most that was held
     unknown_sites     it saved tensors that are not in the plan
     watched       enough steps have been watched
     may_measure   steps can be measured here
@@ -183,10 +183,10 @@ class StepMeasured:
     memory: "MemoryState"
     static_nbytes: int
     peak: int | None
-    beside_nbytes: int = 0
+    co_resident_nbytes: int = 0
     outputs_nbytes: int = 0
     makes_states: bool = False
-    tested: bool = False
+    ran_trials: bool = False
     writes: bool = False
     seen: "Profile | None" = None
     profile: "Profile | None" = None
@@ -194,7 +194,7 @@ class StepMeasured:
     preset: int = 0
     before_nbytes: int = 0
     after_nbytes: int = 0
-    most_nbytes: int = 0
+    max_nbytes: int = 0
     unknown_sites: bool = False
     watched: bool = False
     may_measure: bool = True
@@ -217,9 +217,9 @@ class NoiseMeasured:
 
 @dataclass(frozen=True)
 class NoiseUsed:
-    """Observation: a plan was made with the noise of codes. told: that noise was measured."""
+    """Observation: a plan was made with the noise of codes, which was measured or predicted."""
 
-    told: bool
+    is_measured: bool
 
 
 @dataclass(frozen=True)
@@ -253,12 +253,12 @@ class PlanTaken:
 class NoPlan:
     """Observation: no plan of the profile fits.
 
-    again: no step was measured since, but the budget or the call is new.
+    replans: no step was measured since, but the budget or the call is new.
     """
 
     error: "BudgetTooSmall"
     fallbacks: Fallbacks
-    again: bool = False
+    replans: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class RehearsedInVain:
 
 Observation = (
     StepBegan
-    | StandsBeside
+    | CoResidentBytes
     | OutputsHeld
     | ModelJoined
     | GivenHeld

@@ -92,7 +92,7 @@ class MemoryState:
                             bytes
     unallocated_gradient_nbytes  of gradients that the step will create, and hold at one time
     unallocated_state_nbytes     of states that the optimizer will create
-    beside_nbytes           held bytes that do not belong to the model (`co_resident.py`)
+    co_resident_nbytes           held bytes that do not belong to the model (`co_resident.py`)
     gradient_nbytes         held bytes of gradients, such as those that micro-batches accumulate
     outputs_nbytes          of outputs of earlier forwards, held until this one has ended; they are
                             no part of `static_nbytes`
@@ -101,7 +101,7 @@ class MemoryState:
     static_nbytes: int
     unallocated_gradient_nbytes: int = 0
     unallocated_state_nbytes: int = 0
-    beside_nbytes: int = 0
+    co_resident_nbytes: int = 0
     gradient_nbytes: int = 0
     outputs_nbytes: int = 0
 
@@ -110,7 +110,7 @@ class MemoryState:
         """Bytes of gradients and optimizer states that the step will still create."""
         return self.unallocated_gradient_nbytes + self.unallocated_state_nbytes
 
-    def beside(self, nbytes: int) -> "MemoryState":
+    def with_co_resident(self, nbytes: int) -> "MemoryState":
         """Returns this state, with `nbytes` resident beside the model."""
-        held = self.static_nbytes - self.beside_nbytes
-        return replace(self, static_nbytes=held + nbytes, beside_nbytes=nbytes)
+        held = self.static_nbytes - self.co_resident_nbytes
+        return replace(self, static_nbytes=held + nbytes, co_resident_nbytes=nbytes)

@@ -5,13 +5,13 @@ from collections.abc import Hashable, Iterator
 
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.signature import Signature
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime.context import Context
 
-_MOST = 16  # plans that are cached
-_MOST_LEARNED = 64  # plans that are learned, at most: shapes may keep changing
+_MAX = 16  # plans that are cached
+_MAX_LEARNED = 64  # plans that are learned, at most: shapes may keep changing
 
 
 class PlanCache:
@@ -31,14 +31,14 @@ class PlanCache:
         """plan: the plan with which the first kind begins."""
         self._options, self._model_state, self._context = options, model_state, context
         self._first = self._given = plan
-        self._known: OrderedDict[Hashable, Planning] = OrderedDict()
+        self._known: OrderedDict[Hashable, Planner] = OrderedDict()
         self._learned = 0
 
-    def __iter__(self) -> Iterator[Planning]:
+    def __iter__(self) -> Iterator[Planner]:
         return iter(self._known.values())
 
-    def of(self, signature: Signature) -> Planning:
-        """Returns the planning for forwards of this signature."""
+    def of(self, signature: Signature) -> Planner:
+        """Returns the planner for forwards of this signature."""
         found = self._known.get(signature.bucket)
         if found is None:
             found = self._admit(signature)
@@ -49,10 +49,10 @@ class PlanCache:
     def use(self, options: FitOptions) -> None:
         """Replaces the options of all plans, and plans again."""
         self._options = options
-        for planning in self:
-            planning.use(options)
+        for planner in self:
+            planner.use(options)
 
-    def forget(self, but: Planning | None = None) -> None:
+    def forget(self, but: Planner | None = None) -> None:
         """Lets each kind of forward be learned anew, the first of them by the plan it was given.
 
         but: except for this one
@@ -61,20 +61,20 @@ class PlanCache:
             del self._known[bucket]
         self._given = self._first
 
-    def _admit(self, signature: Signature) -> Planning:
+    def _admit(self, signature: Signature) -> Planner:
         covering = [one for one in self if one.covers(signature)]
         nearest = min(covering, key=lambda one: one.numel, default=None)
-        learns = self._learned < _MOST_LEARNED
+        learns = self._learned < _MAX_LEARNED
         if not learns and nearest is not None:
             return nearest
         if not learns:
-            return Planning(self._options, self._model_state, self._context, learns=False)
+            return Planner(self._options, self._model_state, self._context, learns=False)
         given, self._given = self._given, None
-        made = Planning(self._options, self._model_state, self._context, given)
+        made = Planner(self._options, self._model_state, self._context, given)
         if nearest is not None:
             made.inherit(nearest)
         self._learned += 1
         self._known[signature.bucket] = made
-        if len(self._known) > _MOST:
+        if len(self._known) > _MAX:
             self._known.popitem(last=False)
         return made

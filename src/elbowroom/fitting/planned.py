@@ -132,7 +132,7 @@ def rehearsed(state: FitState, seen: Rehearsed) -> Step:
     """Follows a plan that was made from a forward alone."""
     state = replace(state, attempts=Attempts(seen.known), was_rehearsed=True)
     state, commands = _held(state, seen)
-    return replace(state, phase=Phase.VERIFYING, rehearsed=True, infeasible=False), commands
+    return replace(state, phase=Phase.VERIFYING, from_rehearsal=True, infeasible=False), commands
 
 
 def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
@@ -167,7 +167,7 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
         return more
     if state.has_profiled(state.preset):
         return replace(state, phase=Phase.SETTLED), ()
-    if seen.again:
+    if seen.replans:
         return state.fresh(), (ForgetScripts(),)
     if _comes_near(state, seen):
         return replace(state, phase=Phase.VERIFYING, was_rehearsed=True), (MakeSmallest(),)
@@ -214,7 +214,7 @@ def _taken_again(state: FitState) -> Step | None:
 def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     """Tries smaller plans after corrected ones have needed more than the budget.
 
-    If the plan is rehearsed and its step may be profiled, the next one is, which replaces all
+    If the plan is from_rehearsal and its step may be profiled, the next one is, which replaces all
     estimates. Otherwise the plans of the least predicted peak are measured, one after another.
     """
     plan = state.plan
@@ -225,8 +225,8 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     more = tries_more(state, fallbacks)
     if more is not None:
         return more
-    state = replace(state, once_nbytes=0, again_nbytes=0)
-    if state.rehearsed and state.may_be_profiled:
+    state = replace(state, plain_margin_nbytes=0, recompute_margin_nbytes=0)
+    if state.from_rehearsal and state.may_be_profiled:
         return begun(state, plan)
     return state, (MakeSmallest(),)
 
@@ -242,7 +242,7 @@ def smallest_made(state: FitState, seen: SmallestMade) -> Step:
         commands = (say(Line.NEAR, plan=seen.found.chosen.plan), *commands)
     elif not is_said:
         commands = (say(Line.SMALLEST, least_nbytes=least.peak_nbytes), *commands)
-    return replace(state, phase=Phase.SMALLEST, rehearsed=seen.found.rehearsed), commands
+    return replace(state, phase=Phase.SMALLEST, from_rehearsal=seen.found.from_rehearsal), commands
 
 
 def _give_up(state: FitState, least: Taken) -> Step:

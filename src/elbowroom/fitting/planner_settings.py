@@ -26,7 +26,7 @@ class PlannerSettings:
 
     ratio          how much larger than the profiled call the largest is
     margin_nbytes  by which plans without recomputed modules have been too optimistic
-    again_nbytes   by which plans with recomputed modules have been
+    recompute_margin_nbytes   by which plans with recomputed modules have been
     lossy_helps    remedy that a refusal under exact=True names, if codes could help
     helps_anyway   it does so whatever codes do
     least_is       remark of a refusal about the budget that it names
@@ -36,7 +36,7 @@ class PlannerSettings:
     options: FitOptions
     ratio: float = 1.0
     margin_nbytes: int = 0
-    again_nbytes: int = 0
+    recompute_margin_nbytes: int = 0
     lossy_helps: str = LOSSY_HELPS
     helps_anyway: bool = False
     least_is: str = AT_LEAST
@@ -76,7 +76,7 @@ class PlannerSettings:
         """
         found: list[Plan] = []
         refusals: list[BudgetTooSmall] = []
-        again, once = self.again_nbytes + more, self.margin_nbytes + more
+        again, once = self.recompute_margin_nbytes + more, self.margin_nbytes + more
         ways = [(True, again), (False, once)] if again > once else [(True, again)]
         for recompute, margin in ways:
             try:

@@ -22,7 +22,7 @@ from elbowroom.measure.held import is_real
 from elbowroom.runtime.storage import storage_nbytes as nbytes_of_storage
 
 _SMALL = 1 << 14  # bytes: a loss, or a few scores
-_MOST = 1000  # objects that are looked at; what is beyond is not seen
+_MAX = 1000  # objects that are looked at; what is beyond is not seen
 _DEEPEST = 8  # containers in containers
 _OTHERS = nn.Parameter, nn.Module, type  # what belongs to the model, and classes
 
@@ -35,10 +35,10 @@ class PreviousOutputs:
 
     def note(self, out: Any) -> None:
         """Notes what a forward has given. This is called in settled steps, too."""
-        if len(self._noted) > _MOST:
-            self._noted = [known for known in self._noted if known() is not None][-_MOST:]
+        if len(self._noted) > _MAX:
+            self._noted = [known for known in self._noted if known() is not None][-_MAX:]
         found = (x for x in _in_containers(out) if not isinstance(x, _OTHERS))
-        self._noted += map(weakref.ref, islice(found, _MOST))
+        self._noted += map(weakref.ref, islice(found, _MAX))
 
     def alive(self) -> list[Tensor]:
         """Returns the tensors that are held still, and forgets the others."""
@@ -64,7 +64,7 @@ def _in_containers(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield value
     elif (inside := _contents(value)) is not None:
-        for one in islice(inside, _MOST if depth else 0):  # a list may hold a million numbers
+        for one in islice(inside, _MAX if depth else 0):  # a list may hold a million numbers
             yield from _in_containers(one, depth - 1)
     elif (fields := _fields(value)) is not None:
         if type(value).__weakrefoffset__:
@@ -76,7 +76,7 @@ def _in_containers(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
 def _tensors_in(values: list[Any]) -> Iterator[Tensor]:
     """Yields all tensors in these, in containers, and in the fields of objects, as of caches."""
     todo, seen = deque(values), dict[int, Any]()
-    while todo and len(seen) < _MOST:
+    while todo and len(seen) < _MAX:
         x = todo.popleft()
         if id(x) in seen or x is None:
             continue

@@ -16,7 +16,12 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from elbowroom.compiled import Decision, Regions, Settings
-from elbowroom.fitting.inside import Region, add_planner, compile_beside, remove_planner
+from elbowroom.fitting.inside import (
+    Region,
+    add_region_planner,
+    compile_beside,
+    remove_region_planner,
+)
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.summary import Summary, summary_of_regions
@@ -42,11 +47,11 @@ class CompiledProgram:
         self.compiled = 0  # regions, also those from a cache
 
     def __enter__(self) -> Self:
-        add_planner(self._compile, first=True)
+        add_region_planner(self._compile, first=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        remove_planner(self._compile)
+        remove_region_planner(self._compile)
 
     @property
     def regions(self) -> Sequence[Decision]:

@@ -32,7 +32,9 @@ from elbowroom.plan.rehearsal import CAREFUL, LEAST, LIKELY, MIDDLE, Care, Forwa
 from elbowroom.runtime.storage import is_touchable
 from elbowroom.units import show_nbytes
 
-_SHOULD_DO = "that should hold this step (estimated from its forward alone; from {} on it may do)"
+_SHOULD_SUFFICE = (
+    "that should suffice for this step (estimated from its forward alone; {} may suffice)"
+)
 _MARGIN = 0.03  # of the non-static bytes, in budgets that are named
 # Exact or lossy, with how much care, and whether modules may be recomputed. A step without
 # recomputation can be profiled, which replaces all estimates. Less care is optimistic, and comes
@@ -53,7 +55,7 @@ _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
 
 
-def rehearsed(
+def rehearse(
     fit: Fit,
     model_state: ModelState,
     forward: Callable[[], Any],
@@ -141,7 +143,7 @@ def plan_by_forward(
 
     steps            the rehearsed step, by the care that is taken
     in_turns         the same, if convolutions take turns, as they do once it is settled
-    owner            the planning it is for
+    owner            the planner it is for
     measures         the smallest is worth a step
     leaves_room      the smallest exact plan is taken if it fits: others share the step
     gradient_nbytes  of the largest gradient of a parameter
@@ -253,10 +255,10 @@ def _refusal(
         least, step = (settled, turning) if settled > first else (first, likely)
         tried = static + int(_SURE * (first - static))  # a step is worth it from here on
         best = min(max(refused(in_turns(LEAST)).least_nbytes, tried), first)
-    should_do = _SHOULD_DO.format(show_nbytes(best))
+    should_suffice = _SHOULD_SUFFICE.format(show_nbytes(best))
     margin = int(_MARGIN * (least - careful.static))
     plain = plain_peak(plain_profile)
     plain += int(_MARGIN * (plain - plain_profile.static)) + gradient_nbytes
     if plain < least + margin:
-        return refused(likely, plain - first, should_do)
-    return refused(step, margin, should_do)
+        return refused(likely, plain - first, should_suffice)
+    return refused(step, margin, should_suffice)

@@ -3,7 +3,7 @@
     try         the step: forward, backward, and the optimizer if it likes
     no memory   its graph is freed; RNG, buffers, gradients and new optimizer states are restored;
                 the models that ran in it have a smaller budget from now on
-    again       up to _MOST_TRIES times; then it is aborted, with everything restored
+    again       up to _MAX_TRIES times; then it is aborted, with everything restored
 
 An update that has begun cannot be undone; the error says so.
 """
@@ -24,7 +24,7 @@ from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
 T = TypeVar("T")
-_MOST_TRIES = 6
+_MAX_TRIES = 6
 
 
 def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fitting]) -> T:
@@ -36,7 +36,7 @@ def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fittin
     """
     asked = [fitting.options.budget_nbytes for fitting in fittings]
     why = ""
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         attempt = _Attempt(models, fittings)
         try:
             with attempt:

@@ -5,12 +5,11 @@
   + transients           workspaces, restored tensors, fresh gradients              measured:
   <= budget                                                                         peak - the rest
 
-How a plan comes about is told in `planning.py`; each kind of forward has its own (`signature.py`).
-Forwards that wait for the same backward are one step (`calls.py`).
-Models that share a step have one plan (`guests.py`).
-Here it is decided in which mode each forward of the model runs, and to which step it belongs. The
-modes are in `forward_modes.py`, measurements of steps in `steps.py`, and what follows where memory
-runs out in `shortage.py`. A forward is
+Each kind of forward has a plan of its own (`signature.py`), which `planner.py` makes. Forwards that
+wait for the same backward are one step (`calls.py`). Models that share a step have one plan
+(`guests.py`). This module decides in which mode each forward of the model runs, and to which step
+it belongs. The modes are in `forward_modes.py`, measurements of steps in `steps.py`, and the
+response to exhausted memory in `shortage.py`. A forward is
 
     learning   examined: if it would hold more than is allowed, it climbs the ladder
     replaying  settled, and equal to the one before: its script is replayed without examination
@@ -62,7 +61,7 @@ from elbowroom.runtime.undo import Undo
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 next_forward = partial(next, count(1))  # numbers the forwards of all models that are fitted
 _fittings: "weakref.WeakSet[Fitting]" = weakref.WeakSet()
-_MOST_REPEATED = 16  # forwards that are known, until what stands is looked after again
+_MAX_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
 class Fitting(ForwardModes):
@@ -124,9 +123,9 @@ class Fitting(ForwardModes):
 
     def _learn_with_guests(self) -> None:
         """Learns anew what steps need; their forwards stay known."""
-        self._plan_cache.forget(but=self.planning)
-        if self.planning.state.is_learned:
-            self.planning.calls.grew = True
+        self._plan_cache.forget(but=self.planner)
+        if self.planner.state.is_learned:
+            self.planner.calls.grew = True
 
     def meet(self, optimizer: Optimizer) -> None:
         """Counts an optimizer that `fit` was not given as it first steps, if it trains this model.
@@ -178,7 +177,7 @@ class Fitting(ForwardModes):
             before, self._versions = self._versions, self._versions_now()
             if before not in (None, self._versions):
                 return False
-        return self.planning.calls.may_go_on
+        return self.planner.calls.may_go_on
 
     def _versions_now(self) -> tuple[object, ...] | None:
         """Returns the versions of weights and gradients, or the last that were known."""
@@ -189,7 +188,7 @@ class Fitting(ForwardModes):
         """Returns whether a forward of the model itself goes on with a step that others share."""
         if not self._open_step.has_guests or self._last is None or not is_made_of_graph(given):
             return False
-        return self._open_step.waits and self.planning.calls.may_go_on
+        return self._open_step.waits and self.planner.calls.may_go_on
 
     def _find_host(self) -> "Fitting | None":
         """Returns the fitted model whose step a forward of this one goes on with."""
@@ -224,7 +223,7 @@ class Fitting(ForwardModes):
         if not alike or self._last is None or not self._open_step.may_take_in:
             return False
         same_device = self.model_state.device == guest.model_state.device
-        return same_device and self.planning.calls.may_go_on
+        return same_device and self.planner.calls.may_go_on
 
     def _run_guest(
         self,
@@ -246,19 +245,19 @@ class Fitting(ForwardModes):
         signature = replace(own, structure=(title, own.structure))
         with self._failures(), modules.titled(title):
             out = self._go_on(model, forward, signature, last, (args, kwargs))
-        self._open_step.follow(out, self._last, self.planning.calls.at)
+        self._open_step.follow(out, self._last, self.planner.calls.at)
         self._outputs.note(out)
         return out
 
     def _joined(self, guest: "Fitting") -> None:
         """Counts the memory of a model that was not in a step of this one before."""
         self._stop()  # it has begun with what this model holds alone
-        beside_nbytes = self.planning.memory.beside_nbytes
+        co_resident_nbytes = self.planner.memory.co_resident_nbytes
         if self._neighbors.takes_turns_with(guest._neighbors):
-            beside_nbytes = max(beside_nbytes - guest.model_state.nbytes, 0)
-        outputs_nbytes = self.planning.memory.outputs_nbytes
-        memory = self.model_state.memory().beside(beside_nbytes)
-        self.planning.join(replace(memory, outputs_nbytes=outputs_nbytes))
+            co_resident_nbytes = max(co_resident_nbytes - guest.model_state.nbytes, 0)
+        outputs_nbytes = self.planner.memory.outputs_nbytes
+        memory = self.model_state.memory().with_co_resident(co_resident_nbytes)
+        self.planner.join(replace(memory, outputs_nbytes=outputs_nbytes))
         self._learn_with_guests()
 
     def run_more(
@@ -293,7 +292,7 @@ class Fitting(ForwardModes):
                 model,
                 forward,
                 (args, kwargs),
-                lambda: self.planning.settled,
+                lambda: self.planner.settled,
             )
         except BudgetTooSmall:
             self.interrupt()
@@ -331,7 +330,7 @@ class Fitting(ForwardModes):
         with self._failures():
             repeats = known is not None and not goes_on and dropped() == self._dropped
             if repeats and self._repeats(signature):
-                script = self.planning.repeat()
+                script = self.planner.repeat()
                 if script is not None:
                     self.context.begin_step()
                     out = self._replayed(forward, script)
@@ -341,7 +340,7 @@ class Fitting(ForwardModes):
                 out = self._go_on(model, forward, signature, last, given)
             else:
                 out = self._step_with(model, forward, signature, given)
-        self._open_step.follow(out, self._last, self.planning.calls.at)
+        self._open_step.follow(out, self._last, self.planner.calls.at)
         self._outputs.note(out)
         return out
 
@@ -385,9 +384,9 @@ class Fitting(ForwardModes):
         From time to time everything is examined: more may be resident beside the model.
         """
         self._repeated += 1
-        alike = self.planning.now == signature and self._shortage.ran_out_nbytes is None
+        alike = self.planner.now == signature and self._shortage.ran_out_nbytes is None
         free = self._shortage.less is None and self._step is None and self._neighbors.is_alone
-        if alike and free and self._repeated < _MOST_REPEATED:
+        if alike and free and self._repeated < _MAX_REPEATED:
             return True
         self._parameters = None
         return False
@@ -411,31 +410,31 @@ class Fitting(ForwardModes):
         return self._step_with(model, forward, signature, given)
 
     def _run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
-        planning = self.planning
-        script = planning.next_script() if self._step is None else None
-        if script is not None and not planning.has_trials:
+        planner = self.planner
+        script = planner.next_script() if self._step is None else None
+        if script is not None and not planner.has_trials:
             self._parameters, self._repeated = list(model.parameters()), 0
             return self._replayed(forward, script)
         self._parameters = None
-        follows = not planning.state.may_rehearse or self._step is None
-        if follows and not planning.takes_trials():
+        follows = not planner.state.may_rehearse or self._step is None
+        if follows and not planner.takes_trials():
             return self._forward(forward)
         undo = Undo(model, (), given, copies=self._copies)
         forward = undo.watching(forward)
-        planning.redoes = undo.is_possible and not self._together.runs_once
+        planner.redoes = undo.is_possible and not self._together.runs_once
         try:
             if script is not None:
                 return self._replayed(forward, script)
-            if follows or not planning.redoes:
+            if follows or not planner.redoes:
                 return self._forward(forward)
             return self._learned(forward, undo, given)
         except Unrepeatable:
             undo.back()
         finally:
-            planning.redoes = False
+            planner.redoes = False
             undo.close()
         self._stop()
-        planning.leave_out_unrepeatable()
+        planner.leave_out_unrepeatable()
         self._measure(given)
         return self._run(model, forward, given)
 
@@ -448,12 +447,12 @@ class Fitting(ForwardModes):
         given: Given,
     ) -> Any:
         """Runs another forward of the model in the same step (`calls.py`)."""
-        planning = self.planning
+        planner = self.planner
         resumes = self._open_step.has_guests and before.backward_began
-        is_known = planning.go_on(signature, self._open_step.waiting if resumes else None)
-        learns = planning.state.may_rehearse
+        is_known = planner.go_on(signature, self._open_step.waiting if resumes else None)
+        learns = planner.state.may_rehearse
         if isinstance(before, ReplayedForward):
-            script = planning.next_script() if is_known else None
+            script = planner.next_script() if is_known else None
             if script is not None:
                 return self._replayed(forward, script, before)
             last = before.begun()
@@ -469,22 +468,22 @@ class Fitting(ForwardModes):
             if not undo.is_possible or self._together.runs_once:
                 return self._forward(forward, last)
             has_guests = self._open_step.has_guests
-            is_other = has_guests and planning.calls.is_other(signature)
+            is_other = has_guests and planner.calls.is_other(signature)
             # Where the next step is to be planned by a rehearsal, all of its forwards are.
-            tries = is_other or (learns and not (has_guests and planning.calls.grew))
+            tries = is_other or (learns and not (has_guests and planner.calls.grew))
             leaves_room = has_guests and learns and not (is_other or is_known)
             kept = self._kept(forward, last, leaves_room=leaves_room) if tries else None
             if kept is not None and is_other:
-                planning.calls.note_other(signature)
+                planner.calls.note_other(signature)
             elif kept is not None:
-                planning.calls.note(signature, None)
+                planner.calls.note(signature, None)
             if kept is not None:
                 return kept[0]
             undo.back()
             self._stop()
             try:
                 stands = given if has_guests else ()
-                rest = planning.rehearse_more(
+                rest = planner.rehearse_more(
                     forward, signature, last, stands, leaves_room=leaves_room
                 )
             except BaseException as error:
@@ -510,15 +509,15 @@ class Fitting(ForwardModes):
         One that begins again, without a module that its plan would have run again, is planned from
         the rehearsal that there was.
         """
-        planning = self.planning
+        planner = self.planner
         known = (
-            planning.state.infeasible
-            or planning.calls.are_seen
-            or planning.forward_profile is not None
+            planner.state.infeasible
+            or planner.calls.are_seen
+            or planner.forward_profile is not None
         )
         if not known:
-            self.planning.leaves_room = self._leaves_room
-            kept = self._kept(forward, undo=undo, leaves_room=self.planning.leaves_room)
+            self.planner.leaves_room = self._leaves_room
+            kept = self._kept(forward, undo=undo, leaves_room=self.planner.leaves_room)
             self._copies = undo.changed_large
             if kept is not None:
                 return kept[0]
@@ -526,12 +525,12 @@ class Fitting(ForwardModes):
         self._stop()
         is_inside = self._neighbors.is_inside
         try:
-            self.planning.rehearse_until_planned(forward, undo, is_inside=is_inside)
+            self.planner.rehearse_until_planned(forward, undo, is_inside=is_inside)
         except BaseException as error:
             if _is_ours(error):
                 raise
             return self._fail(forward, error, undo)
-        self.planning.takes_trials()  # this forward is the first of them
+        self.planner.takes_trials()  # this forward is the first of them
         self._measure(given)
         try:
             return self._forward(forward)
@@ -548,7 +547,7 @@ class Fitting(ForwardModes):
         if self._shortage.less is None:
             self.interrupt()
             held_nbytes = 0 if self._opened is None else self._opened.ledger.after_nbytes
-            self._shortage.note(self.options, self.planning, held_nbytes)
+            self._shortage.note(self.options, self.planner, held_nbytes)
 
     def close(self) -> None:
         super().close()
@@ -563,10 +562,10 @@ class Fitting(ForwardModes):
         try:
             with _as_in_training(model, (args, kwargs)) as undo:
                 signature = signature_of(model, args, kwargs)
-                self.planning = self._plan_cache.of(signature)
-                self.planning.begin(self._memory(), signature)
+                self.planner = self._plan_cache.of(signature)
+                self.planner.begin(self._memory(), signature)
                 with torch.enable_grad():
-                    self.planning.prepare(undo.watching(lambda: model(*args, **kwargs)))
+                    self.planner.prepare(undo.watching(lambda: model(*args, **kwargs)))
         except BudgetTooSmall as error:
             add_room(error)
             raise
@@ -594,7 +593,7 @@ class Fitting(ForwardModes):
             if one is not self:
                 one.end_step()  # where it is over, what follows is of this one
         if self._open_step.has_guests:
-            self.planning.calls.leave(self._open_step.waiting)
+            self.planner.calls.leave(self._open_step.waiting)
         self._open_step.begin()
         self._neighbors.begin()
         less = self._shortage.taken()
@@ -603,9 +602,9 @@ class Fitting(ForwardModes):
         if self._loses_codecs() or less is not None:
             self.options = replace(self.options, codecs=still_used(self.options.codecs))
             self._plan_cache.use(self.options)
-        self.planning = self._plan_cache.of(signature)
-        self.planning.begin(self._memory(), signature)
-        self._neighbors.learns = not all(planning.settled for planning in self._plan_cache)
+        self.planner = self._plan_cache.of(signature)
+        self.planner.begin(self._memory(), signature)
+        self._neighbors.learns = not all(planner.settled for planner in self._plan_cache)
         self._measure(given)
 
 

@@ -7,7 +7,7 @@ the predicted peak.
 
 from elbowroom.fitting.messages import say_exhausted
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.planner import Planner
 
 _LESS = 0.85  # of a budget that exceeded the device's memory
 
@@ -24,12 +24,12 @@ class Shortage:
         self.ran_out_nbytes: int | None = None
         self._was_said = False
 
-    def note(self, options: FitOptions, planning: Planning, held_nbytes: int) -> None:
+    def note(self, options: FitOptions, planner: Planner, held_nbytes: int) -> None:
         """Records that memory ran out in a step. held_nbytes: of its last forward."""
-        plan, budget = planning.plan, options.budget_nbytes
-        knows = plan is not None and not planning.calls.grew  # all forwards of the step
+        plan, budget = planner.plan, options.budget_nbytes
+        knows = plan is not None and not planner.calls.grew  # all forwards of the step
         self.ran_out_nbytes = min(budget, plan.peak) if plan is not None and knows else budget
-        self.less = options.within(_smaller_nbytes(budget, planning, held_nbytes))
+        self.less = options.within(_smaller_nbytes(budget, planner, held_nbytes))
         say_exhausted(options, self.less, again=self._was_said)
         self._was_said = True
 
@@ -52,9 +52,9 @@ class Shortage:
         return less
 
 
-def _smaller_nbytes(budget: int, planning: Planning, held_nbytes: int) -> int:
+def _smaller_nbytes(budget: int, planner: Planner, held_nbytes: int) -> int:
     """Returns a smaller budget: below the memory that the device had, but at least half of it."""
-    if planning.plan is not None:
-        return int(_LESS * min(budget, planning.plan.peak))
-    stands = planning.memory.static_nbytes + held_nbytes
+    if planner.plan is not None:
+        return int(_LESS * min(budget, planner.plan.peak))
+    stands = planner.memory.static_nbytes + held_nbytes
     return min(int(_LESS * budget), max(budget // 2, stands))

@@ -1,4 +1,4 @@
-"""All that decides about forwards of one kind, as one frozen value (`transitions.py` moves it)."""
+"""State of the forwards of one kind, as one frozen value; `transitions.py` has its transitions."""
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 PLAIN = 0  # index of "keep" in every ladder
 SAFEST_EXACT = 1  # index of "exact" in every ladder
-_MOST_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
-_MOST_WITH_LESS = 8  # steps with fewer gradients or outputs, until one is measured all the same
-_LITTLE = 0.01  # of the budget: fewer gradients than that make no difference
-_MANY_SMALL = 0.05  # of the budget, in tensors too small to be planned: these are planned, too
-_AS_MUCH = 0.9  # of what an unexpected step saved: enough to learn from
-_MOST_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
+_MAX_WAITS = 8  # steps that are measured while another model, which runs inside of them, learns
+_MAX_SKIPPED = 8  # steps with fewer gradients or outputs, until one is measured all the same
+_LITTLE = 0.01  # of the budget: a difference of gradients below this is ignored
+_MANY_SMALL = 0.05  # of the budget: if tensors below min_nbytes hold more, they may be planned, too
+_AS_MUCH = 0.9  # of the bytes that an unexpected step saved: a step with as many is learned from
+_MAX_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
-_PROFILED = 1.1  # of the budget: a profiled step may take as much, for what it tells
+_PROFILED = 1.1  # of the budget: the peak that a profiled step may have
 
 
 class Before(NamedTuple):
-    """State that was settled before a step had more forwards than any, or saved more.
+    """Settled state that was replaced because a step had more forwards, or saved more, than others.
 
-    calls: the number until then.
+    calls: number of forwards in a step until then
     """
 
     state: "FitState"
@@ -47,53 +47,54 @@ class FitState:
 
     options       the options of the user
     memory        the memory as the step began
-    now           the current or last call; the first call if a step has several
-    largest       the least signature that covers all calls of this kind
+    now           signature of the current or last call; of the first one if a step has several
+    largest       the smallest signature that covers all calls of this kind
 
     The setting of forwards:
 
     plan          the plan that is followed; None: all tensors are at `options.presets[preset]`
     chosen        the choice of plan and state format; None: the plan was given, or is watched
-    given         the plan to begin with; None: there is none, or not any more
+    given         the plan to begin with; None: there is none, or it is not used any more
     headroom      bytes that a step needs besides resident and held ones
 
-    The input of planners:
+    The profile that plans are made from, and margins that measured plans have shown to be needed:
 
-    profile       of the step that was written down, or rehearsed
-    rehearsed     the backward of that is an estimate
-    profiled      the call that it is of
-    profiled_at   the preset of that step; None: it is an estimate, or followed a plan
-    beside_nbytes what stood beside the model in it
-    most_beside_nbytes  the most that stood beside it as it was planned again for that
-    outputs_nbytes      the most of outputs of earlier forwards that stood in a forward
-    once_nbytes   by which plans in which no module runs again have been too optimistic
-    again_nbytes  by which those have been in which some do
-    is_recurrent  of what was written down, layers could run again
-    small_nbytes  of what was written down, bytes in tensors below min_nbytes
+    profile       of a step that was profiled, or of a rehearsal: a forward that ran without holding
+                  tensors, whose backward is estimated (`rehearse.py`)
+    from_rehearsal  the profile is of a rehearsal, or is an estimate for another reason
+    profiled      signature of the call that was profiled
+    profiled_at   preset of the profiled step; None: it was a rehearsal, or followed a plan
+    co_resident_nbytes      bytes of other models and graphs that the profile includes
+    max_co_resident_nbytes  the largest such number that this kind of forward was replanned for
+    outputs_nbytes          the most bytes of earlier outputs that a forward has begun with
+    plain_margin_nbytes     bytes by which plans without recomputed modules were too optimistic
+    recompute_margin_nbytes bytes by which plans with recomputed modules were
+    is_recurrent  the profile has recurrent layers that could be recomputed
+    small_nbytes  bytes that the profile has in tensors smaller than min_nbytes
 
     Attempts so far:
 
     rounds        plans that were replaced because a measurement exceeded the budget
     tries         steps that were measured under a plan, or profiled
     unmeasured    steps in a row that could not be measured
-    attempts      plans that were measured, and profiles for smaller ones
-    gradient_nbytes    the most gradients at the beginning of a measured step
-    with_less     steps since then that began with fewer, or with fewer outputs of earlier forwards,
-                  and were not measured
+    attempts      plans that were measured, and profiles to make smaller plans from
+    gradient_nbytes  the most bytes of gradients that a measured step has begun with
+    skipped_steps    steps that were not measured because they began with fewer gradients than
+                     that, or with fewer outputs of earlier forwards
     others_learn  another model that is not settled yet ran inside the last step
     resumes       the phase in which a watched plan was verified
-    infeasible    the least preset holds too much, or a step had more forwards: rehearse
+    infeasible    the strictest preset holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
-    was_rehearsed so no uniform preset was measured to fit
+    was_rehearsed the first plan is of a rehearsal, so that no uniform preset was measured to fit
     was_watched   the noise of codes was measured, or there was no memory to measure it
-    predicts_noise  there was none, and the noise in the profile is predicted
+    predicts_noise  there was no memory to measure noise, and the profile has a prediction
 
     Steps that differ from those before:
 
     unexpected_steps  number of steps that held more
     was_unexpected    this step held more, and is learned from
-    unexpected_nbytes what the last such step saved, in plain autograd
-    smaller_steps     measured since then that saved less, and were not learned from
+    unexpected_nbytes bytes that the last such step saved, in plain autograd
+    smaller_steps     measured steps since then that saved less, and were not learned from
     varies        one step was within the budget, and another one, unlike it, was not
     only_largest  measure calls of the largest size alone: scaled measurements did not suffice
     before        the settled state before a step had more forwards, or saved more
@@ -110,14 +111,14 @@ class FitState:
     preset: int = SAFEST_EXACT
     headroom: Headroom = field(default_factory=Headroom)
     profile: "Profile | None" = None
-    rehearsed: bool = False
+    from_rehearsal: bool = False
     profiled: "Signature | None" = None
     profiled_at: int | None = None
-    beside_nbytes: int = 0
-    most_beside_nbytes: int = 0
+    co_resident_nbytes: int = 0
+    max_co_resident_nbytes: int = 0
     outputs_nbytes: int = 0
-    once_nbytes: int = 0
-    again_nbytes: int = 0
+    plain_margin_nbytes: int = 0
+    recompute_margin_nbytes: int = 0
     is_recurrent: bool = False
     small_nbytes: int = 0
     rounds: int = 0
@@ -125,7 +126,7 @@ class FitState:
     unmeasured: int = 0
     attempts: Attempts = field(default_factory=Attempts)
     gradient_nbytes: int = 0
-    with_less: int = 0
+    skipped_steps: int = 0
     others_learn: bool = False
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
@@ -151,7 +152,7 @@ class FitState:
             headroom=self.headroom.forgotten(),
             is_recurrent=self.is_recurrent,
             small_nbytes=self.small_nbytes,
-            most_beside_nbytes=self.most_beside_nbytes,
+            max_co_resident_nbytes=self.max_co_resident_nbytes,
             outputs_nbytes=self.outputs_nbytes,
             unexpected_steps=self.unexpected_steps,
             unexpected_nbytes=self.unexpected_nbytes,
@@ -162,9 +163,9 @@ class FitState:
         )
 
     def back(self, before: "FitState") -> Self:
-        """Returns to the setting of before, if steps since then did not contradict it.
+        """Returns the state with the setting of `before`, an earlier state of the same forwards.
 
-        If that was still being verified, learning begins anew after this step, which is unusual.
+        If its plan was still being verified, learning begins anew after the current step.
         """
         return replace(
             self.fresh(),
@@ -175,10 +176,10 @@ class FitState:
             preset=before.preset,
             headroom=before.headroom,
             profile=before.profile,
-            rehearsed=before.rehearsed,
+            from_rehearsal=before.from_rehearsal,
             profiled=before.profiled,
             profiled_at=before.profiled_at,
-            beside_nbytes=before.beside_nbytes,
+            co_resident_nbytes=before.co_resident_nbytes,
             infeasible=before.infeasible,
             has_fit=before.settled,
             was_rehearsed=before.was_rehearsed,
@@ -189,7 +190,7 @@ class FitState:
         )
 
     def knowing(self, profile: "Profile") -> Self:
-        """Returns the state with what a profile tells of relaxations that might help."""
+        """Returns the state with those facts of a profile that say which relaxations may help."""
         return replace(self, is_recurrent=profile.is_recurrent, small_nbytes=profile.small_nbytes)
 
     @property
@@ -250,7 +251,7 @@ class FitState:
 
     @property
     def noise(self) -> float:
-        """Says what the codes of the current setting add: measured, or predicted."""
+        """Share of variance that codes of the current setting add: measured, or else predicted."""
         plan, profile = self.plan, self.profile
         if plan is None:
             return self.options.preset_noise(self.preset)
@@ -259,18 +260,18 @@ class FitState:
 
     @property
     def corrects(self) -> bool:
-        """True if smaller plans are measured where no plan is left; no budget is named then."""
-        return self.plan is not None and (self.rounds > 0 or self.rehearsed)
+        """True if smaller plans are measured where no plan fits, rather than a budget refused."""
+        return self.plan is not None and (self.rounds > 0 or self.from_rehearsal)
 
     @property
     def is_estimated(self) -> bool:
         """True if the plan was made from a forward alone, and no plan was measured before."""
-        return self.rehearsed and not self.attempts.taken
+        return self.from_rehearsal and not self.attempts.taken
 
     @property
     def waits_for_others(self) -> bool:
-        """True if what was measured may become less by itself, as another model settles."""
-        return self.others_learn and self.tries < _MOST_WAITS
+        """True if the peak may decrease by itself, because another model is still learning."""
+        return self.others_learn and self.tries < _MAX_WAITS
 
     @property
     def ratio(self) -> float:
@@ -295,14 +296,14 @@ class FitState:
 
     @property
     def margin_nbytes(self) -> int:
-        """Margin of plans of the kind that is followed."""
-        return self.again_nbytes if self.recompute else self.once_nbytes
+        """Bytes that plans like the current one leave free: with recomputed modules, or without."""
+        return self.recompute_margin_nbytes if self.recompute else self.plain_margin_nbytes
 
     def with_margin(self, nbytes: int) -> Self:
-        """Returns this state with so many bytes left free by plans of the kind that is followed."""
+        """Returns the state with another `margin_nbytes`."""
         if self.recompute:
-            return replace(self, again_nbytes=nbytes)
-        return replace(self, once_nbytes=nbytes)
+            return replace(self, recompute_margin_nbytes=nbytes)
+        return replace(self, plain_margin_nbytes=nbytes)
 
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         """Returns the bytes that may be held for backward.
@@ -315,11 +316,11 @@ class FitState:
         """Returns the bytes that may be held for backward, without guesses."""
         return self.headroom.surely_allowed_nbytes(self.options, self.memory, self.plan)
 
-    def holds_too_much(self, most_nbytes: int) -> bool:
+    def holds_too_much(self, max_nbytes: int) -> bool:
         """Returns whether a settled forward, which held so much at most, exceeds the budget."""
         if not (self.settled and self.has_fit):
             return False
-        return self.headroom.is_exceeded(self.options, self.memory, most_nbytes)
+        return self.headroom.is_exceeded(self.options, self.memory, max_nbytes)
 
     def saves_less(self, before_nbytes: int) -> bool:
         """Returns whether a step saved less than the one that made learning begin anew.
@@ -333,7 +334,7 @@ class FitState:
 
         Steps may alternate. After several in a row that saved less, the next one is learned from.
         """
-        if self.settled or self.smaller_steps >= _MOST_SMALLER:
+        if self.settled or self.smaller_steps >= _MAX_SMALLER:
             return False
         return self.saves_less(before_nbytes)
 
@@ -351,13 +352,13 @@ class FitState:
         return fewer or self.added_gradient_nbytes < 0
 
     @property
-    def waits_for_more(self) -> bool:
-        """True if steps that begin with more are measured in place of this one.
+    def waits_for_fuller_step(self) -> bool:
+        """True if the step is not measured, since steps that begin with more bytes need more.
 
-        Of micro-batches that are added up, the first begins without any gradients, and takes the
-        least.
+        Of micro-batches whose gradients accumulate, the first begins without gradients, and has
+        the lowest peak.
         """
-        if self.settled or self.phase is Phase.GUESSING or self.with_less > _MOST_WITH_LESS:
+        if self.settled or self.phase is Phase.GUESSING or self.skipped_steps > _MAX_SKIPPED:
             return False
         return self.begins_with_less
 
@@ -369,7 +370,7 @@ class FitState:
                 return False
             case Phase.WATCHING:
                 return True
-            case _ if self.waits_for_more:
+            case _ if self.waits_for_fuller_step:
                 return False
             case _ if self.only_largest:
                 return self.now == self.largest
@@ -390,7 +391,7 @@ class FitState:
                 return makes_states
             case Phase.WRITING | Phase.IDLE:
                 return True
-        better = self.rehearsed or self._outruns_profile
+        better = self.from_rehearsal or self._outruns_profile
         return makes_states or (better and self.may_be_profiled)
 
     @property

@@ -62,7 +62,7 @@ class States:
         self.around: Around = nullcontext
 
     def candidates(self, profile: Profile, owner: object) -> list[Candidate]:
-        """Returns the state formats that planning `owner` may choose from, the mildest first."""
+        """Returns the state formats that the planner `owner` may choose from, the mildest first."""
         if profile.standing is None or not self.auto():
             return [Candidate("", profile)]
         resident = self._resident()  # counted over all parameters
@@ -153,7 +153,7 @@ class States:
     def take(self, chosen: Chosen, owner: object, options: FitOptions) -> Chosen:
         """Holds auto states in the format that the plan was made for, and returns the plan.
 
-        From now on planning `owner` needs that format. The plan gets the bytes that are resident
+        From now on the planner `owner` needs that format. The plan gets the bytes that are resident
         then.
         """
         one = chosen.candidate
@@ -168,7 +168,7 @@ class States:
     def begin_with(self, given: Plan, owner: object, options: FitOptions) -> None:
         """Holds states as a given plan was made for, if that needs fewer bytes.
 
-        owner: the planning that follows it.
+        owner: the planner that follows it.
         """
         state = "" if given.standing is None else given.standing.states
         if options.exact or state not in CHOICES or not self.auto():

@@ -17,7 +17,7 @@ from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.fitting.planning import Planning
+from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.previous_outputs import PreviousOutputs
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.state import FitState
@@ -28,16 +28,16 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.ledger import Tally
 
 _AMPLE = 0.25  # of the budget
-_MOST_EVALUATIONS = 16  # forwards without gradients within settled steps that are measured
-_MOST_LATE_MEASUREMENTS = 16  # settled steps, to measure one if none was until then
-_MOST_FOREIGN = 4  # steps in which the program's own hooks hold what is saved, to measure those
+_MAX_EVALUATIONS = 16  # forwards without gradients within settled steps that are measured
+_MAX_LATE_MEASUREMENTS = 16  # settled steps, to measure one if none was until then
+_MAX_FOREIGN = 4  # steps in which the program's own hooks hold what is saved, to measure those
 HOOKS = "hooks"  # the setting of such a step
 
 
 class MeasuredSteps:
     """Measurements of a model's steps, whatever kinds of forwards these have.
 
-    planning        the `Planning` that the last forward followed
+    planner         the `Planner` that the last forward followed
     peak_nbytes     the peak of the last measured step, everything included
     peak_setting    the setting of that step: "plan", the name of a preset, or "hooks"
     highest_nbytes  the highest of all measured peaks
@@ -52,7 +52,7 @@ class MeasuredSteps:
         self.model_state, self.options = model_state, options
         self.context = Context(keeps_bits=options.exact is not False)
         self.context.drops_codecs = True
-        self.planning = Planning(options, model_state, self.context)
+        self.planner = Planner(options, model_state, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
@@ -76,7 +76,7 @@ class MeasuredSteps:
         self, *, may_climb: bool = True, after: FittedSaving | None = None
     ) -> FittedSaving:
         recorder = None if self._step is None else self._step.recorder
-        opened = self.planning.context_of(recorder, may_climb=may_climb, after=after)
+        opened = self.planner.context_of(recorder, may_climb=may_climb, after=after)
         self._opened = opened
         self._neighbors.opened(opened.ledger)
         return opened
@@ -89,14 +89,14 @@ class MeasuredSteps:
         memory = self.model_state.memory()
         if self.model_state.states.make_room(self.options, memory):
             memory = self.model_state.memory()
-        beside_nbytes, outputs_nbytes = self._neighbors.nbytes, 0
+        co_resident_nbytes, outputs_nbytes = self._neighbors.nbytes, 0
         if not self._neighbors.waits:  # outputs of a graph that waits are among what it holds
             outputs_nbytes = self._outputs.nbytes(self.model_state.tensors)
-        return replace(memory.beside(beside_nbytes), outputs_nbytes=outputs_nbytes)
+        return replace(memory.with_co_resident(co_resident_nbytes), outputs_nbytes=outputs_nbytes)
 
     def _ended(self, saving: FittedSaving) -> None:
         """Records the end of a forward whose graph holds saved tensors."""
-        self.planning.forward_ended(saving)
+        self.planner.forward_ended(saving)
         self._last = saving
         self._note_setting(saving)
 
@@ -108,7 +108,7 @@ class MeasuredSteps:
         self.end_step()
         last = self._last
         inside = last is not None and last.waits and self._step is None
-        is_over = self._closed or self._evaluations >= _MOST_EVALUATIONS
+        is_over = self._closed or self._evaluations >= _MAX_EVALUATIONS
         if not inside or is_over or self._has_ample_room:
             return forward()
         self._evaluations += 1
@@ -120,7 +120,7 @@ class MeasuredSteps:
         finally:
             peak = None if running is None else running.stop()
             if peak is not None and peak > self.options.budget_nbytes:
-                self._evaluations = _MOST_EVALUATIONS  # it is said once
+                self._evaluations = _MAX_EVALUATIONS  # it is said once
                 warn_inside(self.options, peak)
 
     def end_step(self) -> None:
@@ -145,12 +145,12 @@ class MeasuredSteps:
         step.end()
         if last is None or self._closed or isinstance(last, ReplayedForward):
             return
-        planning = self.planning
+        planner = self.planner
         # A rehearsal of a model inside has ended it, which would happen in each step.
         self._skips_measuring = step.peak is None and self._neighbors.others_learn
-        if step.peak is not None and not (planning.plan is not None and step.makes_states):
+        if step.peak is not None and not (planner.plan is not None and step.makes_states):
             self._note_peak(step.peak, last)
-        planning.learn(
+        planner.learn(
             last, step, self.model_state.memory(), others_learn=self._neighbors.others_learn
         )
 
@@ -159,7 +159,7 @@ class MeasuredSteps:
 
         given: its inputs; backward through inputs that another model has made belongs to that model
         """
-        state = self.planning.state
+        state = self.planner.state
         if self._closed or self._step is not None:
             return
         if self._skips_measuring:
@@ -191,7 +191,7 @@ class MeasuredSteps:
         self._learn()
         self.context.begin_step()
         self._foreign_steps += 1
-        if self._foreign_steps <= _MOST_FOREIGN and not self._closed:
+        if self._foreign_steps <= _MAX_FOREIGN and not self._closed:
             self._step = Measurement.start(self.model_state, self._memory(), writes=False)
 
     def _follow_foreign_graph(self, out: object) -> None:
@@ -212,12 +212,12 @@ class MeasuredSteps:
     @property
     def setting(self) -> str:
         """The current setting of steps."""
-        return self.planning.setting if self._foreign_graph is None else HOOKS
+        return self.planner.setting if self._foreign_graph is None else HOOKS
 
     def _is_unknown(self, state: FitState) -> bool:
         """Returns whether steps have settled that could not be measured."""
         known = self.peak_nbytes is not None and not state.is_blind
-        if not state.settled or known or self._late_measurements >= _MOST_LATE_MEASUREMENTS:
+        if not state.settled or known or self._late_measurements >= _MAX_LATE_MEASUREMENTS:
             return False
         self._late_measurements += 1
         return True
@@ -251,7 +251,7 @@ class MeasuredSteps:
         if not isinstance(opened, FittedSaving) or not opened.storages:
             return []
         is_whole = opened is self._last
-        return foresee(opened, self.options, self.planning.memory, is_whole=is_whole)
+        return foresee(opened, self.options, self.planner.memory, is_whole=is_whole)
 
     def finish(self) -> None:
         """Ends the training: its last step counts as measured, if none with its setting was."""
@@ -260,7 +260,7 @@ class MeasuredSteps:
         if step is not None and self._foreign_graph is not None:
             self._step = None
             self._end_foreign_step(step, self._foreign_graph)
-        elif step is not None and last is not None and self.peak_setting != self.planning.setting:
+        elif step is not None and last is not None and self.peak_setting != self.planner.setting:
             step.end()
             if step.peak is not None:
                 self._note_peak(step.peak, last)
@@ -291,14 +291,14 @@ class MeasuredSteps:
 
         rounds: see `say_setting`.
         """
-        if self.planning.said == (chosen.name, chosen.exact):
+        if self.planner.said == (chosen.name, chosen.exact):
             return
-        self.planning.said = chosen.name, chosen.exact
+        self.planner.said = chosen.name, chosen.exact
         say_setting(
             self.options,
             chosen,
             rounds=rounds,
             was_lossy=self._said_lossy,
-            estimated=self.planning.state.is_estimated,
+            estimated=self.planner.state.is_estimated,
         )
         self._said_lossy = self._said_lossy or not (chosen.exact or rounds)

@@ -122,15 +122,15 @@ def summary(fitting: Fitting, model: str) -> Summary:
     """
     if fitting.is_guest and fitting.host is not None:
         fitting = fitting.host
-    planning = fitting.planning
-    plan, profile = planning.plan, planning.profile
+    planner = fitting.planner
+    plan, profile = planner.plan, planner.profile
     # The backward of a rehearsed profile is an estimate, which supports no claim about plain
     # autograd.
-    known = profile is not None and not planning.state.rehearsed
+    known = profile is not None and not planner.state.from_rehearsal
     plain = plain_peak(profile) if profile is not None and known else None
-    if plan is not None and planning.state.follows_given:  # it was made from a step of another run
+    if plan is not None and planner.state.follows_given:  # it was made from a step of another run
         plain, known = plan.plain_peak, True
-    predicts = plan is not None and plan.is_lossy and planning.state.predicts_noise
+    predicts = plan is not None and plan.is_lossy and planner.state.predicts_noise
     tells_noise = plan is not None and (plan.watched > 0 or predicts or not plan.is_lossy)
     return Summary(
         model=model,
@@ -156,24 +156,30 @@ def _size(nbytes: int | None) -> str:
     return "" if nbytes is None else show_nbytes(nbytes)
 
 
-def _setting(told: Summary) -> str:
-    if told.setting == "plan":
+def _setting(figures: Summary) -> str:
+    if figures.setting == "plan":
         return ""
-    if told.setting == "hooks":
+    if figures.setting == "hooks":
         return "the script's own saved-tensor hooks hold what it saves"
-    if told.setting == "compiled":
-        cached = told.predicted_nbytes is None
+    if figures.setting == "compiled":
+        cached = figures.predicted_nbytes is None
         return "compiled; planned at an earlier start" if cached else "planned inside torch.compile"
-    return "nothing needs to be done" if told.setting == "keep" else f"no plan: '{told.setting}'"
+    return (
+        "nothing needs to be done" if figures.setting == "keep" else f"no plan: '{figures.setting}'"
+    )
 
 
-def _verdict(told: Summary) -> str:
-    if told.setting == "compiled":
+def _verdict(figures: Summary) -> str:
+    if figures.setting == "compiled":
         return "not measured: estimated from its graphs"
-    if told.last_nbytes is None:
-        return f"not measured: {told.steps} step{'s' * (told.steps != 1)}"
-    before = "" if told.last_setting == told.setting else f", with setting '{told.last_setting}'"
-    return _over(told.last_nbytes, told.budget_nbytes) + before
+    if figures.last_nbytes is None:
+        return f"not measured: {figures.steps} step{'s' * (figures.steps != 1)}"
+    before = (
+        ""
+        if figures.last_setting == figures.setting
+        else f", with setting '{figures.last_setting}'"
+    )
+    return _over(figures.last_nbytes, figures.budget_nbytes) + before
 
 
 def _over(nbytes: int | None, budget_nbytes: int) -> str:

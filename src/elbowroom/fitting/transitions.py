@@ -27,6 +27,7 @@ from elbowroom.fitting.commands import (
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
     CodesWithdrawn,
+    CoResidentBytes,
     Fallbacks,
     ForwardEnded,
     ForwardProfiled,
@@ -49,7 +50,6 @@ from elbowroom.fitting.observations import (
     RehearsedInVain,
     RoomToWatch,
     SmallestMade,
-    StandsBeside,
     StepBegan,
     StepMeasured,
     UnexpectedStep,
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.profile import Profile
 
 _MUCH = 0.01  # of the budget: if this much more is resident beside the model, it is replanned
-_MOST_STRAYS = 3  # unexpected steps after which learning begins anew, at most
+_MAX_STRAYS = 3  # unexpected steps after which learning begins anew, at most
 
 
 def advance(state: FitState, seen: Observation) -> Step:
@@ -97,8 +97,8 @@ def _advanced(state: FitState, seen: Observation) -> Step:
     match seen:
         case StepBegan():
             return _step_began(state, seen)
-        case StandsBeside(nbytes):
-            return _stands_beside(state, nbytes)
+        case CoResidentBytes(nbytes):
+            return _co_resident(state, nbytes)
         case OutputsHeld(nbytes):
             return _outputs_held(state, nbytes)
         case ModelJoined(memory):
@@ -164,8 +164,8 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
     if gains:
         phase = Phase.GIVEN if state.follows_given else state.phase
         state = replace(state, phase=phase, gradient_nbytes=seen.memory.gradient_nbytes)
-    elif state.waits_for_more:
-        state = replace(state, with_less=state.with_less + 1)
+    elif state.waits_for_fuller_step:
+        state = replace(state, skipped_steps=state.skipped_steps + 1)
     if state.largest.structure is None:
         state, more = _first_step_began(state)
     elif not state.largest.covers(seen.signature):
@@ -206,13 +206,15 @@ def _given_held(state: FitState, seen: GivenHeld) -> Step:
     return replace(state, memory=seen.memory, headroom=headroom), ()
 
 
-def _stands_beside(state: FitState, nbytes: int) -> Step:
+def _co_resident(state: FitState, nbytes: int) -> Step:
     """Replans if more is resident beside the model than when the step was profiled."""
-    more = nbytes - state.beside_nbytes
+    more = nbytes - state.co_resident_nbytes
     if state.profile is None or more <= _MUCH * state.options.budget_nbytes:
         return state, ()
     profile = state.profile.shifted(more)
-    state = replace(state, profile=profile, beside_nbytes=nbytes, most_beside_nbytes=nbytes)
+    state = replace(
+        state, profile=profile, co_resident_nbytes=nbytes, max_co_resident_nbytes=nbytes
+    )
     return _plan_again(state, 1.0)
 
 
@@ -234,11 +236,11 @@ def _outputs_held(state: FitState, nbytes: int) -> Step:
         return (state.fresh(), (ForgetScripts(),)) if state.settled else (state, ())
     if state.follows_given:
         return replace(state, phase=Phase.GIVEN, rounds=0, tries=0), ()
-    if profile is None or not state.rehearsed:
+    if profile is None or not state.from_rehearsal:
         return _plan_again(state, 1.0)
     attempts = Attempts().knowing(profile)
     state = replace(state, phase=Phase.VERIFYING, rounds=0, tries=0, attempts=attempts)
-    return state, (ForgetScripts(), MakePlan(again=True))
+    return state, (ForgetScripts(), MakePlan(replans=True))
 
 
 def _plan_again(state: FitState, growth: float) -> Step:
@@ -247,7 +249,7 @@ def _plan_again(state: FitState, growth: float) -> Step:
     To neither does a state of before apply.
     """
     state = replace(state, before=None)
-    if state.headroom.transient_nbytes is None or state.rehearsed or state.infeasible:
+    if state.headroom.transient_nbytes is None or state.from_rehearsal or state.infeasible:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
     watching = state.phase is Phase.WATCHING  # which ends: the free bytes are for another plan
@@ -267,7 +269,7 @@ def _plan_again(state: FitState, growth: float) -> Step:
         attempts=attempts if profile is None else attempts.knowing(profile),
     )
     if profile is not None:
-        return replace(state, phase=Phase.VERIFYING), (ForgetScripts(), MakePlan(again=True))
+        return replace(state, phase=Phase.VERIFYING), (ForgetScripts(), MakePlan(replans=True))
     phase = Phase.GIVEN if state.follows_given else Phase.WRITING
     return replace(state, phase=phase), (ForgetScripts(),)
 
@@ -294,9 +296,9 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     Some models take another path in each step, so this happens a limited number of times.
     """
     unexpected_steps = state.unexpected_steps + 1
-    learns = unexpected_steps <= _MOST_STRAYS
+    learns = unexpected_steps <= _MAX_STRAYS
     line = say(Line.LARGER_STEP, held_nbytes=held_nbytes, learns=learns)
-    said = () if unexpected_steps > _MOST_STRAYS + 1 else (line,)
+    said = () if unexpected_steps > _MAX_STRAYS + 1 else (line,)
     state = replace(state, unexpected_steps=unexpected_steps, was_unexpected=learns)
     return replace(state, unexpected_nbytes=0, smaller_steps=0), said
 
@@ -325,6 +327,6 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
 
 def _forward_profiled(state: FitState, seen: ForwardProfiled) -> Step:
     """Plans the step by a forward that was rehearsed."""
-    beside_nbytes = max(state.memory.beside_nbytes, state.most_beside_nbytes)
-    state = replace(state, profiled=state.now, beside_nbytes=beside_nbytes)
+    co_resident_nbytes = max(state.memory.co_resident_nbytes, state.max_co_resident_nbytes)
+    state = replace(state, profiled=state.now, co_resident_nbytes=co_resident_nbytes)
     return state.knowing(seen.forward_profile.profile), (PlanByForward(seen.forward_profile),)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from elbowroom.compiled import Regions, compile_region, counted, frame_of, hearing, in_whole
+from elbowroom.compiled import Regions, compile_region, counted, frame_of, in_whole, reporting_to
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.options import FitOptions
@@ -71,7 +71,7 @@ class Controller(Protocol):
     @property
     def offloads(self) -> bool: ...
     def room_nbytes(self) -> int: ...
-    def beside(self) -> dict[str, int]: ...
+    def outside_room(self) -> dict[str, int]: ...
     def counts_shape(self, frame: object, *, symbolic: bool) -> None: ...
 
 
@@ -134,7 +134,7 @@ class Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget, beside = self._fitting.options.budget_nbytes, self._fitting.beside()
+            budget, beside = self._fitting.options.budget_nbytes, self._fitting.outside_room()
             self.refused = in_whole(error, budget, beside, self.regions.settings.limit)
             raise self.refused from None
         made = self.regions.decisions[before:]
@@ -149,7 +149,7 @@ class Twin:
         self.numel, self.refused = numel, None
         try:
             self.ran.clear()
-            with hearing(lambda _, held, __: self.ran.append(held)), _refusing_to_stop():
+            with reporting_to(lambda _, held, __: self.ran.append(held)), _refusing_to_stop():
                 return with_hooks(self.call, args, kwargs)
         except Exception:  # of any class: Dynamo wraps what a backend raises
             if self.refused is not None:

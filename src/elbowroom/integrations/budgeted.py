@@ -122,27 +122,29 @@ class Budgeted:
             self.summary = er.summary(self._model)
 
 
-def verdict(told: Summary) -> str:
+def verdict(summary: Summary) -> str:
     """Returns in a line whether the budget was kept, and by what."""
-    budget = show_nbytes(told.budget_nbytes)
-    if not told.steps:
-        return f"budget {budget} had no effect: the training did not call {told.model}"
-    how = "exact" if told.exact else "lossy"
-    if told.setting == "compiled" and told.predicted_nbytes is not None:
-        peak = show_nbytes(told.predicted_nbytes)
+    budget = show_nbytes(summary.budget_nbytes)
+    if not summary.steps:
+        return f"budget {budget} had no effect: the training did not call {summary.model}"
+    how = "exact" if summary.exact else "lossy"
+    if summary.setting == "compiled" and summary.predicted_nbytes is not None:
+        peak = show_nbytes(summary.predicted_nbytes)
         return f"budget {budget}: planned inside torch.compile for {peak} (estimated, {how})"
-    if told.last_nbytes is None:
+    if summary.last_nbytes is None:
         return f"budget {budget}: no step was measured"
-    last, highest = told.last_nbytes, told.highest_nbytes or told.last_nbytes
-    if last > told.budget_nbytes:
+    last, highest = summary.last_nbytes, summary.highest_nbytes or summary.last_nbytes
+    if last > summary.budget_nbytes:
         return (
             f"budget {budget} was NOT kept: the last measured step took {show_nbytes(last)} ({how})"
         )
     peak = f"steps take up to {show_nbytes(highest)}"  # the last one may have a smaller batch
-    if highest > told.budget_nbytes:
+    if highest > summary.budget_nbytes:
         peak = f"the last step took {show_nbytes(last)}, an earlier one {show_nbytes(highest)}"
     plain = (
-        "" if told.plain_nbytes is None else f", plain training {show_nbytes(told.plain_nbytes)}"
+        ""
+        if summary.plain_nbytes is None
+        else f", plain training {show_nbytes(summary.plain_nbytes)}"
     )
     return f"budget {budget} was kept: {peak} ({how}){plain}"
 

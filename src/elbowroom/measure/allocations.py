@@ -331,7 +331,7 @@ def _wrap(name: str, *, begins: bool) -> None:
     if original is None:  # another version of torch: as before, the program's profiler must wait
         return
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         if begins:
             Background.interrupt()
             Allocations.give_way()
@@ -342,7 +342,7 @@ def _wrap(name: str, *, begins: bool) -> None:
         finally:
             _Others.prepared = False
 
-    setattr(public, name, told)
+    setattr(public, name, patched)
 
 
 _said_unknown = False

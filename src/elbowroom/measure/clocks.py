@@ -212,9 +212,9 @@ def levels_of(
 ) -> tuple[list[int], list[int]]:
     """The highest level in each moment, and that at its beginning, in bytes.
 
-    What is let go of before anything else happens counts in the moment before alone. Else variables
-    of a function that has returned would stand in a moment in which they are known to be gone, and
-    a plan that keeps what is saved of them would count them twice.
+    Memory that is freed at the very start of a moment counts in the moment before alone. Otherwise
+    local variables of a function that has returned would count in a moment in which they are gone,
+    and a plan that keeps their saved tensors would count them twice.
 
     nbytes  the level after each change
     firsts  of each moment, the first change in it

@@ -31,7 +31,7 @@ from elbowroom.runtime.second_pass import second_pass
 
 _ENTRIES = 512  # of each parameter, or all that it has
 _INPUTS, _ELEMENTS = 16, 64  # by which batches are told apart
-_MOST_STEPS = 8  # that wait until it is known what codes added
+_MAX_STEPS = 8  # that wait until it is known what codes added
 Key = tuple[int, int]  # which parameter of the step, and its size
 _Step = tuple[dict[Key, Tensor], float | None]  # its gradient, and the share of it that codes add
 
@@ -121,7 +121,7 @@ class GradientVariance:
             self.size, self._added = size, added / size
         self._steps.append((self._now, None))
         self._now = {}
-        if added is not None or last or len(self._steps) >= _MOST_STEPS:
+        if added is not None or last or len(self._steps) >= _MAX_STEPS:
             self._settle()
         if last:
             self._steps.clear()

@@ -51,9 +51,9 @@ class NoiseMeter:
         watch, self._watch = self._watch, None
         if watch is not None:
             held, readings = watch.deliver()
-            told = self.table.take(held, readings)
+            is_new = self.table.take(held, readings)
             self._go_on_probing()
-            added = self.table.added_last if told else None
+            added = self.table.added_last if is_new else None
             if self._is_full(self.step - 1) and not readings:
                 added = 0.0  # nothing lossy was read
             self.table.gradient.end_step(last=not self._is_watched(self.step), added=added)

@@ -217,7 +217,7 @@ class NoiseTable:
         return sum(not op.probes and not op.linear for op in self.ops.values())
 
     def variance_of(self, site: SiteName) -> float | None:
-        """Returns what a held tensor adds through all ops that read it; None: it cannot be told."""
+        """Returns what a held tensor adds through all ops that read it; None: unknown."""
         return self._through(site, lambda op: op.variance)
 
     def rough_of(self, site: SiteName) -> float:

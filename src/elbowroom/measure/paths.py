@@ -94,9 +94,9 @@ class Paths:
         return found
 
     def sent_on(self, nodes: Collection[int], gains: Mapping[int, float], spared: int) -> float:
-        """Returns what all that these nodes pass on would add, were it an error as large.
+        """Returns the variance that an error as large as what these nodes pass on would add.
 
-        spared: what goes to this node has none
+        spared: a node whose own gradient has no error
         """
         return sum(
             each * gains.get(n, 0.0)

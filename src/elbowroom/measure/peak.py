@@ -5,7 +5,7 @@
 
 On a CPU the allocator reports every allocation and release of a tensor, temporaries inside an
 operator included (`allocations.py`). Against an interposed malloc that was 352.30 of 352.38 MiB
-on a conv net and 81.75 of 82.00 on a transformer; resident memory (RSS) said anything from 0 to 192
+on a conv net and 81.75 of 82.00 on a transformer; resident memory (RSS) gave values from 0 to 192
 for the same step, because freed memory stays with the process. Three things escape: buffers that
 NumPy or numba allocate by themselves (ours come from torch); what was held before the step began,
 such as a cache that an earlier step left behind; and, on a CPU, the release of what was held

@@ -21,7 +21,7 @@ from functools import cache
 from mmap import mmap
 from pickle import UnpicklingError
 
-_MOST_INT_NBYTES = 9  # of an unsigned integer of 64 bits, with its sign
+_MAX_INT_NBYTES = 9  # of an unsigned integer of 64 bits, with its sign
 _END = (b".", b"")  # STOP, and a file without one
 _IMPORTS = (b"c", b"i", b"\x93", b"P", b"Q")  # by name, or by what a program makes of a number
 
@@ -34,7 +34,7 @@ def _counted(longest: int) -> bytes:
 @cache
 def _run() -> re.Pattern[bytes]:
     """Returns a pattern of a run of harmless opcodes."""
-    number = rb"(?:K.|M..|J.{4}|[N\x88\x89]|G.{8}|\x8a(?:%b))" % _counted(_MOST_INT_NBYTES)
+    number = rb"(?:K.|M..|J.{4}|[N\x88\x89]|G.{8}|\x8a(?:%b))" % _counted(_MAX_INT_NBYTES)
     opcodes = (
         rb"[\x94}\](aeus)]",  # MEMOIZE, a dict, a list, MARK, APPEND(S), SETITEM(S), ()
         rb"h.|j.{4}",  # BINGET, LONG_BINGET

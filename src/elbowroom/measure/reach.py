@@ -40,7 +40,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.observer import Use
 from elbowroom.runtime.slot import Slot
 
-_LEAST = 1e-6  # of |g|^2
+_MIN = 1e-6  # of |g|^2
 _BELOW_NORM = 0.05  # of the error of what a norm reads goes on below, relative to its gradient
 _ERROR = 2.2  # squared error of a code of two levels, relative to x: 1.85 of a normal, and a margin
 _PRODUCTS = frozenset(
@@ -243,7 +243,7 @@ class ReachMeter:
         # What codes add is part of the variance over steps. The prediction of it may be too large.
         is_known = self._gradient.draws and not self._gradient.is_one_batch
         varies = min(self._gradient.share, 1.0) if is_known else 1.0
-        sampling = max(varies - self._added / heard, varies / 2, _LEAST) if is_known else 1.0
+        sampling = max(varies - self._added / heard, varies / 2, _MIN) if is_known else 1.0
         each = _ERROR / sampling / heard
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()

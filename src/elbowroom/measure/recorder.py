@@ -128,7 +128,7 @@ class _Made(NamedTuple):
 
 
 _NOBODY = _Made()
-_MOST_SPANS = 16  # ops; no recipe is as long (`handles/rebuild.py`)
+_MAX_SPANS = 16  # ops; no recipe is as long (`handles/rebuild.py`)
 
 
 @dataclass
@@ -252,7 +252,7 @@ class StepRecorder:
             if made is not None and (index is None or self._storages[index].is_lost):
                 found |= dict.fromkeys(made.modules)
                 spans |= dict.fromkeys(made.spans)
-        return _Made(tuple(spans)[:_MOST_SPANS], tuple(found))
+        return _Made(tuple(spans)[:_MAX_SPANS], tuple(found))
 
     def _note_plain(self, nbytes: int) -> None:
         """Adds bytes that torch's own op saves in a second run of the modules that run now."""

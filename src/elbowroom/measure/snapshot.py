@@ -7,7 +7,7 @@
     segments       the blocks that are allocated when the snapshot is taken
     device_traces  what was allocated and freed before, the oldest perhaps lost
 
-The level over time is told backwards, from the blocks at the end. A block is
+The level over time is reconstructed backwards, from the blocks at the end. A block is
 
     before            there before the record began: weights, states, data
     by an optimizer   allocated below torch/optim
@@ -49,7 +49,7 @@ _UNREADABLE = (
     *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
     *(RecursionError, MemoryError),  # of lists in lists, which a comparison follows
 )
-_MOST_SHOWN = 200  # characters
+_MAX_SHOWN = 200  # characters
 _HINT = (
     "torch.cuda.memory._record_memory_history() before the steps, and "
     'torch.cuda.memory._dump_snapshot("snapshot.pickle") after them, write one'
@@ -135,12 +135,12 @@ class Snapshot:
         if peak <= budget:
             return Plan(budget, peak, peak, 0.0, 0.0, True, "none", {}, frozenset(), ())
         saved = parts.get(SAVED, 0)
-        told = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in parts.items())
+        shown = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in parts.items())
         if peak - saved > budget:
             raise BudgetTooSmall(
                 f"budget {show_nbytes(budget)} is below the memory at the peak of this snapshot "
                 f"without all tensors held for backward, {show_nbytes(peak - saved)} (estimated): "
-                f"{told}. Halve the batch, or use smaller optimizer states "
+                f"{shown}. Halve the batch, or use smaller optimizer states "
                 "(er.optim.AdamW(state=...))",
                 least_nbytes=peak - saved,
                 parts=parts,
@@ -153,11 +153,11 @@ class Snapshot:
         )
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in self.parts().items())
+        shown = ", ".join(f"{name} {show_nbytes(nbytes)}" for name, nbytes in self.parts().items())
         others = f"; events of unknown kinds: {sum(self.unknown.values())}" if self.unknown else ""
         return (
             f"snapshot of GPU {self.device}: peak {show_nbytes(self.peak)} (measured by PyTorch): "
-            f"{told}{others}"
+            f"{shown}{others}"
         )
 
 
@@ -208,7 +208,7 @@ class _Plain(pickle.Unpickler):
         super().__init__(file)
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise _Hostile(f"{module}.{name}"[:_MOST_SHOWN])
+        raise _Hostile(f"{module}.{name}"[:_MAX_SHOWN])
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise _Hostile("a persistent id")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_LEAST = 1e-30
+_MIN = 1e-30
 
 
 def quantize(x: Tensor, to: torch.dtype, *, rows: bool = False) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def quantize(x: Tensor, to: torch.dtype, *, rows: bool = False) -> tuple[Tensor,
     """
     x = x.detach()
     low, high = x.aminmax(dim=-1, keepdim=True) if rows else x.aminmax()
-    scale = torch.maximum(high, -low).float().clamp(min=_LEAST) / torch.finfo(to).max
+    scale = torch.maximum(high, -low).float().clamp(min=_MIN) / torch.finfo(to).max
     return cast(x, scale, to), scale
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from elbowroom.errors import ModuleError
 from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice, without_autocast
 
-_LOGITS, _LEAST = 2**23, 256  # of one chunk: 32 MiB in fp32, but no fewer tokens
+_LOGITS, _MIN = 2**23, 256  # of one chunk: 32 MiB in fp32, but no fewer tokens
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    size = chunk or max(_LEAST, _LOGITS // max(1, len(weight)))
+    size = chunk or max(_MIN, _LOGITS // max(1, len(weight)))
     with without_autocast(x):
         settings = ignore_index, float(label_smoothing), size
         losses: Tensor = apply(_LinearCrossEntropy, rows, weight, bias, labels, *settings)[0]

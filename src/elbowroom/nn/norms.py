@@ -26,15 +26,15 @@ from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice
 from elbowroom.nn.swap import name_of
 from elbowroom.runtime.storage import PLAIN
 
-_LEAST, _MOST = 1e-3, 8.0
+_MIN, _MAX = 1e-3, 8.0
 
 
 def can_invert(weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether n can be had from y: reads the values of both."""
     size = weight.detach().abs()
-    fits = (size >= _LEAST).all()
+    fits = (size >= _MIN).all()
     if bias is not None:
-        fits &= (bias.detach().abs() <= _MOST * size).all()
+        fits &= (bias.detach().abs() <= _MAX * size).all()
     return bool(fits)
 
 

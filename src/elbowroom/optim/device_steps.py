@@ -19,7 +19,7 @@ from torch import Tensor
 from elbowroom.optim.formats import Group
 
 Step = int | Tensor  # a number, or float64 [P] where parameters are counted on the device
-_MOST_SETS = 16  # of parameters whose steps are known at a time
+_MAX_SETS = 16  # of parameters whose steps are known at a time
 Places = tuple[int, ...]
 
 
@@ -48,7 +48,7 @@ class DeviceSteps:
             there = known.there
         there += 1 if skip is None else skip == 0
         self._known[key] = _Known(there, steps)
-        while len(self._known) > _MOST_SETS:
+        while len(self._known) > _MAX_SETS:
             self._known.popitem(last=False)
         self.was_captured |= is_capturing(p.device)
         return there

@@ -31,7 +31,7 @@ from elbowroom.optim.sharded import local
 
 Group = dict[str, Any]  # of torch's param_groups
 AUTO, MILDEST = "auto", "fp32"
-LEAST_ELEMENTS, LEAST_ROW = 4096, 32
+MIN_ELEMENTS, MIN_ROW = 4096, 32
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def row_of(shape: torch.Size) -> int:
 
 def format_of(shape: torch.Size, state: str, *, second: bool) -> Format:
     """The format of a parameter; `second`: whether the rule has a second moment."""
-    small = shape.numel() < LEAST_ELEMENTS or row_of(shape) < LEAST_ROW or len(shape) < 2
+    small = shape.numel() < MIN_ELEMENTS or row_of(shape) < MIN_ROW or len(shape) < 2
     found = FP32 if small else STATES[state]
     return found if second else replace(found, second=NOTHING)
 

@@ -2,8 +2,8 @@
 
     base(t) = level(t) - what the profiled step held for the storages that are planned
 
-so that the memory model, given the very actions of the profiled step, gives back what was measured.
-Its seconds are those of plain autograd as they are: no clock runs while these actions are done.
+So for the actions of the profiled step, the memory model predicts what was measured. The seconds of
+the profile are those of plain autograd: clocks stood still while these actions were performed.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from elbowroom.plan.menu import (
     times_restored,
 )
 from elbowroom.plan.offload_rest import Tier
-from elbowroom.plan.precision_floor import LEAST_AGAIN
+from elbowroom.plan.precision_floor import MIN_RECOMPUTED_LEVELS
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.registered import all_settings
@@ -215,10 +215,10 @@ def _not_made(storage: Storage) -> Storage:
 
 
 def as_planned(profile: Profile, apart: Collection[int], *, exact: bool) -> Profile:
-    """Returns the profile, in which nothing is rebuilt from what only its signs are held of.
+    """Returns the profile in which no storage is rebuilt from one that is held as signs only.
 
-    A rehearsal notes that a leaky ReLU's output could be rebuilt from its input; but of that,
-    each preset below "keep" holds the bits that its backward reads, and the output as it is.
+    A rehearsal notes that a leaky ReLU's output could be rebuilt from its input. But each preset
+    below "keep" holds only the signs of that input, which backward reads, and the output as it is.
 
     apart: storages that are not rebuilt either, by index
     exact: nor what is made of exact tensors alone, unless all are
@@ -317,7 +317,7 @@ def _region(
         extra=call.extra_nbytes + (_rows_nbytes(profile, call, at) if may_be_coded else 0),
         born=call.first,
         start=start,
-        levels=LEAST_AGAIN if may_be_coded else inf,
+        levels=MIN_RECOMPUTED_LEVELS if may_be_coded else inf,
         noise=noise_again(profile, inner) if may_be_coded else 0.0,
         noise_s=profile.seconds,
     )

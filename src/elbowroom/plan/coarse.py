@@ -17,7 +17,7 @@ from elbowroom.plan.menu import KEEP, Chosen, is_made_of, preset_named
 from elbowroom.plan.problem import Choice, Problem, Solution, held_options
 from elbowroom.plan.profile import Profile
 
-_MOST_ROUNDS = 4  # after which all that could be rebuilt from codes is set apart
+_MAX_ROUNDS = 4  # after which all that could be rebuilt from codes is set apart
 
 
 def solve_apart(
@@ -30,7 +30,7 @@ def solve_apart(
     build: makes the problem in which the storages `apart`, by index, are not rebuilt
     """
     apart: frozenset[int] = frozenset()
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         built = build(apart=apart)
         found = solve(built.problem)
         wrong = made_of_coarse(profile, built, found.choice)

@@ -28,9 +28,9 @@ _MORE = 1.25  # of the bytes that are likely, as they depend on the values
 
 
 def gated(profile: Profile) -> dict[int, int]:
-    """Returns the inputs of batch norms whose output one ReLU makes to what is saved, by index.
+    """Returns the inputs of batch norms whose output only a ReLU reads, whose result is saved.
 
-    Each with what the ReLU makes, by index, too.
+    Both are indices of storages: input of the norm -> result of the ReLU.
 
     As far as a profile tells; forward knows whether anything else reads that output
     (`runtime/deferred.py`), and gives the norm's input a larger code if so.
@@ -76,7 +76,7 @@ def is_no_worse(one: Option, other: Option, storage: Storage) -> bool:
 
 
 def levels_of_upper(codec: Sided) -> float:
-    """Returns the levels of the dither with the error of what the mask sets, on normal data."""
+    """Returns the levels of a dither with the error that masked elements have, on normal data."""
     return 1 + (codec.upper - 1) * _HALF
 
 

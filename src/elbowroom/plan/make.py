@@ -64,12 +64,12 @@ def make_plan(
     noise      variance that codes may add to the gradient, as a share of that of mini-batches;
                None: as much as the budget asks for
     codecs     the settings of codes that are allowed; None: all that are registered
-    finest     bytes to within which the least budget is searched for where no plan fits; inf: not
-               at all, and the error says nothing else either, for who asks for a plan only
+    finest     precision, in bytes, of the search for the smallest sufficient budget where no plan
+               fits; inf: no search is made, and the error names no budget and no remedy
 
-    Raises BudgetTooSmall with the least budget that would do; with exact=True it says, in the words
-    of `lossy_helps`, what to allow, if codes could help (`helps_anyway`: it does so in any case);
-    what that budget is, it says in the words of `least_is`.
+    Raises BudgetTooSmall, which names the smallest sufficient budget, described by `least_is`. With
+    exact=True it adds `lossy_helps`, which says what to allow, if codes could help; and
+    `helps_anyway`, whether or not they could.
     """
     in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
     most, place = in_flight, offload

@@ -189,7 +189,7 @@ def option(
 ) -> Option:
     """Returns what one preset would hold for one storage, and the time it would take.
 
-    again     how often it is restored for what is made from it, beside its own needs
+    again     how often it is restored for tensors that are rebuilt from it, beside its own needs
     is_gated  as in `Menu.of`
 
     A tensor that is made again or decoded as a whole waits for a reader in the next moment, which
@@ -268,9 +268,9 @@ def _beside(profile: Profile, storage: Storage) -> int:
 
 
 def times_restored(storage: Storage, made: Collection[int] = (), *, exact: bool) -> int:
-    """Returns how often a storage is made again or decoded for its readers.
+    """Returns how often a storage is rebuilt or decoded for its readers.
 
-    Once for those that follow each other and take it whole, and once for each other one.
+    Consecutive readers that take it whole share one restored tensor; each other reader has its own.
 
     made   moments at which something is made of it
     exact  in a plan that changes no bit, in which all readers take it whole
@@ -353,10 +353,10 @@ def _as_encoded(storage: Storage, held: _Held) -> Iterator[tuple[int, int]]:
 
 
 def spared(profile: Profile, storage: Storage) -> dict[int, int]:
-    """Returns, by moment, the bytes that convolutions spare by taking turns (`Direct.exact`).
+    """Returns, by moment, the bytes that convolutions spare by working on a few samples at a time.
 
-    Of their workspace they have a share at a time, and a part of the gradient before it is copied;
-    the samples that are decoded have gone by then, and take no more.
+    Their workspace is that of these samples alone (`Direct.exact`), and of the gradient only their
+    part waits to be copied. Decoded samples are freed before that, and take no more.
     """
     found = {}
     for need in storage.needs:
@@ -586,7 +586,7 @@ def _noise(profile: Profile, site: Site, levels: float) -> float:
 
 
 def noise_again(profile: Profile, storages: Sequence[Storage]) -> float:
-    """Returns the variance that a module adds which runs again from a code of two levels.
+    """Returns the variance that recomputing a module from a code of two levels adds.
 
     storages  that its forward saves: all of them are then off by what the code of its input is
               off by, as a share of their size. From n levels it is that over (n - 1)^2.

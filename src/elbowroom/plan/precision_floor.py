@@ -101,28 +101,28 @@ from elbowroom.plan.site import (
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
-MOST_LEVELS = 256
+MAX_LEVELS = 256
 HALF_LEVELS = 4096  # stands for fp16
-LEAST_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
+MIN_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
 UNSEEN_LEVELS = 32  # of v, where its values are not examined
 _FINE, _MATRIX, _SHARED, _TAIL = 16, 32, 32, 128
-LEAST_AGAIN = 32  # of the inputs of what runs again
+MIN_RECOMPUTED_LEVELS = 32  # of the inputs of what runs again
 FEW = 256  # summed elements, of which errors do not average out
 _FLOORS = {
     Formula.MATRIX: _MATRIX,
     Formula.PRODUCT: _FINE,
     Formula.CURVED: _FINE,
-    Formula.LOG_PROBABILITY: MOST_LEVELS,
+    Formula.LOG_PROBABILITY: MAX_LEVELS,
     Formula.TAIL: _TAIL,
 }
 _PROBABILITIES, _RELATIVE = Cast("fp8_e4m3"), Cast("bf16")
-_LEVELS = 16, 32, 64, 128, MOST_LEVELS
+_LEVELS = 16, 32, 64, 128, MAX_LEVELS
 _GROUP = 64  # elements that share a step
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
 _LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
 _LINEAR_OF_SHARP = 0.005  # ... where logits need more than 16 levels: weights are not even
 _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
-_MOST_BITS = 8
+_MAX_BITS = 8
 
 
 class _PrecisionFloor(NamedTuple):
@@ -138,7 +138,7 @@ def levels_for(spread: float) -> int | None:
     None: no code is fine enough; also of a NaN.
     """
     for levels in _LEVELS:
-        if spread <= (_SHARP if levels == MOST_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
+        if spread <= (_SHARP if levels == MAX_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
             return levels
     return None
 
@@ -224,10 +224,10 @@ def keeps_rows_apart(codec: Codec, site: Site, *, normalized: bool) -> bool:
 def _floor_of(site: Site) -> int:
     """The fewest levels of a code at this site; 0: any."""
     if site.consumer in AGAIN:
-        return LEAST_AGAIN
+        return MIN_RECOMPUTED_LEVELS
     if site.formula is Formula.MATRIX and site.facts.has_zeros:
         # One that is rebuilt has its zeros by bits, and the levels of its source.
-        return MOST_LEVELS if site.rebuildable is Rebuildable.NO else _MATRIX
+        return MAX_LEVELS if site.rebuildable is Rebuildable.NO else _MATRIX
     if site.formula in _FLOORS:
         return _FLOORS[site.formula]
     if site.curved:
@@ -275,7 +275,7 @@ def at_least(codec: Codec, levels: int) -> Codec:
     the values that share a step are at most what a row of q or k bounds, and `dither` takes the
     place of what has no setting that is fine enough.
     """
-    if levels > MOST_LEVELS:
+    if levels > MAX_LEVELS:
         is_half = isinstance(codec, Cast) and codec.to == "fp16"
         return codec if codec.lossless or is_half else Cast("fp16")
     bits = (levels - 1).bit_length() + 1
@@ -285,7 +285,7 @@ def at_least(codec: Codec, levels: int) -> Codec:
         match codec:
             case Dither() if codec.group_size > _GROUP:
                 codec = replace(codec, group_size=_GROUP)
-            case Group() | Division() if bits > _MOST_BITS:
+            case Group() | Division() if bits > _MAX_BITS:
                 return Dither(levels=levels)
             case Cast() if codec.to.startswith("fp8"):
                 return Dither(levels=levels)
@@ -305,7 +305,7 @@ def _is_fine_enough(codec: Codec, levels: int) -> bool:
     if isinstance(codec, Sided):
         return min(codec.upper, codec.lower) >= levels
     quality = quality_of(codec, maps=True)  # the larger error, where there are two
-    return quality.levels >= (levels if quality.unbiased else MOST_LEVELS)
+    return quality.levels >= (levels if quality.unbiased else MAX_LEVELS)
 
 
 def _at_least(codec: Codec, mildest: _PrecisionFloor) -> Codec:

@@ -38,11 +38,11 @@ class Option:
     nbytes      held from birth to the last need
     forward_s   added to forward, and to backward, in seconds of the compute device
     variance    added to the gradient, as a share of what mini-batches vary by
-    noise_s     what that is worth: seconds that one would give to be rid of it
+    noise_s     the cost of that variance: seconds that avoiding it would be worth
     exact       no bit of any gradient changes
     link        the name of the link that the item travels, out and in; "" for none
     travels     bytes of a code that travel in its place; None: those of the item itself
-    ahead       so many moments before a need that is back in memory already (prefetched)
+    ahead       moments before a need at which it is back in memory already (prefetched)
     values      all its values come back, not only what backward asks of them (as from a bitmap)
     levels      of the dithered code that all its values come back from, or of one with the same
                 error; 0 where they do not, or are exact

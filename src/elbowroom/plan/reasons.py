@@ -20,7 +20,7 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.units import show_nbytes, show_seconds
 
-_MOST = 4  # options that are tried for the next best
+_MAX = 4  # options that are tried for the next best
 _ALIKE = 1 + 1e-9
 
 
@@ -54,7 +54,7 @@ class Reasons:
         for n in others[:1]:
             if broken := self._broken_by(i, n):
                 yield f"{options[n].name}: {broken}"
-        for n in others[:_MOST]:
+        for n in others[:_MAX]:
             if not self._broken_by(i, n):
                 yield f"next: {_figures(options[n], chosen)}"
                 return
@@ -88,11 +88,11 @@ class Reasons:
 def _figures(option: Option, chosen: Option) -> str:
     """Returns an option's name, and its bytes, seconds and noise where these are not the same."""
     seconds = option.forward_s + option.backward_s
-    told = []
+    reasons = []
     if option.nbytes != chosen.nbytes:
-        told.append(show_nbytes(option.nbytes))
+        reasons.append(show_nbytes(option.nbytes))
     if seconds:
-        told.append(show_seconds(seconds))
+        reasons.append(show_seconds(seconds))
     if option.variance:
-        told.append(f"noise {option.variance:.1e}")
-    return f"{option.name} ({', '.join(told)})" if told else option.name
+        reasons.append(f"noise {option.variance:.1e}")
+    return f"{option.name} ({', '.join(reasons)})" if reasons else option.name

@@ -96,8 +96,8 @@ def chosen_settings(
             lie = why_dropped(type(one)) or broken_promise(one)
             if lie:
                 raise PlanError(
-                    f"codec '{one.id}' cannot be planned with, because of what it says is not so: "
-                    f"{lie}; {possible}"
+                    f"codec '{one.id}' cannot be planned with, because it does not do what it "
+                    f"declares: {lie}; {possible}"
                 )
             found |= dict.fromkeys((one,) if dtypes_of(one) else ())
         else:

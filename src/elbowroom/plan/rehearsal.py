@@ -1,4 +1,6 @@
-"""A forward that held nothing was written down; its backward is gone through, to plan a first step.
+"""The plan of a first step is made from a rehearsal: a forward that ran without holding tensors.
+
+Its ops and sizes were recorded. Its backward is estimated here, node by node:
 
     order      autograd's own, over the graph that forward has built (`backward.py`)
     base(t)    what stood before the step + what forward has left behind + what cannot be planned
@@ -102,7 +104,7 @@ class ForwardProfile:
         storages, others = enumerate(self.profile.storages), self.resident | self.gone
         return tuple(i for i, one in storages if i not in others and not is_planned(one))
 
-    def beside(self, nbytes: int) -> "ForwardProfile":
+    def with_co_resident(self, nbytes: int) -> "ForwardProfile":
         """Returns the same with so many bytes more held before it, and all the while."""
         return replace(self, profile=self.profile.shifted(nbytes))
 

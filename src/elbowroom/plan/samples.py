@@ -13,7 +13,7 @@ LEAST = 2 << 20  # so many at the least, of a map of which more would be over a 
 
 
 def samples_at_once(shape: tuple[int, ...], itemsize: int, made: int = 0) -> int:
-    """Returns the samples of such an input at once, in whole parts of a code.
+    """Returns how many samples of such an input to take at once, in whole parts of a code.
 
     made: elements of each sample of the result
 

@@ -21,8 +21,8 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # as consumers
 CHECKPOINT = "checkpoint"  # as the consumer of what a checkpoint of the user's saves
 RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime calls it
 AGAIN = CHECKPOINT, RECOMPUTE  # ops that run a piece of forward again from what they save
-LEAST_WIDTH = 8  # elements: what is shorter is no row of a norm, and 6 bytes for each cost too much
-LEAST_FEATURES = 32  # ... of readers that do not divide by the size themselves
+MIN_WIDTH = 8  # elements: what is shorter is no row of a norm, and 6 bytes for each cost too much
+MIN_FEATURES = 32  # ... of readers that do not divide by the size themselves
 _NBYTES = 6  # of a row: a mean in float32, 1 / std in bfloat16
 
 

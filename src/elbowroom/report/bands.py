@@ -28,7 +28,7 @@ from elbowroom.plan.problem import summed
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.report.step import Bytes, Step, module_label, profiled
 
-_MOST = 7  # bands of modules; the smaller ones become one
+_MAX = 7  # bands of modules; the smaller ones become one
 BEFORE, OTHERS, REST = "held before the step", "other modules", "gradients, workspaces, outputs"
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 THROUGHOUT, SAVED, TRANSIENTS = "held throughout", "saved for backward", "transients"
@@ -43,7 +43,7 @@ class Band:
     color: int
 
     @property
-    def most_nbytes(self) -> int:
+    def max_nbytes(self) -> int:
         """The most that it ever holds."""
         return int(self.nbytes.max(initial=0))
 
@@ -125,12 +125,12 @@ def _groups(storages: Iterable[Storage]) -> list[tuple[str, list[int]]]:
     depths = dict.fromkeys(groups, 0)
     for name in _by_size(storages, groups):
         parts = _split(storages, groups[name], depths[name] + 1)
-        if len(parts) > 1 and len(groups) + len(parts) - 1 <= _MOST:
+        if len(parts) > 1 and len(groups) + len(parts) - 1 <= _MAX:
             del groups[name]
             groups |= parts
             depths |= dict.fromkeys(parts, depths[name] + 1)
     largest = _by_size(storages, groups)
-    few = largest if len(largest) <= _MOST else largest[: _MOST - 1]
+    few = largest if len(largest) <= _MAX else largest[: _MAX - 1]
     order = sorted(few, key=lambda name: min(storages[i].born for i in groups[name]))
     found = [(name, groups[name]) for name in order]
     rest = [index for name in largest if name not in few for index in groups[name]]

@@ -95,13 +95,13 @@ def _shown(bands: Sequence[Band], shown: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for band in bands:
         values = [int(n) for n in band.nbytes[list(shown)]] if len(shown) else [0]
-        if band.most_nbytes:
+        if band.max_nbytes:
             found.append(
                 {
                     "name": band.name,
                     "color": band.color,
                     "values": [*values, values[-1]],
-                    "most": band.most_nbytes,
+                    "most": band.max_nbytes,
                 }
             )
     return found

@@ -20,7 +20,7 @@ from elbowroom.report.chart import step_chart
 from elbowroom.report.step import Step, is_plain, module_label, plain, planned, profiled
 from elbowroom.units import show_nbytes, show_seconds
 
-MOST_TENSORS = 25  # of a page
+MAX_TENSORS = 25  # of a page
 _ROWS = 10  # of the table in the terminal
 _SMALL = 1000  # a tensor below this part of all that is saved is not listed
 _CHART_NOTE = (
@@ -104,7 +104,7 @@ def step_page(profile: Profile, model: str, remark: str = "", plan: Plan | None 
     places = {id(storage): index for index, storage in enumerate(profile.storages)}
     order = sorted(found, key=lambda one: _order(places, steps, one), reverse=True)
     large = [one for one in order if one.storage.nbytes * _SMALL >= profile.saved_nbytes]
-    shown = large[:MOST_TENSORS]
+    shown = large[:MAX_TENSORS]
     rest = profile.saved_nbytes - sum(one.storage.nbytes for one in shown)
     is_measured = profile.measured and (plan is None or is_plain(profile))
     first = "plain" if plan is not None or is_plain(profile) else "with exact actions"

@@ -11,7 +11,7 @@ from elbowroom.report.profile import Fact, StepPage, TensorRow
 from elbowroom.units import show_nbytes
 
 _COLORS = {BEFORE: 0, OPTIMIZER: 5, SAVED: 1, BACKWARD: 3, ELSE: 8}
-_MOST = 25
+_MAX = 25
 _NOTES = (
     "A snapshot has blocks and stacks of Python, but no modules or tensors. A block counts as held "
     "for backward if it was allocated outside of backward, and freed in it.",
@@ -27,7 +27,7 @@ def snapshot_page(snapshot: Snapshot, name: str) -> StepPage:
     end_s = snapshot.starts_s[-1]
     unit = "s" if snapshot.is_timed else "event"
     rows = _rows(snapshot.at_peak())
-    rest = sum(nbytes for _, _, nbytes, _ in rows[_MOST:])
+    rest = sum(nbytes for _, _, nbytes, _ in rows[_MAX:])
     parts = snapshot.parts().items()
     return StepPage(
         title=f"{name}: what the GPU held",
@@ -46,11 +46,13 @@ def snapshot_page(snapshot: Snapshot, name: str) -> StepPage:
         peak_heads=("at the peak",),
         ways_title="kind",
         tensors=[
-            TensorRow(function, line, "", f"{n} blocks" if n > 1 else "1 block", "", "", size, told)
-            for (line, function, kind), n, nbytes, _ in rows[:_MOST]
-            for size, told in [((show_nbytes(nbytes),), (kind,))]
+            TensorRow(
+                function, line, "", f"{n} blocks" if n > 1 else "1 block", "", "", size, kind_shown
+            )
+            for (line, function, kind), n, nbytes, _ in rows[:_MAX]
+            for size, kind_shown in [((show_nbytes(nbytes),), (kind,))]
         ],
-        tensors_note=f"{len(rows) - _MOST} more lines hold {show_nbytes(rest)}." if rest else "",
+        tensors_note=f"{len(rows) - _MAX} more lines hold {show_nbytes(rest)}." if rest else "",
         chart_note="The line is the level of all that is allocated.",
         notes=_NOTES,
         versions={"torch": str(torch.__version__), "Python": platform.python_version()},

@@ -30,7 +30,7 @@ from elbowroom.kernels.layout import TILE
 from elbowroom.runtime import late
 from elbowroom.runtime.tiers.slabs import Part, Slabs
 
-_MOST_SITES = 8192
+_MAX_SITES = 8192
 _SLOTS = 1024
 _HEADROOM = 16  # a capacity is a size, and so large a part of it
 _MARGIN = 32  # it grows when less than such a part of it is free
@@ -59,7 +59,7 @@ class Capacities:
         return SiteRoom(self, site)
 
     def space(
-        self, site: Hashable, most_nbytes: int, tile_nbytes: int, device: torch.device
+        self, site: Hashable, max_nbytes: int, tile_nbytes: int, device: torch.device
     ) -> Space | None:
         """See `Room.space`."""
         with self._lock:
@@ -69,24 +69,24 @@ class Capacities:
             if known is None:
                 return None
             self._known.move_to_end(site)
-            capacity = min(known.capacity, most_nbytes)
-            spill = place.pool.take(most_nbytes - capacity, tile_nbytes)
+            capacity = min(known.capacity, max_nbytes)
+            spill = place.pool.take(max_nbytes - capacity, tile_nbytes)
             if spill is None:
-                capacity, spill = most_nbytes, NoSpill(place.pool.nothing)
+                capacity, spill = max_nbytes, NoSpill(place.pool.nothing)
             used = place.slot(known, capacity)
         return Space(torch.empty(capacity, dtype=torch.uint8, device=device), spill, used)
 
     def first(
-        self, site: Hashable, payload: Tensor, most_nbytes: int
+        self, site: Hashable, payload: Tensor, max_nbytes: int
     ) -> "tuple[Tensor, NoSpill | HostSpill]":
         """See `Room.first`."""
         known = _Known(payload.numel())
         with self._lock:
             self._place(payload.device).pool.try_spills()
             self._known[site] = known
-            if len(self._known) > _MOST_SITES:
+            if len(self._known) > _MAX_SITES:
                 self._known.popitem(last=False)
-        memory = payload.new_empty(min(known.capacity, most_nbytes))
+        memory = payload.new_empty(min(known.capacity, max_nbytes))
         memory[: payload.numel()] = payload
         return memory, NoSpill(payload[:0])
 
@@ -114,13 +114,13 @@ class SiteRoom:
     def __init__(self, capacities: Capacities, site: Hashable) -> None:
         self._capacities, self._site = capacities, site
 
-    def space(self, most_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:
+    def space(self, max_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:
         """Memory for the site's next payload."""
-        return self._capacities.space(self._site, most_nbytes, tile_nbytes, device)
+        return self._capacities.space(self._site, max_nbytes, tile_nbytes, device)
 
-    def first(self, payload: Tensor, most_nbytes: int) -> "tuple[Tensor, NoSpill | HostSpill]":
+    def first(self, payload: Tensor, max_nbytes: int) -> "tuple[Tensor, NoSpill | HostSpill]":
         """Takes over the site's first payload."""
-        return self._capacities.first(self._site, payload, most_nbytes)
+        return self._capacities.first(self._site, payload, max_nbytes)
 
 
 class _Known:

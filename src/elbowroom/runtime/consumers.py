@@ -26,7 +26,7 @@ from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED
 from elbowroom.plan.site import (
     AGAIN,
-    LEAST_FEATURES,
+    MIN_FEATURES,
     NORMS,
     RECURRENT,
     Formula,
@@ -91,7 +91,7 @@ _ASKED = {  # the argument that requests it
     "rrelu": 4,
 }
 LENDS = ("numpy", "__array__", "__dlpack__")  # memory, to what no version tells of
-MOST_RESHAPES = 8
+MAX_RESHAPES = 8
 QUESTIONS = frozenset(  # reading metadata of a tensor saves nothing and creates nothing
     (
         *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous),
@@ -390,7 +390,7 @@ def features_of(x: Tensor, call: Call | None = None) -> int:
     Gradients may be as large as 1 / rms of a row, far from the norm that makes them so.
     """
     is_rows = 2 <= x.dim() <= 3 or (call is not None and call.name == "linear")
-    return x.shape[-1] if is_rows and x.shape[-1] >= LEAST_FEATURES else 0
+    return x.shape[-1] if is_rows and x.shape[-1] >= MIN_FEATURES else 0
 
 
 def is_capped(call: Call) -> bool:
@@ -453,7 +453,7 @@ def _starts_at(x: Tensor, argument: Tensor) -> bool:
 def _is_reshaped(x: Tensor, argument: Tensor) -> bool:
     """Returns whether only casts, copies and reshapes lie between `argument` and x in the graph."""
     node, output = x.grad_fn, x.output_nr
-    for _ in range(MOST_RESHAPES):
+    for _ in range(MAX_RESHAPES):
         if node is argument.grad_fn and output == argument.output_nr:
             return True
         if node is None or not node.name().startswith(RESHAPES):

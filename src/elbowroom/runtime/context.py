@@ -46,7 +46,7 @@ class Context:
     kept          reasons for sites that are always kept
     exact         the same, by the outermost module, of contexts that learn nothing else
     learned       how often a site was added to either
-    outlived      sites of which a tensor was still there, unchanged, as backward read its code
+    survivors      sites of which a tensor was still there, unchanged, as backward read its code
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
     recurrent_layers  the largest number of recurrent layers that one forward has called
@@ -81,7 +81,7 @@ class Context:
         self.runs_again = False
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
-        self.outlived: set[SiteName] = set()
+        self.survivors: set[SiteName] = set()
         self.learned = 0
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
@@ -124,9 +124,9 @@ class Context:
         if self.learns:
             self.kept.setdefault(key, why)
 
-    def note_outlived(self, name: SiteName, key: SiteKey) -> None:
+    def note_survivor(self, name: SiteName, key: SiteKey) -> None:
         """Notes that a tensor of this site was still there, so that encoding it freed nothing."""
-        self.outlived.add(name)
+        self.survivors.add(name)
         self.learn_keep(key)
 
     def learn_exact(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:

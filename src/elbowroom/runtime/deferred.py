@@ -42,7 +42,7 @@ from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import WeakStorage, is_touchable
 
-MOST_SAVES = 6  # calls that save, of the branch that is added
+MAX_SAVES = 6  # calls that save, of the branch that is added
 
 
 class Waiting:
@@ -56,7 +56,7 @@ class Waiting:
         self._gate = Gate(out)
         self._mask: Tensor | None = None
         self._is_of_sum = self._is_curved = False
-        self._saves_left = MOST_SAVES
+        self._saves_left = MAX_SAVES
         self._others: list[Site] = []
 
     def also(self, site: Site) -> None:

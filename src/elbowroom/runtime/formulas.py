@@ -340,7 +340,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "UnsafeMaskedIndexPutAccumulateBackward0": {"indices": INDEX, "mask": INDEX},
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
-_POWER, _MOST_POWER = "PowBackward0", 8
+_POWER, _MAX_POWER = "PowBackward0", 8
 # Nodes of ours -> the torch node whose formula it is, and the field whose row they follow.
 OURS = {
     "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
@@ -383,7 +383,7 @@ def _power(exponent: object) -> Formula:
     if not isinstance(exponent, int | float) or not isfinite(exponent):
         return Formula.SINGULAR
     if exponent != int(exponent) or exponent < 1:
-        return Formula.RELATIVE if abs(exponent - 1) <= _MOST_POWER else Formula.SINGULAR
+        return Formula.RELATIVE if abs(exponent - 1) <= _MAX_POWER else Formula.SINGULAR
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
 
 

@@ -177,13 +177,13 @@ class Saving:
         self._listener = self.tracer or NOBODY
         known = self.policy, self.context, self.min_nbytes, self._sources
         is_exact = partial(type(self).is_exact, weakref.proxy(self))  # no reference cycle
-        told = self._listener, self._watch, is_exact
-        self._serving = Serving(*known, *told, lets_wait=self.recorder is None)
+        notified = self._listener, self._watch, is_exact
+        self._serving = Serving(*known, *notified, lets_wait=self.recorder is None)
         self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
         if self.tracer is not None:
-            self._sources.told = self._copied
+            self._sources.on_constant = self._copied
 
     def __exit__(
         self,
@@ -634,11 +634,11 @@ class Saving:
         origin, call = request.origin, request.call
         ready = None if origin is None else origin.ready()
         if ready is not None:
-            depth = ready.most_depth
+            depth = ready.max_depth
             if depth > DEEPEST_READY:
                 ready = None
             else:
-                request.slot.most_depth = depth
+                request.slot.max_depth = depth
         site = site_of(request, ready)
         if (
             ready is not None

@@ -38,8 +38,8 @@ class GraphForm(Protocol):
         """The backend of torch.compile for these options of Inductor; None: as it is."""
         ...
 
-    def running(self, told: Callable[[int, int, Any], None]) -> AbstractContextManager[None]:
-        """Calls `told` for each region that runs: bytes of plain compile, bytes held, owner."""
+    def running(self, report: Callable[[int, int, Any], None]) -> AbstractContextManager[None]:
+        """Calls `report` for each region that runs: bytes of plain compile, bytes held, owner."""
         ...
 
 
@@ -78,14 +78,14 @@ def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[l
 def _teller(ledger: Ledger, module: str) -> Callable[[int, int, Any], None]:
     """Counts a region that has run in the ledger, until the graph that holds it is freed."""
 
-    def told(plain_nbytes: int, held_nbytes: int, owner: Any) -> None:
+    def count(plain_nbytes: int, held_nbytes: int, owner: Any) -> None:
         entry = ledger.open(module, "compiled region", "", plain_nbytes)
         entry.action = "in its graph" if held_nbytes < plain_nbytes else "keep"
         entry.why = "" if held_nbytes < plain_nbytes else "its graph has nothing to code"
         entry.hold(held_nbytes)
         weakref.finalize(owner, entry.close).atexit = False
 
-    return told
+    return count
 
 
 def _leave_context(stack: ExitStack) -> bool:

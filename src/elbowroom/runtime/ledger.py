@@ -112,7 +112,7 @@ class Counts:
     before_nbytes: int
     after_nbytes: int
     away_nbytes: int
-    most_nbytes: int
+    max_nbytes: int
     held_nbytes: int
 
     @cached_property
@@ -133,7 +133,7 @@ class Mark(NamedTuple):
     before_nbytes: int
     after_nbytes: int
     away_nbytes: int
-    most_nbytes: int
+    max_nbytes: int
     held_nbytes: int
 
 
@@ -188,7 +188,7 @@ class Tally:
     """
 
     def __init__(self, held_nbytes: int, before_nbytes: int) -> None:
-        self.after_nbytes = self.most_nbytes = held_nbytes
+        self.after_nbytes = self.max_nbytes = held_nbytes
         self.before_nbytes = before_nbytes
         self._graph: weakref.ref[_Graph] | None = None
 
@@ -238,14 +238,14 @@ class Account(ABC):
     """Base class of ledgers that are shown; compare `before_nbytes` with `after_nbytes`.
 
     away_nbytes  what was in host memory or in a file instead, at the same moment
-    most_nbytes  the most that was held at any moment
+    max_nbytes  the most that was held at any moment
     held_nbytes  what is held now
     """
 
     before_nbytes: int
     after_nbytes: int
     away_nbytes: int
-    most_nbytes: int
+    max_nbytes: int
     held_nbytes: int
 
     @property
@@ -292,7 +292,7 @@ class Ledger(Account):
         self._fullest = 0
         self._dead = 0
         self.backward_began = self.ends = False
-        self.held_nbytes = self.most_nbytes = 0
+        self.held_nbytes = self.max_nbytes = 0
         self.held_away_nbytes = 0
         self.before_nbytes = 0
         self.after_nbytes = 0
@@ -323,7 +323,7 @@ class Ledger(Account):
     def mark(self) -> Mark:
         """Returns a mark of the current moment."""
         sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
-        return Mark(self._clock, *sums, self.most_nbytes, self.held_nbytes)
+        return Mark(self._clock, *sums, self.max_nbytes, self.held_nbytes)
 
     def counts(self, slot_of: Callable[[Entry], int], since: Mark) -> Counts:
         """Returns what a forward has added to the ledger, for forwards that repeat it.
@@ -356,7 +356,7 @@ class Ledger(Account):
             if entry.died:
                 return
             self.held_nbytes += nbytes - entry.after_nbytes
-            self.most_nbytes = max(self.most_nbytes, self.held_nbytes)
+            self.max_nbytes = max(self.max_nbytes, self.held_nbytes)
             self.held_away_nbytes += away_nbytes - entry.away_nbytes
             entry.after_nbytes, entry.away_nbytes = nbytes, away_nbytes
             if entry.born <= self._fullest and self._plain_nbytes == self.before_nbytes:

@@ -69,6 +69,6 @@ class Bits(tuple[Tensor, tuple[int, ...], tuple[int, ...], torch.dtype, Any]):
             return unpacked(*self[:4])
 
 
-def differ(one: str, other: str) -> bool:
+def masks_differ(one: str, other: str) -> bool:
     """Returns whether the masks of two ops can differ. Either op may be "", which has none."""
     return bool(one and other) and any((one in kind) != (other in kind) for kind in _KINDS)

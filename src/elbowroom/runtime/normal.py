@@ -27,7 +27,7 @@ from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan.site import Rows
 
-_LEAST_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
+_MIN_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
 _PART = 1 << 16  # elements that are read twice, in a cache's reach, and held once more
 _RANGE = 1e-18, 1e18  # of 1 / std: of a row of zeros, and so that a quotient of two is a float32
 
@@ -118,7 +118,7 @@ def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:
         if keep_zeros:
             rstd = (var + square).rsqrt_()
         else:
-            rstd = (var + square * (_LEAST_STD * torch.finfo(x.dtype).eps) ** 2).rsqrt_()
+            rstd = (var + square * (_MIN_STD * torch.finfo(x.dtype).eps) ** 2).rsqrt_()
         # A copy: the mean of `statistics_of_rows` would hold all four statistics of each row.
         return mean.clone(), rstd.clamp_(*_RANGE).bfloat16()
 

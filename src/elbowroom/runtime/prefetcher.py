@@ -22,11 +22,11 @@ from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from elbowroom.runtime.tiers.window import MOST_NBYTES, MOST_TENSORS
+from elbowroom.runtime.tiers.window import MAX_NBYTES, MAX_TENSORS
 
 _LOOKAHEAD = 8  # number of candidates to check for one worth starting
-_MOST_ORDERS = 32
-_MOST_PASSES = 4  # of one round, under retain_graph: the order is known by then
+_MAX_ORDERS = 32
+_MAX_PASSES = 4  # of one round, under retain_graph: the order is known by then
 
 
 class Movable(Protocol):
@@ -100,8 +100,8 @@ class Prefetcher:
     found, missed   requests for what was back early, or on its way; and for what was not
     """
 
-    def __init__(self, most_tensors: int = MOST_TENSORS, most_nbytes: int = MOST_NBYTES) -> None:
-        self.most_tensors, self.most_nbytes = most_tensors, most_nbytes
+    def __init__(self, max_tensors: int = MAX_TENSORS, max_nbytes: int = MAX_NBYTES) -> None:
+        self.max_tensors, self.max_nbytes = max_tensors, max_nbytes
         self.found = self.missed = 0
         self._round = Round()
         self._orders: OrderedDict[int, list[int]] = OrderedDict()
@@ -136,9 +136,9 @@ class Prefetcher:
             guess = self._orders.get(around.signature, [])
             self._orders[around.signature] = around.begin(guess)
             self._orders.move_to_end(around.signature)
-            if len(self._orders) > _MOST_ORDERS:
+            if len(self._orders) > _MAX_ORDERS:
                 self._orders.popitem(last=False)
-        if around.asked is not None and len(around.asked) < _MOST_PASSES * around.count:
+        if around.asked is not None and len(around.asked) < _MAX_PASSES * around.count:
             around.asked.append(place.index)
 
     def _start(self, place: Place, was_early: bool | None) -> None:
@@ -163,5 +163,5 @@ class Prefetcher:
     def _has_room(self, nbytes: int) -> bool:
         early = [one.away_nbytes for one in list(self._early.values()) if one.is_early]
         return not early or (
-            len(early) < self.most_tensors and sum(early) + nbytes <= self.most_nbytes
+            len(early) < self.max_tensors and sum(early) + nbytes <= self.max_nbytes
         )

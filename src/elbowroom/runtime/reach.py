@@ -28,7 +28,7 @@ from elbowroom.runtime.storage import version_of
 
 LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
 SMALL = 1 << 16  # bytes of a tensor that is always copied
-_MOST = 20_000  # objects of one walk; objects beyond this number are not seen
+_MAX = 20_000  # objects of one walk; objects beyond this number are not seen
 _ATOMS = frozenset(
     (
         *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
@@ -86,7 +86,7 @@ class Reach:
     def _walk(self, roots: Iterable[Any]) -> None:
         seen: dict[int, Any] = {}  # holds what it names: ids are not used again meanwhile
         todo = collections.deque(roots)
-        while todo and len(seen) < _MOST:
+        while todo and len(seen) < _MAX:
             x = todo.popleft()
             if type(x) in _ATOMS or id(x) in seen:
                 continue
@@ -165,10 +165,10 @@ class Values:
     """
 
     def __init__(
-        self, tensors: Iterable[tuple[Tensor, int]], most_nbytes: int = sys.maxsize
+        self, tensors: Iterable[tuple[Tensor, int]], max_nbytes: int = sys.maxsize
     ) -> None:
-        """tensors: with their versions. most_nbytes: larger ones are not copied."""
-        self._tensors = [(x, version, _copy_of(x, most_nbytes)) for x, version in tensors]
+        """tensors: with their versions. max_nbytes: larger ones are not copied."""
+        self._tensors = [(x, version, _copy_of(x, max_nbytes)) for x, version in tensors]
 
     @property
     def nbytes(self) -> int:
@@ -224,10 +224,10 @@ def behind_calls(module: nn.Module) -> list[Any]:
     return [*children, *forwards, *hooks, *copy_context().values()]
 
 
-def _copy_of(x: Tensor, most_nbytes: int) -> Tensor | None:
+def _copy_of(x: Tensor, max_nbytes: int) -> Tensor | None:
     if x.requires_grad or x.layout is not torch.strided or x.is_inference():
         return None
-    if nbytes_of(x) > most_nbytes:
+    if nbytes_of(x) > max_nbytes:
         return None
     return x.clone()
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import FEW
-from elbowroom.plan.site import LEAST_WIDTH, Formula
+from elbowroom.plan.site import MIN_WIDTH, Formula
 from elbowroom.runtime.consumers import (
-    MOST_RESHAPES,
+    MAX_RESHAPES,
     RESHAPES,
     Call,
     Reading,
@@ -39,7 +39,7 @@ from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.storage import is_made_of_parameters
 
-_MOST_NODES = 64  # nodes of one call: torch's own attention with dropout has 15
+_MAX_NODES = 64  # nodes of one call: torch's own attention with dropout has 15
 _SAVED = "_raw_saved_"
 _BATCHES = ("Bmm", "Baddbmm")
 
@@ -83,7 +83,7 @@ def _nodes_of(call: Call, out: Any) -> Iterator[Node]:
     first = [x.grad_fn for x in _tensors((out,)) if x.grad_fn is not None]
     waiting, seen = list(dict.fromkeys(first)), set(map(id, first))
     kept: list[Node] = []  # a node that is not held passes its address on to the next one
-    while waiting and len(kept) < _MOST_NODES:
+    while waiting and len(kept) < _MAX_NODES:
         node = waiting.pop(0)
         kept.append(node)
         yield node
@@ -172,7 +172,7 @@ def _row_of(x: Tensor, call: Call, name: str, node: Node | None) -> tuple[int, t
         width = prod(x.shape[d] for d in dims)
         is_last = dims == tuple(range(x.dim()))[-len(dims) :]
         return width, () if is_last else dims
-    if not x.dim() or x.shape[-1] < LEAST_WIDTH:
+    if not x.dim() or x.shape[-1] < MIN_WIDTH:
         return 0, ()
     if _is_normalized(x, call):
         return x.shape[-1], ()
@@ -195,7 +195,7 @@ def _is_normalized(x: Tensor, call: Call) -> bool:
     """
     if call.name != "normalize" or call.arg(1, "p", 2.0) != 2 or not is_argument(x, call):
         return False
-    return x.shape[-1] >= LEAST_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
+    return x.shape[-1] >= MIN_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
 
 
 def _is_scaled(x: Tensor, call: Call, name: str) -> bool:
@@ -223,7 +223,7 @@ def _is_inverse(x: Tensor) -> bool:
 def _is_made_by(x: Tensor, names: tuple[str, ...], through: tuple[str, ...] = RESHAPES) -> bool:
     """Returns whether x was made by a node of these names, but for nodes that are passed."""
     node = x.grad_fn
-    for _ in range(MOST_RESHAPES):
+    for _ in range(MAX_RESHAPES):
         if node is None or not node.name().startswith(through):
             break
         node = next((below for below, _ in node.next_functions if below is not None), None)

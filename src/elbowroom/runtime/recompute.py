@@ -164,7 +164,7 @@ class State:
             for (held, name), copy in zip(self._buffers, lent, strict=True):
                 held[name] = copy
             with undisturbed():
-                if self._generators.any or self._attributes.differ:
+                if self._generators.any or self._attributes.have_changed:
                     with self._generators.replayed(), self._attributes.replayed():
                         yield
                 else:

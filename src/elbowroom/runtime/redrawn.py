@@ -44,7 +44,7 @@ from elbowroom.runtime.context import Context, HalfSuffices, mixed
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.kept import Deferred, Given
 from elbowroom.runtime.modules import outermost
-from elbowroom.runtime.saturated import ToldLate
+from elbowroom.runtime.saturated import LateWarnings
 from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Slot, View, is_in_order
 
@@ -53,7 +53,7 @@ WHY = HalfSuffices(f"its error is more than {MOST:.0%} of the gradient that is c
 _READ = frozenset((Formula.PRODUCT, Formula.CURVED, Formula.TAIL))
 _PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
 _TIMES = 4.0
-_EACH, _LEAST, _MOST = 16, 2, 4  # parts that are compared: one of so many; at least, and at most
+_EACH, _MIN, _MAX = 16, 2, 4  # parts that are compared: one of so many; at least, and at most
 _FAR, _FEW = 64, 256  # of single elements: one of so many, but as many
 _EVERY = 8  # of so many examined forwards of a model, a code is measured in the first
 _looks: "weakref.WeakKeyDictionary[object, dict[object, int]]" = weakref.WeakKeyDictionary()
@@ -64,7 +64,7 @@ class Redrawn:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.told = ToldLate()
+        self.late_warnings = LateWarnings()
         self._nodes = set[int]()
         self._turns: dict[object, bool] = {}
 
@@ -89,8 +89,8 @@ class Redrawn:
                 looks[key] = before + 1
         return self._turns[key]
 
-    def has_told(self, model: nn.Module | None, root: Slot) -> None:
-        """Notes that something could be told of a code: its gradient was not 0, say."""
+    def has_found(self, model: nn.Module | None, root: Slot) -> None:
+        """Notes that a code could be measured, as its gradient was not 0."""
         self._looks(model).setdefault(_key_of(root), 1)
 
     def _looks(self, model: nn.Module | None) -> dict[object, int]:
@@ -146,7 +146,7 @@ class _Reading:
             other = _run(node, grad, given, dict(zip(coded, others[root], strict=True)))
             share = _share(made, other)
             if share > 0:
-                self._forward.has_told(model, root)
+                self._forward.has_found(model, root)
             if share > max(MOST, _TIMES * error_of_dither(codec.levels)):
                 self._keep(root, model)
 
@@ -154,7 +154,7 @@ class _Reading:
         """Keeps the tensor of a slot from the next step on."""
         site = slot.sites[-1]
         if self._forward.context.learn_exact(model, key_of(site), WHY):
-            self._forward.told.tell(site.consumer, site.module, WHY)
+            self._forward.late_warnings.warn(site.consumer, site.module, WHY)
 
 
 class _Sample(NamedTuple):
@@ -172,7 +172,7 @@ class _Sample(NamedTuple):
         """Returns parts that a code can be decoded in, spread over all; each seed has its own."""
         n = prod(shape)
         parts = -(-n // PART)
-        wanted = min(max(parts // _EACH, _LEAST), _MOST)
+        wanted = min(max(parts // _EACH, _MIN), _MAX)
         if parts <= wanted:
             return cls(shape, (slice(0, n),))
         bounds = [nth * parts // wanted for nth in range(wanted + 1)]
@@ -185,7 +185,7 @@ class _Sample(NamedTuple):
     def apart(cls, shape: tuple[int, ...], seed: int) -> "_Sample":
         """Returns few elements, each apart from the others."""
         n = prod(shape)
-        every = max(min(n // _FEW, _FAR), n // (_MOST * PART)) | 1  # odd: in every channel
+        every = max(min(n // _FEW, _FAR), n // (_MAX * PART)) | 1  # odd: in every channel
         return cls(shape, (slice(mixed(seed) % every, n, every),))
 
     def taken(self, x: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ def _dither_of(slot: Slot) -> Dither | None:
 
 
 def _share(own: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
-    """Returns the largest share of a result that is noise; 0 if nothing can be told.
+    """Returns the largest share of a result that is noise; 0 if nothing was measured.
 
     That is of a gradient that is 0, or not finite itself. Where only the other noise gives what is
     not finite, the share is infinite.

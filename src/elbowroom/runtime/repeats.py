@@ -36,7 +36,7 @@ from elbowroom.runtime.unread import Reads, never_leave_out, note_unread, with_s
 
 TESTED_CALLS = 2  # calls
 _PART = 2**16  # elements of a tensor that are cast at once to be summed
-_MOST_PARTS = 64
+_MAX_PARTS = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ANOTHER = (
     "it gave another result when it was run again from the same inputs (it may count in Python, or "
@@ -47,9 +47,9 @@ _failed: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary
 
 
 class Trials:
-    """The number of trials so far: a step in which some ran takes more than later ones."""
+    """Counter of trials in this process. A step with trials needs more memory than later ones."""
 
-    number = 0
+    count = 0  # of all models: a trial of another one has a step measured once more, at worst
 
 
 def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
@@ -61,7 +61,7 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
     if parametrize._cache_enabled:
         return "it runs inside torch.nn.utils.parametrize.cached()"
     if will_be_tested(module):
-        Trials.number += 1
+        Trials.count += 1
         _left[module] = _left.get(module, TESTED_CALLS) - 1
         with unobserved():
             why, leaves = _tested(module, call, arguments)
@@ -231,7 +231,7 @@ def _parts(bits: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
         bits = bits[None]
     dim = max(range(bits.dim()), key=bits.size)
     length, numel = bits.size(dim), max(bits.numel(), 1)
-    rows = max(length * _PART // numel, length // _MOST_PARTS, 1)
+    rows = max(length * _PART // numel, length // _MAX_PARTS, 1)
     for at in range(0, max(length, 1), rows):
         part = bits.narrow(dim, at, min(rows, length - at)).to(torch.int64)
         yield part, [at if d == dim else 0 for d in range(bits.dim())]

@@ -205,7 +205,7 @@ class Attributes:
         self._values = [*map(_Held, held, map(dict.copy, held), hooks)]
 
     @property
-    def differ(self) -> bool:
+    def have_changed(self) -> bool:
         """True if one is another object now: the forward has set it, or the program since."""
         held, values, hooks = zip(*self._values, strict=True)
         if any(hooks) or _has_hooks(held):

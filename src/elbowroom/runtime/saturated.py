@@ -69,7 +69,7 @@ WHY = {
     Part.FACTOR: "a small difference of squares and its product follows",
     Part.GAUSSIAN: "where it is 0, its argument may have any slope",
 }
-_MOST_SAVES = 3  # saving calls, in a chain of results of it alone
+_MAX_SAVES = 3  # saving calls, in a chain of results of it alone
 _OURS = 1  # the handle
 # Functions -> the argument whose inverse, logarithm, root or quotients appear in gradients.
 _DIVIDING: dict[str, tuple[int, str]] = {
@@ -103,7 +103,7 @@ _ALONE = (
 )
 _ELEMENTWISE = (*_ALONE, "Mul", "_Product", "Addcmul", "Pow", "Div")
 _SUMMED = ("Sum", "Mean")  # ... of exponentials: the smallest sum is as small as they are
-_MOST_NODES = 32
+_MAX_NODES = 32
 # Products of matrices; in one op with what is added to them.
 _ADDED = ("Addmm", "Baddbmm", "Addbmm", "Addmv")
 _CONTRACTIONS = (*_ADDED, "Mm", "Bmm", "Mv", "Dot", "Linear")
@@ -146,7 +146,7 @@ def part_of(node: str, x: Tensor, out: Any) -> Part:
 def _reaches(node: Node | None, found: Callable[[Node], bool], through: tuple[str, ...]) -> bool:
     """Returns whether a node, or one below it through nodes of these names, is what is sought."""
     waiting = [node]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         node = waiting.pop(0) if waiting else None
         if node is not None and found(node):
             return True
@@ -186,7 +186,7 @@ def _is_steep(node: Node) -> bool:
 def _factors(node: Node | None) -> set[Node]:
     """Returns what a tensor is a product of, but for what needs no gradient, and divisors."""
     found, waiting = set[Node](), [] if node is None else [node]
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         if not waiting:
             break
         one = waiting.pop()
@@ -230,7 +230,7 @@ class Saturated:
             self._is_read, self._is_open = True, self._is_open or _is_made_by(self._open, out)
         elif call.saved and not self._is_held_by_others(kept):
             self._saves += 1
-        return self._saves >= (_MOST_SAVES if self._is_open else 1)
+        return self._saves >= (_MAX_SAVES if self._is_open else 1)
 
     @property
     def is_known(self) -> bool:
@@ -285,7 +285,7 @@ def divided(call: Call) -> Iterator[int]:
     waiting: list[tuple[Node | None, bool, bool]] = [(x.grad_fn, False, False)]
     sums: list[int] = []  # the nodes of squares that are summed
     factors: list[int] = []
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         node, is_sum, is_squared = waiting.pop(0) if waiting else (None, False, False)
         if node is None:
             if not waiting:
@@ -321,7 +321,7 @@ def exponents(call: Call, out: Any) -> Iterator[int]:
     through = (*_TO_SQUARES, *_OF_EXPONENTS)
     waiting: list[tuple[Node | None, bool]] = [(out.grad_fn, False)]
     factors, has_squares = list[int](), False
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         node, is_squared = waiting.pop(0) if waiting else (None, False)
         is_product = node is not None and node.name().startswith(_CONTRACTIONS)
         if node is not None and is_product and not is_squared:
@@ -354,10 +354,10 @@ def _is_singular_power(call: Call) -> bool:
     return not isinstance(exponent, int | float) or exponent < 1
 
 
-class ToldLate(set[tuple[str, str]]):
-    """A set of what was said in one step: it says each module and reason once, for all codes."""
+class LateWarnings(set[tuple[str, str]]):
+    """Warnings of one step about codes made too early: one for each module and reason."""
 
-    def tell(self, consumer: str, module: str, why: str) -> None:
+    def warn(self, consumer: str, module: str, why: str) -> None:
         """Warns that a code was made before its readers were known, and its tensor is freed."""
         if (module, why) in self:
             return

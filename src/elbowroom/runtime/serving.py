@@ -39,7 +39,7 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.precision_floor import (
     ATTENTION,
-    LEAST_LOG_PROBABILITY,
+    MIN_LOG_PROBABILITY,
     at_precision_floor,
     coded_rows,
     suffices,
@@ -54,7 +54,7 @@ from elbowroom.plan.site import (
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
 from elbowroom.runtime.context import Context, HalfSuffices
-from elbowroom.runtime.deferred import MOST_SAVES, Waiting
+from elbowroom.runtime.deferred import MAX_SAVES, Waiting
 from elbowroom.runtime.handles import (
     CastHandle,
     EncodeHandle,
@@ -87,7 +87,7 @@ from elbowroom.runtime.storage import covering, storage_nbytes
 from elbowroom.runtime.tiers import tier_for
 from elbowroom.runtime.undecided import Undecided
 
-_MOST_WAITING = 8  # of a kind
+_MAX_WAITING = 8  # of a kind
 _FACTORS = Formula.PRODUCT, Formula.MATRIX  # linear in it, and it stands there by itself
 _NOWHERE = SiteName("", "")
 COUNTS_AS_EXACT = (
@@ -128,7 +128,7 @@ class Serving:
         *,
         lets_wait: bool,
     ) -> None:
-        """min_nbytes: storages smaller than this are kept. watch: is told of what codes replace.
+        """min_nbytes: storages smaller than this are kept. watch: is given the originals of codes.
 
         is_exact: returns whether no code adds errors
         lets_wait: results that saturate may wait; not in a step that is profiled
@@ -339,7 +339,7 @@ class Serving:
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
             if self._is_exact() and not action.codec.lossless and request.x is request.first:
                 return Keep(COUNTS_AS_EXACT)
-            least = None if action.codec.lossless else LEAST_LOG_PROBABILITY
+            least = None if action.codec.lossless else MIN_LOG_PROBABILITY
             action = replace(action, least=least)
         if isinstance(action, Offload) and covering(request.x) is None:
             return Keep("a part of a storage whose other parts may change")
@@ -383,9 +383,9 @@ class Serving:
             self._listener.does(slot, name, Need.EXACT, Keep(slot.entry.why))
             return
         need, norm = site.need, slot.statistics
-        outlived = partial(self._context.note_outlived, name, key_of(site))
+        on_survived = partial(self._context.note_survivor, name, key_of(site))
         try:
-            what = need, ready, seed, outlived, norm, name, self._context
+            what = need, ready, seed, on_survived, norm, name, self._context
             handle = perform(action, whole, *what, is_examined=True)
         except CodecError as error:
             dtype = str(site.dtype).removeprefix("torch.")
@@ -453,7 +453,7 @@ def perform(
     need: Need,
     ready: Ready | None,
     seed: Seed,
-    on_outlived: Callable[[], None] | None = None,
+    on_survived: Callable[[], None] | None = None,
     statistics: Statistics | None = None,
     name: SiteName = _NOWHERE,
     context: Context | None = None,
@@ -495,7 +495,7 @@ def perform(
             else:
                 room = _room(context, (name, codec, base.numel()), base)
                 encoded = codec.encode(x, seed, facts, affine, room)
-            own = on_outlived, None if encoded.raw else normal
+            own = on_survived, None if encoded.raw else normal
             if action.moved is not None and (move := _move(action.moved, encoded, name, context)):
                 return MovedCodeHandle(encoded, base, *own, move)
             return EncodeHandle(encoded, base, *own)
@@ -506,7 +506,7 @@ def perform(
             tier = tier_for(action, base)
             if isinstance(tier, str):
                 return KeepHandle(base, tier)
-            return OffloadHandle(tier, base, _prefetcher(context), name, on_outlived)
+            return OffloadHandle(tier, base, _prefetcher(context), name, on_survived)
         case _:
             raise PlanError(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
@@ -582,7 +582,7 @@ class LaterSource:
     ) -> None:
         self.slot = weakref.ref(slot)
         self._recipe, self._hold = recipe, hold
-        self._saves_left = MOST_SAVES
+        self._saves_left = MAX_SAVES
 
     def ended(self, call: Call, out: Any, sources: Sources) -> bool:
         """Notes that a call has ended; returns whether the decision can be made."""
@@ -627,7 +627,7 @@ class WaitingLine(list[Waiting | Saturated | LaterSource]):
         A program may hold the states of all steps of a recurrence in a list.
         """
         waiting = [other for other in self if type(other) is type(one)]
-        if len(waiting) >= _MOST_WAITING:
+        if len(waiting) >= _MAX_WAITING:
             self.remove(waiting[0])
             waiting[0].end()
         self.append(one)

@@ -1,7 +1,8 @@
 """Requests of ops that save a tensor, made without reading values.
 
-Request      what the op needs from the tensor's slot classify makes one; is_served: what the slot
-             holds suffices. Neither changes what is held
+Request      what the op needs from the tensor's slot
+classify     makes a request; changes nothing
+is_served    whether what the slot holds suffices for a request; changes nothing
 left_alone   why a storage is kept whatever the policy says
 site_of      the facts that a policy decides by:
 facts_of     what the saving op tells: the range of indices, a mask's one value
@@ -23,17 +24,17 @@ from elbowroom.codecs.facts import NOTHING
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.precision_floor import (
-    LEAST_LOG_PROBABILITY,
-    MOST_LEVELS,
+    MAX_LEVELS,
+    MIN_LOG_PROBABILITY,
     keeps_rows_apart,
     suffices,
     summed_over,
 )
-from elbowroom.plan.site import LEAST_WIDTH, NORMS, SMALL, Formula, Reads, Rows
+from elbowroom.plan.site import MIN_WIDTH, NORMS, SMALL, Formula, Reads, Rows
 from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_copy
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.masks import differ
+from elbowroom.runtime.masks import masks_differ
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.statistics import layout_of
@@ -81,11 +82,11 @@ def classify(
 
     takes_half: a code of half of x's bits would do where the size of an error matters
     """
-    if reading.need is Need.MASK and differ(name.consumer, slot.bits_of):
+    if reading.need is Need.MASK and masks_differ(name.consumer, slot.bits_of):
         why = f"'{slot.bits_of}' holds another mask of it"
         reading = Reading(Need.EXACT, Formula.COMPARED, why)
     if slot.sites and reading.need is Need.LOSSY and _is_below(slot, reading):
-        why = f"of log-probabilities a code has those from {LEAST_LOG_PROBABILITY:.0f} up"
+        why = f"of log-probabilities a code has those from {MIN_LOG_PROBABILITY:.0f} up"
         reading = Reading(Need.EXACT, Formula.DIFFERENCE, why)
     by_size = reading.by_size and name.consumer not in NORMS
     if by_size and not rows_of(seen, slot.base, reading.width, reading.dims):
@@ -112,7 +113,7 @@ def _is_too_coarse(request: Request) -> bool:
     slot, _, seen, call, reading, name, _ = request
     if reading.need is not Need.LOSSY or slot.exact or not slot.sites:
         return False
-    levels = 0 if call is None else call.levels or MOST_LEVELS
+    levels = 0 if call is None else call.levels or MAX_LEVELS
     site = replace(
         slot.sites[-1],
         consumer=name.consumer,
@@ -161,7 +162,7 @@ def site_of(request: Request, ready: Ready | None) -> Site:
         nth=name.nth,
         reads=_reads(x, call, reading.need),
         formula=reading.formula,
-        least_levels=16 if call is None else call.levels or MOST_LEVELS,
+        least_levels=16 if call is None else call.levels or MAX_LEVELS,
         rows=rows_of(seen, slot.base, reading.width, reading.dims),
         by_size=reading.by_size,
         samples=0 if call is None else call.samples,
@@ -213,7 +214,7 @@ def rows_of(seen: Geometry, base: Geometry, width: int, dims: tuple[int, ...] = 
     if inside == width:
         outer = (step for n, step in zip(shape[:left], stride, strict=False) if n > 1)
         width = gcd(width, numel, offset - base.offset, *outer)
-        return Rows((numel // width, width), (width, 1)) if width >= LEAST_WIDTH else None
+        return Rows((numel // width, width), (width, 1)) if width >= MIN_WIDTH else None
     if prod(shape) == numel and width == shape[-1] and layout_of(shape, stride, (*shape[:-1], 1)):
         return Rows(shape, stride)
     return None
@@ -311,7 +312,7 @@ def _sequence_in(stride: tuple[int, ...], base: Geometry, *, first: bool) -> int
 def _node_of(x: Tensor) -> str:
     """The name of the node that made the values of x, before it was reshaped; or ""."""
     node = x.grad_fn
-    for _ in range(_MOST_RESHAPES):
+    for _ in range(_MAX_RESHAPES):
         if node is None:
             return ""
         if not node.name().startswith(_RESHAPES):
@@ -397,7 +398,7 @@ _CHANNELS_FIRST = frozenset(
 _MADE_CHANNELS_LAST = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm")
 _MADE_CHANNELS_FIRST = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
 _RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Clone")
-_MOST_RESHAPES = 3
+_MAX_RESHAPES = 3
 _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     **{f"max_pool{n}d": _pool_facts for n in (1, 2, 3)},
     **{f"max_pool{n}d_with_indices": _pool_facts for n in (1, 2, 3)},

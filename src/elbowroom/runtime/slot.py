@@ -34,7 +34,7 @@ from elbowroom.runtime.storage import check_version, storage_nbytes, version_of
 _new: "Callable[[type[Geometry], Any], Geometry]" = tuple.__new__
 _Moved = OffloadHandle | MovedCodeHandle
 _MANY_VIEWS = 8
-_MOST_SHARED = 4  # restored tensors that are held at a time for their next readers
+_MAX_SHARED = 4  # restored tensors that are held at a time for their next readers
 
 
 class Handle(Protocol):
@@ -185,10 +185,10 @@ class MadeAgain:
             if other is not None and other is not slot and other.whole is not None:
                 known.append(one)
         known.append(weakref.ref(slot))
-        for one in known[:-_MOST_SHARED]:
+        for one in known[:-_MAX_SHARED]:
             if (oldest := one()) is not None:
                 oldest.whole = None
-        self._slots = known[-_MOST_SHARED:]
+        self._slots = known[-_MAX_SHARED:]
 
 
 class Slot:
@@ -209,7 +209,7 @@ class Slot:
     is_unseen        it was not first saved by a call from Python: no waiting tensor is rebuilt from
                      it
     shape_is_enough  so far every op needs the geometry only
-    most_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
+    max_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
     when_ended       of a slot of a recorded forward: is called at its end, with all that it holds
     """
 
@@ -218,7 +218,7 @@ class Slot:
     bits: Tensor | None = None
     mask_of = ""
     statistics: Statistics | None = None
-    views = views_asked = lossy_views = readers = most_depth = 0
+    views = views_asked = lossy_views = readers = max_depth = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
     shared: MadeAgain | None = None

@@ -36,8 +36,8 @@ _EXPANDED = 8  # least size of a result relative to a copy of its source
 # step's; they are recomputed until the held bytes are smaller than plain autograd's by the second
 # factor.
 _AGAIN, _ENOUGH = 1 / 5, 1.75
-_MOST_CONSTANTS = 8
-_MOST_SPARES = 4  # copies without a dependent recipe yet: queries, keys and values of edges
+_MAX_CONSTANTS = 8
+_MAX_SPARES = 4  # copies without a dependent recipe yet: queries, keys and values of edges
 
 
 _Copies = dict[tuple[int, int], tuple[WeakStorage, Slot]]  # by address and version
@@ -47,7 +47,7 @@ class Sources(Storages):
     """The storages that one context has seen, as sources of recipes.
 
     ledger  counts copies of constants; None: there are to be none
-    told    is called with each constant that is requested, and the slot of its copy
+    on_constant  is called with each constant that is requested, and the slot of its copy
     is_exact  no code adds errors, and no plan predicts when tensors are held: recipes may start
               from tensors that are saved later, and recompute linear layers
     products  multiplications of linear layers and convolutions so far
@@ -60,7 +60,7 @@ class Sources(Storages):
         self.is_exact = is_exact
         self.reordered: dict[Any, tuple[WeakStorage, weakref.ref[Slot], Op]] = {}
         self.products = self.again = 0
-        self.told: Callable[[Slot, Tensor], None] | None = None
+        self.on_constant: Callable[[Slot, Tensor], None] | None = None
         self._ledger = ledger
         self._constants: _Copies = {}
         self._spares: _Copies = {}
@@ -171,7 +171,7 @@ class Sources(Storages):
         There is one for each version of a storage, of which x may be any view. The last ones are
         held, used or not: a tensor that is rebuilt with one may be saved a few ops later.
         """
-        return self._copy(x, op, self._constants, _MOST_CONSTANTS)
+        return self._copy(x, op, self._constants, _MAX_CONSTANTS)
 
     def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
         """A slot for a copy of x, which no op saves; an op computed a much larger `out` from it.
@@ -182,10 +182,10 @@ class Sources(Storages):
         """
         if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
             return None
-        return self._copy(x, op, self._spares, _MOST_SPARES, out)
+        return self._copy(x, op, self._spares, _MAX_SPARES, out)
 
     def _copy(
-        self, x: Tensor, op: str, held: _Copies, most: int, late_for: Tensor | None = None
+        self, x: Tensor, op: str, held: _Copies, at_most: int, late_for: Tensor | None = None
     ) -> Slot | None:
         base = covering(x)
         if self._ledger is None or base is None:
@@ -193,7 +193,7 @@ class Sources(Storages):
         key = x.untyped_storage()._cdata, version_of(x)
         known = held.pop(key, None)
         if known is None or known[0].expired() or x.is_inference():  # which has no version
-            while len(held) >= most:
+            while len(held) >= at_most:
                 del held[next(iter(held))]
             entry = self._ledger.open(modules.current(), op, str(x.dtype).removeprefix("torch."), 0)
             slot: Slot
@@ -204,8 +204,8 @@ class Sources(Storages):
                 slot = LateCopy(x, base, entry, late_for)
             known = WeakStorage(x), slot
         held[key] = known
-        if self.told is not None:
-            self.told(known[1], x)
+        if self.on_constant is not None:
+            self.on_constant(known[1], x)
         return known[1]
 
     def clear(self) -> None:
@@ -213,4 +213,4 @@ class Sources(Storages):
         self._constants.clear()
         self._spares.clear()
         self.reordered.clear()
-        self.told = None
+        self.on_constant = None

@@ -18,7 +18,7 @@ from elbowroom.runtime.context import Context, HalfSuffices
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, MovedCodeHandle, RebuildHandle
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.observer import Listener, Recorder
-from elbowroom.runtime.saturated import WHY, ToldLate, divided, exponents
+from elbowroom.runtime.saturated import WHY, LateWarnings, divided, exponents
 from elbowroom.runtime.sites import Request
 from elbowroom.runtime.slot import Slot
 
@@ -43,8 +43,8 @@ class Undecided(dict[int, list[_Saved]]):
         """half_serves: whether a slot has a code of half of its bits, or will have one."""
         super().__init__()
         self._context, self._listener, self._half_serves = context, listener, half_serves
-        self._told = ToldLate()
-        self._untold = set[SiteKey]()  # what this forward has learned without a wrong gradient
+        self._late_warnings = LateWarnings()
+        self._not_said = set[SiteKey]()  # what this forward has learned without a wrong gradient
 
     def note(self, request: Request, site: Site) -> None:
         """Notes a tensor that a later op may need exactly. site: that of what is held."""
@@ -78,11 +78,11 @@ class Undecided(dict[int, list[_Saved]]):
                 continue
             if not slot.exact:
                 if self._context.learn_exact(model, key_of(site), WHY[part]):
-                    self._untold.add(key_of(site))
+                    self._not_said.add(key_of(site))
                 self._listener.refuse(WHY[part], once=True)
-                if not _taken_back(slot, WHY[part]) and key_of(site) in self._untold:
-                    self._untold.remove(key_of(site))
-                    self._told.tell(site.consumer, site.module, WHY[part])
+                if not _taken_back(slot, WHY[part]) and key_of(site) in self._not_said:
+                    self._not_said.remove(key_of(site))
+                    self._late_warnings.warn(site.consumer, site.module, WHY[part])
             if slot.exact:
                 slot.promise(Need.EXACT, call.name)
                 slot.entry.why = WHY[part]

@@ -24,7 +24,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.nested import tensors_in
 
-_MOST_KEYS = 64  # of one module: lengths of sequences, say
+_MAX_KEYS = 64  # of one module: lengths of sequences, say
 _Unread = dict[Any, dict[int, Tensor]]  # stand-ins, by the indices of unread tensors
 _kept: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _known: "weakref.WeakKeyDictionary[nn.Module, _Unread]" = weakref.WeakKeyDictionary()
@@ -161,7 +161,7 @@ def note_unread(module: nn.Module, arguments: Arguments, found: frozenset[int]) 
 
 def _note(module: nn.Module, key: Any, tensors: list[Tensor], found: frozenset[int]) -> None:
     known = _known.setdefault(module, {})
-    if len(known) < _MOST_KEYS:
+    if len(known) < _MAX_KEYS:
         with torch._C.DisableTorchFunction():
             known[key] = {i: StandIn.of(tensors[i], module) for i in sorted(found)}
 

@@ -28,7 +28,7 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.tools.holders import Holder, address_of, find_holders
 from elbowroom.units import budget_argument, parse_nbytes, show_nbytes
 
-_MOST = 5  # rows a kind
+_MAX = 5  # rows a kind
 _ROOM_NBYTES = 64 << 20  # for an explanation, and what it imports
 _SAID = "_elbowroom_has_explained"  # an attribute of an error
 _LIBRARIES = tuple(
@@ -152,11 +152,11 @@ def assert_peak(
     if left > 0:
         holders.append(Holder("left behind by the step", "gradients, states, caches", left))
     largest = sorted(holders, key=lambda holder: -holder.nbytes)[:3]
-    told = "; ".join(f"{one.where}: {show_nbytes(one.nbytes)} {one.kind}" for one in largest)
+    named = "; ".join(f"{one.where}: {show_nbytes(one.nbytes)} {one.kind}" for one in largest)
     raise AssertionError(
         f"the step takes {show_nbytes(measured)} at its peak (measured); "
         f"{show_nbytes(allowed_nbytes)} are allowed, {show_nbytes(measured - allowed_nbytes)} "
-        f"less. The largest holders are {told or 'not known: nothing is saved for backward'}."
+        f"less. The largest holders are {named or 'not known: nothing is saved for backward'}."
     )
 
 
@@ -238,10 +238,10 @@ def _sum(holders: list[Holder], kind: str) -> int:
 
 def _rows(kind: str, holders: list[Holder]) -> list[str]:
     rows = [f"  {show_nbytes(_sum(holders, kind)):>9}  {kind}"]
-    rows += [f"      {show_nbytes(one.nbytes):>9}  {one.where}" for one in holders[:_MOST]]
-    if len(holders) > _MOST:
-        rest = show_nbytes(sum(one.nbytes for one in holders[_MOST:]))
-        rows.append(f"      {rest:>9}  in {len(holders) - _MOST} more places")
+    rows += [f"      {show_nbytes(one.nbytes):>9}  {one.where}" for one in holders[:_MAX]]
+    if len(holders) > _MAX:
+        rest = show_nbytes(sum(one.nbytes for one in holders[_MAX:]))
+        rows.append(f"      {rest:>9}  in {len(holders) - _MAX} more places")
     return rows
 
 
@@ -258,7 +258,7 @@ def _remedies(total: int, saved: int, profile: Profile | None) -> list[str]:
     """
     fitted = [one for _, one in attached() if isinstance(one, Fitting)]
     if profile is None:
-        profile = next((one.planning.profile for one in fitted if one.planning.profile), None)
+        profile = next((one.planner.profile for one in fitted if one.planner.profile), None)
     lines = [
         f"  {one.model} was fitted to {show_nbytes(one.budget_nbytes)}; if the device has less, "
         f"give a smaller budget, or run the step by er.step(...), which finds one"

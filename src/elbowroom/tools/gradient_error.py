@@ -95,8 +95,8 @@ class GradientError:
         console.print(table)
         rest = len(self.parameters) - _SHOWN
         more = f"and {rest} parameters with less\n" if rest > 0 else ""
-        told = f"gErr2 {self.error:.2g}, of which {self.bias:.2g} does not average out"
-        return f"{told} ({self.draws} draws of the codes)\n{console.export_text()}{more}"
+        text = f"gErr2 {self.error:.2g}, of which {self.bias:.2g} does not average out"
+        return f"{text} ({self.draws} draws of the codes)\n{console.export_text()}{more}"
 
 
 def measure_gradient_error(
@@ -133,7 +133,7 @@ def _check_settled(fitting: object) -> None:
             'er.gradient_error(run, model, er.saving("dither")); this model is not fitted, or '
             "compiled"
         )
-    if not fitting.planning.state.settled:
+    if not fitting.planner.state.settled:
         raise PlanError(
             "gradient_error measures the settled plan of a fitted model, and this one has not "
             "settled yet; train some steps first"

@@ -4,7 +4,7 @@
     2. the largest batch that has a plan, by bisection; if that is far from the two, once more with
        larger ones
     3. one measured run at that batch under its plan, and a timed one; if it takes more than the
-       budget, or leaves a tenth of it, 2 and 3 again for that much less, or more, up to _MOST_RUNS
+       budget, or leaves a tenth of it, 2 and 3 again for that much less, or more, up to _MAX_RUNS
        times; what was seen to fit stays
 
 No parameter and no optimizer state is touched: the states count as their class will make them, an
@@ -42,12 +42,12 @@ MakeBatch = Callable[[int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
 _SMALL = 2  # and twice as much: the first two batches
 _FAR = 8  # a line is not trusted further than so many times the larger of the two
-_MOST_RUNS = 4
+_MAX_RUNS = 4
 _SLACK = 0.1  # of the budget: unused, it is worth another run
 # Of what a plan was allowed: a step that ran out of memory does not tell by how much.
 _CUT = 0.75
 _RAN_OUT = 1 << 62
-_MOST = 1 << 20
+_MAX = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _confirmed(
     """
     budget, found = options.budget_nbytes, None
     allowed, error, was_over = budget, 0, False
-    for _ in range(_MOST_RUNS):
+    for _ in range(_MAX_RUNS):
         tell(f"batch {batch} is measured")
         plan = pair.plan(batch, allowed, exact=options.exact)
         peak = trial.peak(batch, plan)
@@ -144,7 +144,7 @@ def _confirmed(
     if found is not None:
         return found
     raise PlanError(
-        f"{_MOST_RUNS} predictions were too optimistic for "
+        f"{_MAX_RUNS} predictions were too optimistic for "
         f"{show_nbytes(options.budget_nbytes)}, the last for batch {batch}: the memory of this "
         "step does not grow evenly with the batch. Give a larger budget, or try batches with "
         "er.fit"
@@ -270,7 +270,7 @@ def _largest(pair: TwoBatches, budget: int, exact: bool | None) -> int:
         return True
 
     low, high = 0, pair.two
-    while high < _MOST and fits(high):
+    while high < _MAX and fits(high):
         low, high = high, 2 * high
     while high - low > max(1, low // 64):
         middle = (low + high) // 2

@@ -44,8 +44,8 @@ class Log:
         PlanError for what is no model.
         """
         check_model(model, "log")
-        told = summary_of(model)
-        found = {} if told is None else figures(told)
+        summary = summary_of(model)
+        found = {} if summary is None else figures(summary)
         if found:
             self.write(found, step)
         return found
@@ -72,24 +72,24 @@ def summary_of(model: nn.Module) -> Summary | None:
     return None
 
 
-def figures(told: Summary) -> Figures:
+def figures(summary: Summary) -> Figures:
     """Returns what loggers get, by names that begin with "memory/": numbers, and the setting.
 
     Those that are not known yet are left out. The slowdown and the peak of plain training are
     estimates.
     """
     found = {
-        "budget_mib": told.budget_nbytes / _MIB,
-        "peak_mib": _mib(told.last_nbytes),
-        "highest_peak_mib": _mib(told.highest_nbytes),
-        "planned_peak_mib": _mib(told.predicted_nbytes),
-        "plain_peak_mib": _mib(told.plain_nbytes),
-        "slowdown": told.slowdown,
-        "exact": float(told.exact),
-        "added_noise": told.noise,
+        "budget_mib": summary.budget_nbytes / _MIB,
+        "peak_mib": _mib(summary.last_nbytes),
+        "highest_peak_mib": _mib(summary.highest_nbytes),
+        "planned_peak_mib": _mib(summary.predicted_nbytes),
+        "plain_peak_mib": _mib(summary.plain_nbytes),
+        "slowdown": summary.slowdown,
+        "exact": float(summary.exact),
+        "added_noise": summary.noise,
     }
     numbers: Figures = {f"memory/{name}": n for name, n in found.items() if n is not None}
-    return {**numbers, SETTING: told.setting}
+    return {**numbers, SETTING: summary.setting}
 
 
 def numbers(found: Figures) -> dict[str, float]:

@@ -26,7 +26,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
-_MOST_TRIES = 64  # records, before the last one is taken
+_MAX_TRIES = 64  # records, before the last one is taken
 
 
 class Profiling:
@@ -73,7 +73,7 @@ class Profiling:
     ) -> Any:
         """Runs one forward of the model."""
         self.finish()
-        if self._is_whole or self._tries >= _MOST_TRIES:
+        if self._is_whole or self._tries >= _MAX_TRIES:
             self._done()
             return forward()
         self.steps += 1

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
 from elbowroom.errors import NothingHeld, RestoreError
-from elbowroom.plan.precision_floor import LEAST_LOG_PROBABILITY
+from elbowroom.plan.precision_floor import MIN_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
@@ -41,8 +41,8 @@ from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage, untouchable
 
 _aten: Any = torch.ops.aten
-_LEAST_NBYTES = 1 << 16  # of logits: fewer are not worth two nodes of ours
-_LEAST_LAUNCHED = 1 << 26  # ... nor more launches
+_MIN_NBYTES = 1 << 16  # of logits: fewer are not worth two nodes of ours
+_MIN_LAUNCHED = 1 << 26  # ... nor more launches
 _PARTS = 16  # of the rows, within these bytes of one
 _PART_NBYTES = 1 << 16, 1 << 20  # what a processor's cache holds
 _LAUNCHED_PART_NBYTES = 1 << 24, 1 << 62
@@ -85,7 +85,7 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
     is_cpu = x.device.type == "cpu"
     if x.dtype not in (*FLOATS, torch.float64) or not (is_cpu or x.device.type == "cuda"):
         return False
-    least = _LEAST_NBYTES if is_cpu else _LEAST_LAUNCHED
+    least = _MIN_NBYTES if is_cpu else _MIN_LAUNCHED
     if x.dim() != 2 or not x.is_contiguous() or x.nbytes < least:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
@@ -287,7 +287,7 @@ class _Logits(Node):
 class _LogProbabilities(Node):
     """Saves log-probabilities, which may get a code, part by part.
 
-    They are cut at `LEAST_LOG_PROBABILITY`. A part is packed as soon as it is made, by the hooks
+    They are cut at `MIN_LOG_PROBABILITY`. A part is packed as soon as it is made, by the hooks
     that pack what autograd saves. Its result has no memory, but is saved, too: a gradient of the
     gradient comes back to this node through it.
     """
@@ -299,7 +299,7 @@ class _LogProbabilities(Node):
         ctx.rows, ctx.held = [*_coded_parts(x, labels.dtype)], []
 
         def hold(logp: Tensor) -> None:
-            ctx.held.append(pack(logp.clamp_(min=LEAST_LOG_PROBABILITY)))
+            ctx.held.append(pack(logp.clamp_(min=MIN_LOG_PROBABILITY)))
 
         labels.loss_of_rows(x, ctx.rows, hold)
         ctx.shape, ctx.dtype, ctx.labels = x.shape, x.dtype, labels
@@ -432,7 +432,7 @@ def _coded_parts(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     Their number does not depend on that of the rows, if these are many, so that one script serves
     them all. A part has as many bytes as a tensor that is worth a code.
     """
-    least = -(-_LEAST_NBYTES // (x.shape[1] * dtype.itemsize))
+    least = -(-_MIN_NBYTES // (x.shape[1] * dtype.itemsize))
     return _slices(len(x), max(-(-len(x) // _PARTS), least))
 
 

@@ -20,7 +20,7 @@ from elbowroom.runtime.direct.node import Node
 
 _EXTREMES = ("amax", "amin")
 _PARTS = 16  # of the rows, within these bytes of one
-_LEAST_PART_NBYTES = 1 << 20
+_MIN_PART_NBYTES = 1 << 20
 
 
 def scatter_reduce(
@@ -107,6 +107,6 @@ def _are_extreme(made: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
 
 def _parts(x: Tensor) -> Iterator[slice]:
     """All rows of x, a few at a time."""
-    nbytes = max(x.nbytes // _PARTS, _LEAST_PART_NBYTES)
+    nbytes = max(x.nbytes // _PARTS, _MIN_PART_NBYTES)
     rows = max(nbytes * len(x) // x.nbytes, 1)
     return (slice(start, start + rows) for start in range(0, len(x), rows))

@@ -20,7 +20,7 @@ from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import untouchable
 
-_LEAST_NBYTES = 1 << 18  # of the result: fewer are not worth a node of ours
+_MIN_NBYTES = 1 << 18  # of the result: fewer are not worth a node of ours
 
 
 def product(input: Tensor, other: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def fits_product(call: Call, x: Tensor) -> bool:
     if x.untyped_storage()._cdata == y.untyped_storage()._cdata:
         return False
     largest = max(x, y, key=Tensor.numel)
-    if largest.nbytes < _LEAST_NBYTES or x.is_complex():
+    if largest.nbytes < _MIN_NBYTES or x.is_complex():
         return False
     return _spreads(y if largest is x else x, largest)
 

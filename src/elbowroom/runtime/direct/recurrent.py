@@ -29,7 +29,7 @@ from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.storage import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once
-_LEAST = 8  # time steps of a stretch: shorter ones lose time in small products
+_MIN = 8  # time steps of a stretch: shorter ones lose time in small products
 # How many tensors as large as its output torch's op saves (CPU, measured).
 _GATES = {torch.lstm: 17, torch.gru: 8, torch.rnn_tanh: 2, torch.rnn_relu: 2}
 _ARGUMENTS = 9  # of torch.lstm and its like, in both of their forms
@@ -76,10 +76,10 @@ class _Layer:
         return [(at, min(at + each, length)) for at in range(0, length, each)]
 
 
-def recurrent(op: Any, most: int) -> Any:
+def recurrent(op: Any, max_stretches: int) -> Any:
     """Returns a function to run in place of torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu.
 
-    most: number of stretches of time that a layer is cut into, at most
+    max_stretches: the maximum number of stretches of time that a layer is cut into
     """
 
     def run(*args: Any) -> _Tensors:
@@ -91,7 +91,7 @@ def recurrent(op: Any, most: int) -> Any:
         directions = 2 if is_bidirectional else 1
         each = len(weights) // layers
         alone = sizes is not None or is_bidirectional
-        stretches = 1 if alone else max(1, min(most, x.shape[0] // _LEAST))
+        stretches = 1 if alone else max(1, min(max_stretches, x.shape[0] // _MIN))
         last = []
         for i in range(layers):
             drop = dropout if i and training else 0.0

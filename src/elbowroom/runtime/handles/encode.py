@@ -2,7 +2,7 @@
 
 Encoding frees bytes only if nothing else holds the storage, which cannot be known when it is saved.
 So a weak reference stays. If the storage still exists at restore, unchanged, the original is
-returned, which is exact and takes no time; `on_outlived` is called, so that the site is kept next
+returned, which is exact and takes no time; `on_survived` is called, so that the site is kept next
 time.
 
 The largest buffer of a code may be in another tier (`MovedCodeHandle`). It is fetched each time
@@ -44,7 +44,7 @@ class EncodeHandle:
         "_version",
         "bitmap",
         "is_shared",
-        "on_outlived",
+        "on_survived",
         "token",
     )
 
@@ -52,7 +52,7 @@ class EncodeHandle:
         self,
         encoded: Encoded,
         base: Tensor | None,
-        on_outlived: Callable[[], None] | None = None,
+        on_survived: Callable[[], None] | None = None,
         normal: Normalized | None = None,
     ) -> None:
         """base: None if it is known that nothing holds it until backward.
@@ -74,7 +74,7 @@ class EncodeHandle:
             self._version = version_of(base)
             self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
-        self.on_outlived = on_outlived
+        self.on_survived = on_survived
         self.is_shared = True
         self.token: object = None
 
@@ -226,8 +226,8 @@ class EncodeHandle:
         """The original, unchanged, or a decoded tensor that a reader in backward still holds."""
         original = self.original()
         if original is not None:
-            if self.on_outlived is not None:
-                self.on_outlived()
+            if self.on_survived is not None:
+                self.on_survived()
             return original
         if self._restored is None:
             return None
@@ -265,7 +265,7 @@ class MovedCodeHandle(EncodeHandle):
         self,
         encoded: Encoded,
         base: Tensor,
-        on_outlived: Callable[[], None] | None,
+        on_survived: Callable[[], None] | None,
         normal: Normalized | None,
         move: Callable[[Tensor], OffloadHandle],
     ) -> None:
@@ -273,7 +273,7 @@ class MovedCodeHandle(EncodeHandle):
         self._which = largest(encoded)
         self.away = move(encoded.buffers[self._which])
         nothing = encoded.buffers[self._which].new_empty(0)
-        super().__init__(self._with(nothing, encoded), base, on_outlived, normal)
+        super().__init__(self._with(nothing, encoded), base, on_survived, normal)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """Offload: the bytes are in another tier, and are fetched in backward, or a little before.
 
 Restore returns, in this order: 1. the tensor itself, as long as it is being moved, or something
-else holds it (in which case the move was useless, and `on_outlived` is called); 2. the result of an
+else holds it (in which case the move was useless, and `on_survived` is called); 2. the result of an
 earlier restore, if a reader still holds it; 3. the prefetched tensor; else a tensor that is fetched
 now.
 
@@ -54,7 +54,7 @@ class OffloadHandle:
         "_stride",
         "_ticket",
         "_version",
-        "on_outlived",
+        "on_survived",
     )
 
     exact = True
@@ -66,7 +66,7 @@ class OffloadHandle:
         base: Tensor,
         prefetcher: Prefetcher | None = None,
         name: SiteName = _NOWHERE,
-        on_outlived: Callable[[], None] | None = None,
+        on_survived: Callable[[], None] | None = None,
     ) -> None:
         self._shape, self._stride = tuple(base.shape), base.stride()
         self._offset, self._numel = int(base.storage_offset()), base.numel()
@@ -78,7 +78,7 @@ class OffloadHandle:
         self._full_nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
         self._early: list[tuple[Tensor, Arrival]] = []  # at most one; its popper owns it
-        self.on_outlived = on_outlived
+        self.on_survived = on_survived
         self._ticket = tier.put(flat_of(base.detach()).view(torch.uint8))
         self._prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self._place = self._prefetcher.put(self, name[:2])
@@ -127,8 +127,8 @@ class OffloadHandle:
         source = self._ticket.source
         original = self._original.tensor(self._dtype)
         if original is not None and storage_nbytes(original) == self._full_nbytes:
-            if source is None and self.on_outlived is not None:
-                self.on_outlived()
+            if source is None and self.on_survived is not None:
+                self.on_survived()
             return counted(
                 self._counter, original.as_strided(self._shape, self._stride, self._offset)
             )

@@ -55,7 +55,7 @@ _DEEPEST = 9
 DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselves
 # Elements that the ops of a chain compute for each element of the result. Without a limit, each
 # step of a loop would recompute a product over all time steps, to read its slice.
-_MOST_WORK = 16
+_MAX_WORK = 16
 Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
 OTHER_SHAPE = "dropout's factor has another shape than its input; use er.saving(..., rebuild=False)"
 _AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
@@ -191,7 +191,7 @@ class Recipe:
         links = (link, *(other for other, _ in op.others))
         if max(map(_depth_of_link, links)) >= _DEEPEST:
             return None
-        if sum(map(_work_of_link, links)) > _MOST_WORK * out.numel():
+        if sum(map(_work_of_link, links)) > _MAX_WORK * out.numel():
             return None
         if any(isinstance(one, Expected) for one in links):
             op = replace(op, is_extra=True)
@@ -298,9 +298,9 @@ class Ready:
         return 1 + max(map(_depth_of, (self.source, *self.others)))
 
     @property
-    def most_depth(self) -> int:
+    def max_depth(self) -> int:
         """The depth if all saved tensors on the way were rebuilt, too, as a plan may decide."""
-        return 1 + max(one.most_depth for one in (self.source, *self.others))
+        return 1 + max(one.max_depth for one in (self.source, *self.others))
 
     @property
     def root(self) -> Slot:
@@ -615,10 +615,9 @@ class RebuildHandle:
         flat = flat_of(source.restore_value())
 
         def part(start: int, n: int) -> Tensor:
-            """Returns elements start ..
+            """Returns elements from `start` to start + n.
 
-            start + n. They begin with a sample: with the first channel, and with a whole byte of
-            bits.
+            They begin with a sample: with the first channel, and with a whole byte of bits.
             """
             out = torch.empty(n, dtype=flat.dtype, device=flat.device)
             own = None if bits is None else bits[start // 8 : -(-(start + n) // 8)]

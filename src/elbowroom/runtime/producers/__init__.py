@@ -55,7 +55,7 @@ from elbowroom.runtime.storage import (
     version_of,
 )
 
-_LEAST_DATA = 1024  # elements; smaller ones are left alone in any case
+_MIN_DATA = 1024  # elements; smaller ones are left alone in any case
 
 
 def note_origin(call: Call, out: Any, sources: Sources) -> Origin | None:
@@ -157,7 +157,7 @@ def _note_data(call: Call, out: Tensor, sources: Sources) -> Origin | None:
 
     Its zeros stay exact whatever its code: it may be a mask, or a one-hot vector.
     """
-    if out.numel() < _LEAST_DATA or not is_touchable(out):
+    if out.numel() < _MIN_DATA or not is_touchable(out):
         return None
     given = [*tensors_in(call.args), *tensors_in(call.kwargs)]
     if not given or not all(map(is_touchable, given)):

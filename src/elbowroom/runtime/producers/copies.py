@@ -13,7 +13,7 @@ from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.sources import Source, Sources
 from elbowroom.runtime.storage import Origin, WeakStorage, storage_nbytes, version_of
 
-_MOST_RESHAPES = 4
+_MAX_RESHAPES = 4
 _COPYING = (
     *VIEWS,
     *("CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"),
@@ -99,7 +99,7 @@ def _key(x: Tensor, version: int, dtype: torch.dtype) -> tuple[Any, ...]:
 def is_copy(copy: Tensor, x: Tensor) -> bool:
     """Returns whether a clone of x, maybe cast, expanded and reshaped, is what `copy` is."""
     node, is_cloned = copy.grad_fn, False
-    for _ in range(_MOST_RESHAPES):
+    for _ in range(_MAX_RESHAPES):
         if node is None or not node.next_functions:
             return False
         is_cloned = is_cloned or node.name() == "CloneBackward0"

@@ -18,7 +18,7 @@ from elbowroom.runtime.storage import Origin, is_dense, storage_nbytes, untoucha
 
 _MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
-_MOST_PARTS = 8  # that are joined
+_MAX_PARTS = 8  # that are joined
 _EXPONENTIAL = ("exp", "exp2", "expm1")
 _LOG_PROBABILITIES = ("_LogProbabilitiesBackward", "LogSoftmaxBackward0")
 _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
@@ -227,7 +227,7 @@ def joined(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """The recipe of `cat` and `stack`, of parts that are held or rebuilt, in exact contexts."""
     parts, named = call.first, {k: v for k, v in call.kwargs.items() if k != "tensors"}
     rest, run = call.args[1:], torch.stack if call.name == "stack" else torch.cat
-    if not sources.is_exact or not 2 <= len(parts) <= _MOST_PARTS or "out" in named:
+    if not sources.is_exact or not 2 <= len(parts) <= _MAX_PARTS or "out" in named:
         return None
     if any(untouchable(x) or x.dtype is not out.dtype for x in parts):
         return None

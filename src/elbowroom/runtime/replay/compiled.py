@@ -1,12 +1,12 @@
-"""A script as functions: one for each comparison and action of a replayed step.
+"""A script compiled to functions: one for each comparison and action of a replayed step.
 
-    guard(replay, args, kwargs) -> bool     whether a call is the one
+    guard(replay, args, kwargs) -> bool     compares the arguments of a call with the script's
     Hold                                    what a saved tensor must be, and the function
                                             (replay, x) -> held that makes what autograd holds of it
     instruction(replay, slot, whole, x)     sets the value of a slot
 
-All that is known beforehand is bound: kinds, shapes, sizes, numbers of slots and seeds, the codec's
-coder. So a replayed step needs no lookups.
+All constants of the script are bound to these functions: dtypes, shapes, sizes, numbers of slots
+and seeds, the codec's coder. So a replayed step needs no lookups.
 """
 
 from __future__ import annotations
@@ -51,28 +51,36 @@ if TYPE_CHECKING:
 
 Guard = Callable[["Replay", tuple[Any, ...], dict[str, Any]], bool]
 Check = Callable[["Replay", Any], bool]
-# Shape, strides, offset, dtype, place to be in (`same`), bytes of a fresh storage, place and number
-# to be noted by, number as a source, and the function that holds it; that of a shape of None
-# compares it, too, and returns None for another one. A function of None: it is only kept.
+# Requirements of a saved tensor, and what is done with it:
+#   shape, strides, offset, dtype   of the tensor. A shape of None: the function compares them, and
+#                                   returns None if they differ
+#   same            number of the place (`Places`) that its storage must be; NOWHERE: any
+#   nbytes          bytes of its storage, if no op before has saved that; else NOWHERE
+#   place, noted    numbers under which later ops and recipes find it; NOWHERE: they do not
+#   source          its slot's number, if other tensors are rebuilt from it; else NOWHERE
+#   function        makes what autograd holds in its place; None: the tensor is only kept
 Hold = tuple[Any, Any, int, Any, int, int, int, int, int, Callable[["Replay", Tensor], Any] | None]
 Do = Callable[["Replay", Slot, Tensor, Tensor], None]
 Late = Callable[["Replay"], None]
 
 
 class Act:
-    """A step of a script, compiled.
+    """One step of a script, compiled.
 
-    holds  one for each tensor that it saves, None for what is only kept; None: all of it is
-    ends   an action follows when it has run
-    most   elements that the forward has saved at most when it has run
+    holds      a `Hold` for each tensor that it saves, or None where that is only kept; None: all
+               of them are only kept
+    ends       an action follows when it has run
+    max_numel  the most elements that the forward may have saved when it has run
     """
 
     __slots__ = (
         *("after", "before", "copies", "ends", "frees", "func", "guard", "holds", "inputs"),
-        *("inside", "is_plain", "module", "most", "numel", "opens", "place", "run", "saves"),
+        *("inside", "is_plain", "module", "max_numel", "numel", "opens", "place", "run", "saves"),
     )
 
-    def __init__(self, step: Step, flat: Flat, most: int = 0, *, is_exact: bool = True) -> None:
+    def __init__(
+        self, step: Step, flat: Flat, max_numel: int = 0, *, is_exact: bool = True
+    ) -> None:
         """flat: what is held without slots. is_exact: nothing in its script is lossy."""
         self.func: Callable[..., Any] = step.func
         self.is_plain: bool = step.is_plain
@@ -93,19 +101,20 @@ class Act:
         self.ends = bool(step.place != NOWHERE or step.copies or step.after or step.frees)
         self.module: weakref.ref[nn.Module] | None = step.module
         self.inside = step.inside
-        self.inputs, self.numel, self.most = step.inputs, step.numel, most
+        self.inputs, self.numel, self.max_numel = step.inputs, step.numel, max_numel
 
 
 class Compiled:
     """The acts of a script, and the actions at the end of the forward."""
 
     def __init__(
-        self, steps: Sequence[Step], last: Sequence[Instruction], mosts: Sequence[int]
+        self, steps: Sequence[Step], last: Sequence[Instruction], max_numels: Sequence[int]
     ) -> None:
         exact = not any(instruction.is_lossy for instruction in instructions_of(steps, last))
         self.flat = flat = Flat(steps, last)
         acts = [
-            Act(step, flat, most, is_exact=exact) for step, most in zip(steps, mosts, strict=True)
+            Act(step, flat, numel, is_exact=exact)
+            for step, numel in zip(steps, max_numels, strict=True)
         ]
         # The last one is no call: nothing is equal to its function.
         self.acts = (*acts, Act(Step(_nothing), flat))
@@ -463,7 +472,7 @@ def _encoder(
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
-        base = whole if name in replay.context.outlived else None
+        base = whole if name in replay.context.survivors else None
         if alone and base is None and type(encoded) is Compact:
             return Coded((encoded, normal, replay.token))
         return EncodeHandle(encoded, base, None, None if encoded.raw else normal)

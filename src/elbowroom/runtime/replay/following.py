@@ -122,9 +122,9 @@ class RepeatedLedger(Account):
         return self._known.away_nbytes + sum(now - known.away_nbytes for now, known in each)
 
     @property
-    def most_nbytes(self) -> int:  # type: ignore[override]
+    def max_nbytes(self) -> int:  # type: ignore[override]
         """The most that was held at any moment."""
-        return max(self._known.most_nbytes, self.after_nbytes)
+        return max(self._known.max_nbytes, self.after_nbytes)
 
     @property
     def held_nbytes(self) -> int:  # type: ignore[override]

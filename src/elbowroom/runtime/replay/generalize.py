@@ -1,11 +1,12 @@
 """One script of two forwards that differ in numbers of rows alone.
 
-Both are gone through side by side. What is done must be the same; where shapes, strides or offsets
-differ, the script of both has a `Size`, and numbers that differ in the same way share one. All else
-is the later script's. So a wrong guess, that two numbers are one, ends a forward that contradicts
-it, as any guard does, and the next script of three forwards has two.
+Both scripts are compared step by step. Their actions must be the same. Where shapes, strides or
+offsets differ, the common script has a `Size`, and numbers that differ in the same way share one
+`Size`; everything else is taken from the later script. The assumption that two numbers are one
+`Size` may be wrong. Then a forward that contradicts it ends, as at any guard, and the next common
+script has two.
 
-What it must not take over is what was made for one number of rows: an op that runs again says
+Functions that were made for one number of rows must not be taken over: an op that runs again says
 whether its functions know any (`Op.any_size`), a node of ours is asked again whether it may stand
 in for each call, and a number among arguments may not differ at all.
 """
@@ -63,9 +64,9 @@ def generalized(one: Script, other: Script) -> Script | None:
         return None
     if not merger.sizes:
         return None
-    most = max(one.most, one.numel, other.numel)
+    max_numel = max(one.max_numel, one.numel, other.numel)
     sizes = len(merger.sizes)
-    return replace(other, steps=steps, last=last, sizes=sizes, numel=NOWHERE, most=most)
+    return replace(other, steps=steps, last=last, sizes=sizes, numel=NOWHERE, max_numel=max_numel)
 
 
 class _Merger:
@@ -206,19 +207,21 @@ class _Merger:
     def _number(self, a: Any, b: int) -> Any:
         if type(a) is int and a == b:
             return b
-        return self.sizes.setdefault((a, b), Size(len(self.sizes), self._least(a, b), _most(a, b)))
+        return self.sizes.setdefault(
+            (a, b), Size(len(self.sizes), self._minimum(a, b), _maximum(a, b))
+        )
 
-    def _least(self, a: Any, b: int) -> int:
+    def _minimum(self, a: Any, b: int) -> int:
         """Returns the least number of rows that codes of both are fine enough for."""
         if not self._is_lossy:
             return FEWEST
-        fewest = min(a.least if isinstance(a, Size) else a, b)
+        fewest = min(a.minimum if isinstance(a, Size) else a, b)
         return FEW if fewest >= FEW else max(FEWEST, fewest if isinstance(a, Size) else fewest // 2)
 
 
-def _most(a: Any, b: int) -> int:
+def _maximum(a: Any, b: int) -> int:
     """Returns twice the rows that a script of both was written from."""
-    return max(a.most, 2 * b) if isinstance(a, Size) else 2 * max(a, b)
+    return max(a.maximum, 2 * b) if isinstance(a, Size) else 2 * max(a, b)
 
 
 _KINDS: dict[type, Any] = {

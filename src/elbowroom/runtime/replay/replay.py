@@ -248,7 +248,7 @@ class Replay(Observing):
                         self._is_inside = outer
                         if act.numel is None:
                             self._numel = numel
-                    if self._numel - act.most > self.spare:
+                    if self._numel - act.max_numel > self.spare:
                         self._diverge()
                     return out
                 if act.guard is None or act.guard(self, args, kwargs):
@@ -329,7 +329,7 @@ class Replay(Observing):
             self._holds, self._saved, self._is_inside = outer
             if act.numel is None:
                 self._numel = numel
-        if self._numel - act.most > self.spare:
+        if self._numel - act.max_numel > self.spare:
             self._diverge()
         return out
 
@@ -531,7 +531,7 @@ class Replay(Observing):
     @property
     def has_grown(self) -> bool:
         """True if more has been saved than a budget was seen to hold."""
-        return self.bounded and self._numel > self.script.most
+        return self.bounded and self._numel > self.script.max_numel
 
     @property
     def share(self) -> float:
@@ -541,7 +541,7 @@ class Replay(Observing):
     @property
     def surplus(self) -> int:
         """Elements that have been saved beyond those that the script says, so far."""
-        return max(self._numel - self._acts[self._at - 1].most, 0) if self._at else 0
+        return max(self._numel - self._acts[self._at - 1].max_numel, 0) if self._at else 0
 
     def look(self) -> Saving:
         """Returns the context that examines the rest of a forward that differs from its script."""

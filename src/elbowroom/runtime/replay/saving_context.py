@@ -34,13 +34,13 @@ from elbowroom.runtime.replay.script import Script, state_of_torch
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.units import show_nbytes
 
-_MOST_SETTINGS = 16  # settings whose scripts are cached at a time
-_MOST_SCRIPTS = 8  # of one setting: for other models, shapes, branches
-_MOST_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
+_MAX_SETTINGS = 16  # settings whose scripts are cached at a time
+_MAX_SCRIPTS = 8  # of one setting: for other models, shapes, branches
+_MAX_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
 _MANY = 4  # scripts, each of which may be of another length
-_MOST_LEFT = 4  # scripts that a step has left, and that the next one may share
-_MOST_GENERAL = 16  # times that two scripts become one
-_MOST_PARTS = 3  # of a step that opens the same context several times
+_MAX_LEFT = 4  # scripts that a step has left, and that the next one may share
+_MAX_GENERAL = 16  # times that two scripts become one
+_MAX_PARTS = 3  # of a step that opens the same context several times
 _LOOKS_AGAIN = 256  # replayed steps after which one is examined again
 
 
@@ -52,8 +52,8 @@ class Scripts:
         self._scripts: list[Script] = []
         self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # by the id of a script
         self._left: list[Script] = []  # as a step was another one: in numbers of rows alone, maybe
-        self._general = _MOST_GENERAL
-        self._unwritten = _MOST_UNWRITTEN
+        self._general = _MAX_GENERAL
+        self._unwritten = _MAX_UNWRITTEN
         self._followed = self._learned = 0
         self._calls_compiled = False
         self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
@@ -71,8 +71,8 @@ class Scripts:
                 return ()
             self._followed += 1
             if self._followed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
-                self._unwritten = _MOST_UNWRITTEN
-                self._general = _MOST_GENERAL
+                self._unwritten = _MAX_UNWRITTEN
+                self._general = _MAX_GENERAL
                 self._forget_all()
             return tuple(self._scripts)
 
@@ -113,7 +113,7 @@ class Scripts:
             self._unwritten -= 1
             self._scripts[:] = [one for one in self._scripts if one is not script]
             self._left.append(script)
-            while len(self._left) > _MOST_LEFT:
+            while len(self._left) > _MAX_LEFT:
                 self._remove(self._left[0])
 
     def add(self, tracer: Tracer, modules: Iterable[nn.Module]) -> None:
@@ -125,7 +125,7 @@ class Scripts:
                 self._unwritten -= not tracer.once
                 return
             script = self._general_of(script)
-            while len(self._scripts) >= _MOST_SCRIPTS:
+            while len(self._scripts) >= _MAX_SCRIPTS:
                 self._remove(self._scripts[-1])
             self._scripts.insert(0, script)
             gone = weakref.WeakMethod(self._owner_is_gone)
@@ -147,7 +147,7 @@ class Scripts:
             if both is not None:
                 self._remove(known)
                 self._general -= 1
-                self._unwritten = min(self._unwritten + 1, _MOST_UNWRITTEN)
+                self._unwritten = min(self._unwritten + 1, _MAX_UNWRITTEN)
                 return both
         return script
 
@@ -207,7 +207,7 @@ def scripts_of(*setting: Hashable) -> Scripts:
     with _lock:
         scripts = _known.pop(setting, None) or Scripts()
         _known[setting] = scripts  # as the last one
-        while len(_known) > _MOST_SETTINGS:
+        while len(_known) > _MAX_SETTINGS:
             _known.popitem(last=False)
         return scripts
 
@@ -286,7 +286,7 @@ class SavingContext:
     def _part(self) -> "Saving | Following":
         if self._setting is None:
             return self._make(None)
-        scripts = scripts_of(*self._setting, min(len(self._parts), _MOST_PARTS))
+        scripts = scripts_of(*self._setting, min(len(self._parts), _MAX_PARTS))
         state = state_of_torch()
         known = tuple(script for script in scripts.begin() if script.state == state)
         if known:
@@ -307,7 +307,7 @@ class SavingContext:
         part.__exit__(kind, error, trace)
         scripts = None
         if self._setting is not None:
-            scripts = scripts_of(*self._setting, min(len(self._parts) - 1, _MOST_PARTS))
+            scripts = scripts_of(*self._setting, min(len(self._parts) - 1, _MAX_PARTS))
             if self._compiled is not None:
                 scripts.has_seen_calls(compiled=bool(self._compiled))
         if not isinstance(part, Saving):
@@ -327,7 +327,7 @@ class SavingContext:
 
 
 _WORTH_A_WORD = 1 << 20  # below, there was nothing to gain
-_MOST_REASONS = 3
+_MAX_REASONS = 3
 
 
 def warn_if_useless(ledger: Ledger, policy: Policy, stacklevel: int) -> None:
@@ -340,7 +340,7 @@ def warn_if_useless(ledger: Ledger, policy: Policy, stacklevel: int) -> None:
     ):
         return
     reasons = sorted(ledger.totals("why").items(), key=lambda item: -item[1][0])
-    told = "; ".join(f"{show_nbytes(size)}: {why}" for why, (size, _) in reasons[:_MOST_REASONS])
+    listed = "; ".join(f"{show_nbytes(size)}: {why}" for why, (size, _) in reasons[:_MAX_REASONS])
     remedy = (
         "A lossy codec may help: er.saving('dither', bits=8)."
         if isinstance(policy, Exact)
@@ -348,6 +348,6 @@ def warn_if_useless(ledger: Ledger, policy: Policy, stacklevel: int) -> None:
     )
     warnings.warn(
         f"this saving context changed nothing of the {show_nbytes(before)} that autograd saved "
-        f"in it ({told}). {remedy}",
+        f"in it ({listed}). {remedy}",
         stacklevel=stacklevel,
     )

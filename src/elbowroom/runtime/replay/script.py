@@ -142,7 +142,7 @@ class Instruction:
 class Save(NamedTuple):
     """One tensor that an op saves.
 
-    slot    NOWHERE: it is kept, and and its value is not used
+    slot    NOWHERE: it is kept, and its value is not used
     fresh   no op before has saved this slot
     whole   of its storage; nbytes: that has so many; NOWHERE: as many as `whole` takes
     instruction  done at once
@@ -204,7 +204,7 @@ class Step:
             what it calls: the script has no steps of it then. None: it has
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
-    stands  what `run` is of, be it asked again or not
+    stands  the `Direct` that `run` belongs to, whether or not it is asked again
     frees   slots that nothing of ours reads any more: their graph may end before the forward does
     """
 
@@ -250,8 +250,8 @@ class Script:
     calls         of outermost modules in this step, at the end of it: the next forward's names go
                   on from there
     sizes         how many numbers of its geometries are others in each forward (`generalize.py`)
-    most          elements that the forwards which it was written from have saved at most
-    numel         elements of all tensors that it saved, but for steps that do not know theirs;
+    max_numel     the most elements that a forward has saved from which it was written
+    numel         elements of all tensors that it saved, except in steps with an unknown number;
                   NOWHERE: another number in each forward
     seeds         how many it took
     state         of torch, on which kernels depend, as it was written
@@ -268,20 +268,20 @@ class Script:
     state: tuple[Any, ...]
     calls: CallCounts = ()
     sizes: int = 0
-    most: int = 0
+    max_numel: int = 0
 
     @cached_property
     def compiled(self) -> Compiled:
         """The functions that replay a forward."""
         from elbowroom.runtime.replay.compiled import Compiled
 
-        return Compiled(self.steps, self.last, self._mosts())
+        return Compiled(self.steps, self.last, self._max_numels())
 
-    def _mosts(self) -> list[int]:
+    def _max_numels(self) -> list[int]:
         """Returns how many elements the forward has saved at most after each step."""
         own = [step.numel or 0 for step in self.steps]
         if self.numel == NOWHERE:
-            return [self.most] * len(own)
+            return [self.max_numel] * len(own)
         between = self.numel - sum(own)  # calls: nobody knows when
         sums = [between + so_far for so_far in accumulate(own)]
         # What a function of torch's own calls has steps of its own, behind that of the function.
@@ -302,7 +302,7 @@ class Script:
     @property
     def nbytes_each(self) -> float:
         """Bytes that plain autograd would hold for each element that is saved."""
-        return max(self.before_nbytes, 1) / max(self.numel, self.most, 1)
+        return max(self.before_nbytes, 1) / max(self.numel, self.max_numel, 1)
 
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:

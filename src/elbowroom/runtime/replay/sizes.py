@@ -16,25 +16,26 @@ from torch import Tensor
 
 from elbowroom.runtime.slot import Geometry
 
-UNSET = -1  # a size that no tensor of this forward has told so far
+UNSET = -1  # a size that no tensor of this forward has set so far
 FEWEST = 2  # rows: of a dimension of one element the stride is any number
 
 
 class Size(NamedTuple):
-    """Number that is another one in each forward.
+    """Number of rows that differs from forward to forward.
 
-    nth    which of the script's
-    least  that the script is right for, as a number of rows
-    most   likewise: what is small and kept may be worth a code where it has more rows
+    nth      index among the sizes of the script
+    minimum  fewest rows that the script is valid for
+    maximum  most rows that it is valid for: a small tensor that is kept may be worth a code where
+             it has more rows
     """
 
     nth: int
-    least: int = FEWEST
-    most: int = maxsize
+    minimum: int = FEWEST
+    maximum: int = maxsize
 
 
 class Varying(Geometry):
-    """Geometry some of whose numbers are a `Size`."""
+    """Geometry in which some numbers are a `Size`."""
 
     __slots__ = ()
 
@@ -53,7 +54,7 @@ class Varying(Geometry):
         if x.dim() != len(self.shape):
             return False
         for want, got in zip(self.shape, x.shape, strict=True):
-            if isinstance(want, Size) and not want.least <= got <= want.most:
+            if isinstance(want, Size) and not want.minimum <= got <= want.maximum:
                 return False
         found: Any = chain(x.shape, x.stride(), (x.storage_offset(),))
         for want, got in zip(self.numbers, found, strict=True):

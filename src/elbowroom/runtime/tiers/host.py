@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elbowroom.runtime.tiers.copier import Copier, Copy
 from elbowroom.runtime.tiers.slabs import Part, Slabs
-from elbowroom.runtime.tiers.window import MOST_NBYTES, MOST_TENSORS
+from elbowroom.runtime.tiers.window import MAX_NBYTES, MAX_TENSORS
 
 
 class HostTier:
@@ -57,7 +57,7 @@ class HostTier:
             oldest = self._leaving[0]
             if oldest.let_go_if_done():
                 pass
-            elif len(sizes) > 1 and (len(sizes) > MOST_TENSORS or sum(sizes) > MOST_NBYTES):
+            elif len(sizes) > 1 and (len(sizes) > MAX_TENSORS or sum(sizes) > MAX_NBYTES):
                 oldest.let_go_in_order()
             else:
                 return

@@ -2,15 +2,15 @@
 
 import threading
 
-MOST_TENSORS = 2
-MOST_NBYTES = 256 << 20
+MAX_TENSORS = 2
+MAX_NBYTES = 256 << 20
 
 
 class Window:
     """A gate that counts."""
 
-    def __init__(self, most_tensors: int = MOST_TENSORS, most_nbytes: int = MOST_NBYTES) -> None:
-        self.most_tensors, self.most_nbytes = most_tensors, most_nbytes
+    def __init__(self, max_tensors: int = MAX_TENSORS, max_nbytes: int = MAX_NBYTES) -> None:
+        self.max_tensors, self.max_nbytes = max_tensors, max_nbytes
         self._changed = threading.Condition()
         self._tensors = self._nbytes = 0
 
@@ -34,5 +34,5 @@ class Window:
 
     def _has_room(self, nbytes: int) -> bool:
         return not self._tensors or (
-            self._tensors < self.most_tensors and self._nbytes + nbytes <= self.most_nbytes
+            self._tensors < self.max_tensors and self._nbytes + nbytes <= self.max_nbytes
         )

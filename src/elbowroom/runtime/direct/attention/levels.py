@@ -15,7 +15,7 @@ from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
 from elbowroom.plan.precision_floor import (
     HALF_LEVELS,
-    MOST_LEVELS,
+    MAX_LEVELS,
     UNSEEN_LEVELS,
     half_suffices,
     levels_for,
@@ -95,7 +95,7 @@ def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None
     logits, values = _LOGITS.intersection(roles), _VALUES.intersection(roles)
     q = call.arg(0, "query")
     if not looks or would_wait(q) or type(q) not in (Tensor, nn.Parameter):
-        return MOST_LEVELS if logits else UNSEEN_LEVELS
+        return MAX_LEVELS if logits else UNSEEN_LEVELS
     fewest = levels_by_values(call)
     asked = [*([fewest.logits] if logits else []), *([fewest.values] if values else [])]
     return None if None in asked else max((n for n in asked if n), default=levels_for(0.0))

@@ -26,7 +26,7 @@ from torch import Tensor
 from elbowroom.kernels import ops
 
 Grads = tuple[Tensor | None, ...]
-_MOST_KNOWN = 512  # geometries
+_MAX_KNOWN = 512  # geometries
 
 
 class Given(NamedTuple):
@@ -158,7 +158,7 @@ class MathAttention:
         return truth
 
     def _note(self, key: Hashable, truth: Grads, found: Grads) -> None:
-        if len(self._agrees) >= _MOST_KNOWN:
+        if len(self._agrees) >= _MAX_KNOWN:
             self._agrees.clear()
         pairs = zip(truth, found, strict=True)
         self._agrees[key] = all(one is None or _is_same(one, other) for one, other in pairs)

@@ -53,7 +53,6 @@ from elbowroom.fitting.execute import (
     settings_of,
     step_of,
 )
-from elbowroom.fitting.followed import Followed
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import (
@@ -65,6 +64,7 @@ from elbowroom.fitting.messages import (
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
     CodesWithdrawn,
+    CoResidentBytes,
     ForwardEnded,
     ForwardProfiled,
     LargerKnown,
@@ -76,15 +76,15 @@ from elbowroom.fitting.observations import (
     Observation,
     OptionsChanged,
     OutputsHeld,
-    StandsBeside,
     StepBegan,
     UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.phase import Phase
-from elbowroom.fitting.rehearse import rehearsed
+from elbowroom.fitting.rehearse import rehearse
 from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
+from elbowroom.fitting.state_view import StateView
 from elbowroom.fitting.transitions import advance
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.reach import ReachMeter
@@ -99,22 +99,21 @@ from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.undo import Undo
 
-_MOST_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
-_MOST_GENERAL = 16  # times that two scripts become one
+_MAX_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
+_MAX_GENERAL = 16  # times that two scripts become one
 _GROWN = 1.25  # times the nodes of an earlier forward: a loop runs longer now
 _LOOKS_AGAIN = 256  # forwards that are known, until one is examined all the same
-_MOST_UNWRITTEN = 4  # forwards without a script, or that diverged from it, until none is written
+_MAX_UNWRITTEN = 4  # forwards without a script, or that diverged from it, until none is written
 
 
-class Planning(Followed):
-    """The forwards of one kind: observations of them change a `FitState`, which returns commands.
+class Planner(StateView):
+    """Plans one kind of forward: observations change its `FitState`, which returns commands.
 
     calls   the forwards of a step
     meter   measures the noise of codes, or what predicts it; None: neither
     redoes  the current forward can begin again, if the plan turns out not to fit
-    leaves_room  other models may share this step, of which nothing is known yet: it is planned for
-                 the
-            least memory
+    leaves_room  other models, of which nothing is known yet, may share this step: it is planned for
+                 the least memory
     said    the setting that was logged last, and whether it is exact
     forward_profile  of the first forward of the current step, from a rehearsal; None: there was
             none, or it would record something else now
@@ -163,8 +162,8 @@ class Planning(Followed):
         """Forgets the scripts of settled forwards, so that they are recorded again."""
         self._scripts: dict[tuple[int, Signature], Script] = {}  # of settled forwards, in steps
         self._left: dict[tuple[int, Signature], Script] = {}  # when a forward was another one
-        self._general = _MOST_GENERAL
-        self._unwritten = _MOST_UNWRITTEN  # forwards that may yet turn out to have no script
+        self._general = _MAX_GENERAL
+        self._unwritten = _MAX_UNWRITTEN  # forwards that may yet turn out to have no script
         self._replayed = 0  # forwards
         self._nodes: dict[Any, int] = {}  # of forwards that are not compared, by `_running`
 
@@ -172,7 +171,7 @@ class Planning(Followed):
         """Tests in the next forwards whether a second run of a module gives the same result."""
         self._untested = TESTED_CALLS if self.recompute else 0
 
-    def inherit(self, larger: "Planning") -> None:
+    def inherit(self, larger: "Planner") -> None:
         """Bounds transients by those of a larger kind of forward until they are measured."""
         self._tell(LargerKnown(larger.state.headroom))
 
@@ -181,10 +180,10 @@ class Planning(Followed):
         grew, calls = self.calls.grew, self.calls.before_it_grew
         self.forward_profile = None
         self.calls.begin()
-        self._trials = Trials.number
+        self._trials = Trials.count
         self._running = 0, signature
         self._tell(StepBegan(memory, signature, grew, calls))
-        self._tell(StandsBeside(self.memory.beside_nbytes))
+        self._tell(CoResidentBytes(self.memory.co_resident_nbytes))
         self._tell(OutputsHeld(self.memory.outputs_nbytes))
         if self._learned != self.context.learned:  # in the backward of the last step, too
             self._learned = self.context.learned
@@ -197,9 +196,9 @@ class Planning(Followed):
         self._tell(OptionsChanged(options))
 
     @property
-    def has_tested(self) -> bool:
+    def ran_trials(self) -> bool:
         """True if modules were tested in this step, which takes memory beside what is held."""
-        return Trials.number > self._trials
+        return Trials.count > self._trials
 
     @property
     def has_trials(self) -> bool:
@@ -267,7 +266,7 @@ class Planning(Followed):
         if script is not None:
             self._replayed += 1
             if self._replayed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
-                self._unwritten = _MOST_UNWRITTEN
+                self._unwritten = _MAX_UNWRITTEN
                 return None
         return script
 
@@ -302,7 +301,7 @@ class Planning(Followed):
         plan fits. Does nothing where the forward cannot be measured.
         """
         if self.forward_profile is None:
-            self.forward_profile = rehearsed(self, self.model_state, forward, is_inside=is_inside)
+            self.forward_profile = rehearse(self, self.model_state, forward, is_inside=is_inside)
         if self.forward_profile is not None:
             self._tell(ForwardProfiled(self.forward_profile))
 
@@ -349,8 +348,8 @@ class Planning(Followed):
         waits: a part of the step is over, and these forwards wait for a later backward
         """
         given = self.plan if self.state.follows_given else None
-        rehearsed = self.state.rehearsed
-        known = self.calls.go_on(signature, given, rehearsed=rehearsed, waits=waits)
+        from_rehearsal = self.state.from_rehearsal
+        known = self.calls.go_on(signature, given, from_rehearsal=from_rehearsal, waits=waits)
         self._running = self.calls.at, signature
         if known and given is not None:
             self.calls.note(signature, None)
@@ -373,7 +372,7 @@ class Planning(Followed):
         """
         is_blind = False
         try:
-            forward_profile = rehearsed(self, self.model_state, forward, after=last, given=given)
+            forward_profile = rehearse(self, self.model_state, forward, after=last, given=given)
             is_blind = forward_profile is None
         except NothingHeld:  # backward runs inside of forward
             forward_profile = None
@@ -383,10 +382,10 @@ class Planning(Followed):
             rest = Rest(self.options, self.context, None)
             self._warn_unprofiled(rest, is_blind=is_blind)
             return rest
-        settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, again_nbytes=0)
+        settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, recompute_margin_nbytes=0)
 
         def beside(care: Care) -> Profile:
-            return step_of(self, forward_profile.beside(last.ledger.held_nbytes), care)
+            return step_of(self, forward_profile.with_co_resident(last.ledger.held_nbytes), care)
 
         plan = plan_rest(beside(CAREFUL), settings)
         if plan is not None and leaves_room:
@@ -441,7 +440,7 @@ class Planning(Followed):
     def forward_ended(self, saving: FittedSaving) -> None:
         """Records how far this forward climbed; refuses a budget that cannot be met."""
         ledger = saving.ledger
-        if self.state.holds_too_much(ledger.most_nbytes):
+        if self.state.holds_too_much(ledger.max_nbytes):
             saving.diverge()
         self._tell(ForwardEnded(saving.preset, saving.impossible, saving, ledger.before_nbytes))
         tracer = saving.tracer
@@ -451,7 +450,7 @@ class Planning(Followed):
             self._unwritten -= 1
             say_unscripted(tracer.why)
             return
-        while len(self._scripts) >= _MOST_SCRIPTS:
+        while len(self._scripts) >= _MAX_SCRIPTS:
             del self._scripts[next(iter(self._scripts))]
         self._scripts[self._running] = self._general_of(tracer.script)
 
@@ -462,7 +461,7 @@ class Planning(Followed):
         if both is None:
             return script
         self._general -= 1
-        self._unwritten = min(self._unwritten + 1, _MOST_UNWRITTEN)
+        self._unwritten = min(self._unwritten + 1, _MAX_UNWRITTEN)
         return both
 
     def learn(
@@ -480,5 +479,5 @@ class Planning(Followed):
         knows = self.settled and not self.state.is_blind
         if knows or not self.calls.is_whole(had_backward=last.backward_began):
             return
-        seen = observed(self, last, step, memory.beside(step.memory.beside_nbytes))
+        seen = observed(self, last, step, memory.with_co_resident(step.memory.co_resident_nbytes))
         self._tell(replace(seen, others_learn=others_learn))

@@ -7,7 +7,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 
 
-class Followed:
+class StateView:
     """Properties of forwards of one kind, read from their state."""
 
     def __init__(self, state: FitState) -> None:
@@ -59,9 +59,9 @@ class Followed:
         return self.state.settled
 
     @property
-    def rehearsed(self) -> bool:
+    def from_rehearsal(self) -> bool:
         """True if the profile is an estimate, made from a forward alone."""
-        return self.state.rehearsed
+        return self.state.from_rehearsal
 
     @property
     def setting(self) -> str:
