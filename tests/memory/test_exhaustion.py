@@ -132,7 +132,7 @@ def test_a_step_that_never_has_memory_is_given_up_and_undone():
 def test_a_budget_that_becomes_too_small_is_given_up_with_the_reason():
     model, optimizer = make(budget="1300 KiB")
     model.where, LEFT[0] = "backward", 1000
-    with pytest.raises(OutOfMemory, match="that should hold this step"):
+    with pytest.raises(OutOfMemory, match="that should suffice for this step"):
         er.step(run(model, optimizer))
 
 

@@ -235,7 +235,7 @@ def test_an_impossible_budget_names_the_least(exact):
     model, optimizer = make()
     er.fit(model, budget="700 KiB", optimizer=optimizer, exact=exact)
     with pytest.raises(
-        BudgetTooSmall, match=r"budget 700 KiB is below the .* that should hold this step"
+        BudgetTooSmall, match=r"budget 700 KiB is below the .* that should suffice for this step"
     ) as error:
         step(model, optimizer)
     assert "held before the step" in str(error.value)
@@ -1532,7 +1532,7 @@ def test_a_least_that_was_measured_is_met_when_it_is_given(monkeypatch, kind, sh
 def test_a_least_that_is_estimated_is_met_and_below_what_plain_training_takes(monkeypatch, kind):
     monkeypatch.setitem(NETWORKS, "graph", GRAPHS)
     refused, _ = refused_or_settled(kind, share_of(kind, 0.05))
-    assert "that should hold this step (estimated" in str(refused)
+    assert "that should suffice for this step (estimated" in str(refused)
     assert refused.least_nbytes <= plain_needs(kind)[1]
     again, peak_nbytes = refused_or_settled(kind, refused.least_nbytes)
     assert again is None

@@ -96,7 +96,7 @@ def test_where_plans_give_little_a_refusal_names_little_more_than_plain_training
     plain.step()
     needed = peak(plain.step) + 2 * plain.weights
     er.fit(run.model, budget=needed // 2, optimizer=run.optimizer, exact=True)
-    with pytest.raises(BudgetTooSmall, match="should hold this step") as refused:
+    with pytest.raises(BudgetTooSmall, match="should suffice for this step") as refused:
         run.step()
     named = refused.value.least_nbytes
     assert needed <= named <= 1.1 * needed

@@ -252,7 +252,7 @@ def test_a_worst_batch_that_never_fits_is_refused_at_once():
     model, optimizer = make()
     budget = share_of(64, 1.0)
     for worst in (torch.randn(8, 512, WIDTH), (torch.randn(8, 512, WIDTH),)):
-        with pytest.raises(er.errors.BudgetTooSmall, match="that should hold this step"):
+        with pytest.raises(er.errors.BudgetTooSmall, match="that should suffice for this step"):
             er.fit(model, budget=budget, optimizer=optimizer, exact=True, worst=worst)
         assert opener_of(model) is None
     with pytest.raises(er.errors.PlanError, match="worst=list is not possible; it is a tensor"):
