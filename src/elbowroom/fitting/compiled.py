@@ -41,11 +41,12 @@ from elbowroom.compiled import (
 )
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_loss import CompiledLoss
+from elbowroom.fitting.guests import next_forward
 from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
 from elbowroom.fitting.loss import succeed
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.session import Fitting, next_forward
+from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary, summary_of_regions
 from elbowroom.fitting.summary import summary as summary_of

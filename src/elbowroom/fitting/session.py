@@ -20,12 +20,10 @@ soon as this is certain, or at the beginning of the step after the measured one.
 counts its bytes to its end, or to a backward inside it, without holding tensors.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -36,13 +34,11 @@ from elbowroom.codecs.dropped import dropped, why_dropped
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
 from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.forward_modes import ForwardModes
-from elbowroom.fitting.guests import OpenStep, is_made_of_graph
+from elbowroom.fitting.guests import Given, SharesSteps, next_forward
 from elbowroom.fitting.late_optimizers import watch
 from elbowroom.fitting.messages import add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.plan_cache import PlanCache
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
@@ -51,37 +47,27 @@ from elbowroom.fitting.together import Together
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.registered import still_used
-from elbowroom.runtime import modules
 from elbowroom.runtime.attach import Around, called
 from elbowroom.runtime.compiler import calls_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.undo import Undo
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
-next_forward = partial(next, count(1))  # numbers the forwards of all models that are fitted
-_fittings: "weakref.WeakSet[Fitting]" = weakref.WeakSet()
 _MAX_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
-class Fitting(ForwardModes):
+class Fitting(SharesSteps):
     """The controller of one fitted model, which runs every forward.
 
-    ran_at   number of its last forward, counted over all models; 0: none yet
-    refusal  why its last forward was refused; None: it was not
-    expects_others  other models will be fitted that may share steps with it
-    asked           options, with the user's budget
-    compiled        gives the engine for a model that is called compiled, by what was called; None:
-                    this one runs it, without the compiler
-    successor       that engine, once it has taken over
+    refusal    why its last forward was refused; None: it was not
+    compiled   gives the engine for a model that is called compiled, by what was called; None: this
+               one runs it, without the compiler
+    successor  that engine, once it has taken over
     """
 
-    ran_at = 0
     refusal: BudgetTooSmall | None = None
-    expects_others = False
     compiled: "Callable[[Fitting, nn.Module], Around | None] | None" = None
     successor: Around | None = None
-    _host: "weakref.ref[Fitting] | None" = None
 
     def __init__(
         self,
@@ -91,14 +77,11 @@ class Fitting(ForwardModes):
         plan: Plan | None = None,
     ) -> None:
         """plan: the plan of the first step."""
-        super().__init__(ModelState(model, optimizer), options)
-        self.asked, self._has_given = options, plan is not None
-        self._open_step = OpenStep()
+        super().__init__(ModelState(model, optimizer), options, plan)
         watch(self)
         # Once a process: this loads the kernels, so that no step waits for them.
         moves = options.offload is not None
         rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
-        self._plan_cache = PlanCache(options, self.model_state, self.context, plan)
         self._shortage = Shortage()
         self._together = Together()
         self._foreign = ForeignHooks()
@@ -108,7 +91,6 @@ class Fitting(ForwardModes):
         self._dropped = dropped()  # codecs, until it was asked which of them a plan uses
         # Of weights and gradients at the last forward, once a graph has waited for two backwards.
         self._versions: tuple[object, ...] | None = None
-        _fittings.add(self)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states from the next step on; if it has any, learning begins anew."""
@@ -117,15 +99,7 @@ class Fitting(ForwardModes):
         if self.model_state.resident_nbytes() > before_nbytes:
             self._plan_cache.forget()
             self._parameters = None
-            for one in list(_fittings):
-                if one.model_state.has_guest(self.model_state):
-                    one._learn_with_guests()
-
-    def _learn_with_guests(self) -> None:
-        """Learns anew what steps need; their forwards stay known."""
-        self._plan_cache.forget(but=self.planner)
-        if self.planner.state.is_learned:
-            self.planner.calls.grew = True
+            self._tell_hosts()
 
     def meet(self, optimizer: Optimizer) -> None:
         """Counts an optimizer that `fit` was not given as it first steps, if it trains this model.
@@ -183,82 +157,6 @@ class Fitting(ForwardModes):
         """Returns the versions of weights and gradients, or the last that were known."""
         now = self.model_state.versions()
         return self._versions if now is None else now
-
-    def _may_resume(self, given: Given) -> bool:
-        """Returns whether a forward of the model itself goes on with a step that others share."""
-        if not self._open_step.has_guests or self._last is None or not is_made_of_graph(given):
-            return False
-        return self._open_step.waits and self.planner.calls.may_go_on
-
-    def _find_host(self) -> "Fitting | None":
-        """Returns the fitted model whose step a forward of this one goes on with."""
-        if self._has_given or self._open_step.waits:
-            return None
-        hosts = (one for one in list(_fittings) if one is not self and one._may_take_in(self))
-        return max(hosts, default=None, key=lambda one: one.ran_at)
-
-    @property
-    def host(self) -> "Fitting | None":
-        """The controller of the model in whose step this one ran last; None: it runs its own."""
-        return None if self._host is None else self._host()
-
-    @property
-    def is_guest(self) -> bool:
-        """True if all forwards of the model were parts of other models' steps."""
-        return self.host is not None and not self.context.step
-
-    @property
-    def _leaves_room(self) -> bool:
-        """True if other models may share the step that begins, and none has been known to."""
-        if self.model_state.has_guests or self._has_given or self._closed:
-            return False
-        others = [one for one in list(_fittings) if one is not self and not one._closed]
-        return self.expects_others or any(
-            one.asked == self.asked and one.model_state.device == self.model_state.device
-            for one in others
-        )
-
-    def _may_take_in(self, guest: "Fitting") -> bool:
-        alike = self.asked == guest.asked and not (self._has_given or self._closed)
-        if not alike or self._last is None or not self._open_step.may_take_in:
-            return False
-        same_device = self.model_state.device == guest.model_state.device
-        return same_device and self.planner.calls.may_go_on
-
-    def _run_guest(
-        self,
-        guest: "Fitting",
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs a forward of another fitted model as one more forward of the step."""
-        last = self._last
-        assert last is not None
-        self.ran_at, guest._host = next_forward(), weakref.ref(self)
-        self._open_step.has_guests = True
-        if self.model_state.join(guest.model_state):
-            self._joined(guest)
-        title = self.model_state.title_of(guest.model_state)
-        own = signature_of(model, args, kwargs)
-        signature = replace(own, structure=(title, own.structure))
-        with self._failures(), modules.titled(title):
-            out = self._go_on(model, forward, signature, last, (args, kwargs))
-        self._open_step.follow(out, self._last, self.planner.calls.at)
-        self._outputs.note(out)
-        return out
-
-    def _joined(self, guest: "Fitting") -> None:
-        """Counts the memory of a model that was not in a step of this one before."""
-        self._stop()  # it has begun with what this model holds alone
-        co_resident_nbytes = self.planner.memory.co_resident_nbytes
-        if self._neighbors.takes_turns_with(guest._neighbors):
-            co_resident_nbytes = max(co_resident_nbytes - guest.model_state.nbytes, 0)
-        outputs_nbytes = self.planner.memory.outputs_nbytes
-        memory = self.model_state.memory().with_co_resident(co_resident_nbytes)
-        self.planner.join(replace(memory, outputs_nbytes=outputs_nbytes))
-        self._learn_with_guests()
 
     def run_more(
         self,
@@ -589,9 +487,7 @@ class Fitting(ForwardModes):
     def _begin(self, signature: Signature, given: Given) -> None:
         self.context.begin_step()
         self._learn()
-        for one in [] if self._neighbors.is_alone else list(_fittings):
-            if one is not self:
-                one.end_step()  # where it is over, what follows is of this one
+        self._end_other_steps()
         if self._open_step.has_guests:
             self.planner.calls.leave(self._open_step.waiting)
         self._open_step.begin()

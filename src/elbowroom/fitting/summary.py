@@ -120,9 +120,9 @@ def summary(fitting: Fitting, model: str) -> Summary:
 
     Of one that ran in the steps of another one alone, that is the summary of these steps.
     """
-    if fitting.is_guest and fitting.host is not None:
-        fitting = fitting.host
-    planner = fitting.planner
+    host = fitting.host if fitting.is_guest else None
+    steps = fitting if host is None else host
+    planner = steps.planner
     plan, profile = planner.plan, planner.profile
     # The backward of a rehearsed profile is an estimate, which supports no claim about plain
     # autograd.
@@ -134,18 +134,18 @@ def summary(fitting: Fitting, model: str) -> Summary:
     tells_noise = plan is not None and (plan.watched > 0 or predicts or not plan.is_lossy)
     return Summary(
         model=model,
-        device=fitting.model_state.device.type,
-        budget_nbytes=fitting.options.budget_nbytes,
+        device=steps.model_state.device.type,
+        budget_nbytes=steps.options.budget_nbytes,
         plain_nbytes=plain,
         predicted_nbytes=None if plan is None else plan.peak,
-        last_nbytes=fitting.peak_nbytes,
-        last_setting=fitting.peak_setting,
-        highest_nbytes=fitting.highest_nbytes,
-        setting=fitting.setting,
+        last_nbytes=steps.peak_nbytes,
+        last_setting=steps.peak_setting,
+        highest_nbytes=steps.highest_nbytes,
+        setting=steps.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
         noise=plan.noise if plan is not None and tells_noise else None,
-        exact=fitting.was_exact,
-        steps=fitting.context.step,
+        exact=steps.was_exact,
+        steps=steps.context.step,
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),
         predicts_noise=predicts,
         substitution="" if plan is None else plan.substitution,
