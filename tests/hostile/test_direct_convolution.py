@@ -14,7 +14,7 @@ import elbowroom as er
 from elbowroom.codecs import PART
 from elbowroom.errors import RestoreError
 from elbowroom.plan import samples
-from elbowroom.plan.menu import spared, workspace
+from elbowroom.plan.restored import spared, workspace
 from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.site import Reads
 from elbowroom.runtime import direct as table

@@ -25,8 +25,9 @@ from elbowroom.measure.rates import Rates, rates
 from elbowroom.plan import registered
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
-from elbowroom.plan.menu import levels_of, preset_named
+from elbowroom.plan.menu import preset_named
 from elbowroom.plan.precision_floor import at_precision_floor
+from elbowroom.plan.prices import levels_of
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, settings_of, weighed
 from elbowroom.plan.site import Formula, Need, Site

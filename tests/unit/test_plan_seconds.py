@@ -18,17 +18,10 @@ from elbowroom.measure.record import least_times, record, run_recorded
 from elbowroom.plan import Exact
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import plain_peak
-from elbowroom.plan.menu import (
-    ATTENTION_LOOK,
-    RESTORE,
-    ROWS,
-    fixed_name,
-    preset_named,
-    rate_name,
-    shared_s,
-)
 from elbowroom.plan.menu import option as option_of
+from elbowroom.plan.menu import preset_named, shared_s
 from elbowroom.plan.precision_floor import ATTENTION
+from elbowroom.plan.prices import ATTENTION_LOOK, RESTORE, ROWS, fixed_name, rate_name
 from elbowroom.plan.profile import ONE_PASS, Profile
 from elbowroom.plan.site import Reads
 from elbowroom.runtime import hooks

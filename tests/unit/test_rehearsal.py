@@ -11,7 +11,6 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.backward import Graph, Node
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
-from elbowroom.plan.menu import spared, workspace
 from elbowroom.plan.profile import Profile, Save, Storage
 from elbowroom.plan.rehearsal import (
     CAREFUL,
@@ -21,6 +20,7 @@ from elbowroom.plan.rehearsal import (
     Unallocated,
     with_backward,
 )
+from elbowroom.plan.restored import spared, workspace
 from elbowroom.plan.site import Need, Reads, Site
 
 STATIC = 1000

@@ -31,7 +31,7 @@ from elbowroom.codecs.quality import dtypes_of
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.measure.timing import busy_s, typical_s
 from elbowroom.plan import Encode, Need, Offload
-from elbowroom.plan.menu import ATTENTION_LOOK, ROWS, fixed_name, rate_name
+from elbowroom.plan.prices import ATTENTION_LOOK, ROWS, fixed_name, rate_name
 from elbowroom.runtime.direct.attention import spread, spread_of_values
 from elbowroom.runtime.normal import of_rows
 from elbowroom.runtime.serving import perform

@@ -32,8 +32,8 @@ from elbowroom.measure.probe import RESULT, arguments, keys_of
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
 from elbowroom.measure.watching import call_values, one_by_one
 from elbowroom.plan import Site, SiteName
-from elbowroom.plan.menu import levels_of
 from elbowroom.plan.precision_floor import ATTENTION
+from elbowroom.plan.prices import levels_of
 from elbowroom.plan.shares import PREDICTED, NoiseShares, SiteShares
 from elbowroom.plan.site import NORMS
 from elbowroom.runtime.consumers import Call

@@ -26,7 +26,8 @@ from elbowroom.measure.clocks import Clocks, CpuMemory, CudaMemory, StepClock
 from elbowroom.measure.held import Held, all_tensors
 from elbowroom.measure.peak import curve_of, pick_device
 from elbowroom.measure.rates import rates
-from elbowroom.measure.recorder import Clock, StepRecorder, Timer
+from elbowroom.measure.recorder import StepRecorder
+from elbowroom.measure.recorder_notes import Clock, Timer
 from elbowroom.measure.shares import watch_noise
 from elbowroom.plan import Exact, Policy
 from elbowroom.plan.profile import Profile

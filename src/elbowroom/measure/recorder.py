@@ -10,16 +10,27 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from inspect import ismethod
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elbowroom.measure.calling_line import calling_line
 from elbowroom.measure.clocks import Stopwatch
+from elbowroom.measure.recorder_notes import (
+    MAX_SPANS,
+    NOBODY,
+    Alive,
+    Clock,
+    Made,
+    ModuleNotes,
+    Span,
+    StorageNotes,
+    Timer,
+)
 from elbowroom.plan import Need, Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.plan.site import RECURRENT, Formula
@@ -47,107 +58,6 @@ _LOOKS = 32  # storages in a moment
 _DEEPEST = 64  # checkpoints of the user's that may begin and end inside of one of them
 
 
-class Timer(Protocol):
-    """Tells how long ops and modules take (`clocks.Stopwatch`)."""
-
-    def read(self) -> int:
-        """Returns the number of a new reading."""
-        ...
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Returns a context in which no time passes."""
-        ...
-
-    def seconds_at(self, readings: Sequence[int]) -> list[float]:
-        """Returns the seconds at these readings, when the step is over."""
-        ...
-
-
-class Clock(Protocol):
-    """Interface of what measures each moment, from its beginning on."""
-
-    def begin(self, moment: int, *, frees: bool = False) -> None:
-        """Begins a moment.
-
-        frees: memory that is about to be freed belongs to the moment before
-        """
-        ...
-
-
-@dataclass
-class _Storage:
-    nbytes: int
-    born: int
-    used: int
-    saves: list[Save] = field(default_factory=list)
-    needs: list[int] = field(default_factory=list)
-    freed: int | None = None
-    held: int = 0
-    kept: bool = True
-    made: "_Made | None" = None
-    asked: dict[int, int] = field(default_factory=dict)  # by save, the last moment
-    made_of: set[int] = field(default_factory=set)  # storages, by index
-    nodes: list[int] = field(default_factory=list)  # of each save, autograd's number of its node
-
-    @property
-    def is_lost(self) -> bool:
-        """True if nothing can be made of it, since only its signs or its shape are saved."""
-        return all(save.site.need in (Need.MASK, Need.SHAPE) for save in self.saves)
-
-
-class _Alive(NamedTuple):
-    """Storage that the user holds, a local variable of forward, say; what the slot holds apart.
-
-    weak    the storage itself
-    slot    what is held for it
-    record  what is noted of it
-    """
-
-    weak: WeakStorage
-    slot: weakref.ref[Slot]
-    record: _Storage
-
-    def is_held(self) -> bool:
-        """Returns whether anything besides the slot holds the storage."""
-        slot = self.slot()
-        return slot is not None and self.weak.is_held_by_more(isinstance(slot.value, KeepHandle))
-
-
-_Span = tuple[int, int]  # readings of the timer as an op began and ended
-
-
-class _Made(NamedTuple):
-    """Record of what an op made, and of what must run again to make it of what is saved.
-
-    spans    of this op, and of the ops between what is saved and this one
-    modules  that run these ops
-    """
-
-    spans: tuple[_Span, ...] = ()
-    modules: tuple[str, ...] = ()
-
-
-_NOBODY = _Made()
-_MAX_SPANS = 16  # ops; no recipe is as long (`handles/rebuild.py`)
-
-
-@dataclass
-class _Module:
-    name: str
-    kind: str
-    first: int
-    inputs: tuple[int, ...] = ()
-    extra_nbytes: int = 0
-    last: int = 0
-    began: int = 0
-    ended: int = 0
-    why_not: str = ""
-    sources: tuple[int, ...] = ()
-    made_nbytes: int = 0
-    rough: str = ""
-    loses: bool = False  # a gradient, as in `checkpoints.loses_gradient`
-
-
 class StepRecorder:
     """One step's record. It is complete when the step, backward included, is over."""
 
@@ -155,13 +65,13 @@ class StepRecorder:
         """timer: tells how long ops and modules take."""
         # Weakly: whoever owns both would be a cycle, and hold what it measures until a collection.
         self._clock, self._timer = weakref.ref(clock), timer or Stopwatch()
-        self._storages: list[_Storage] = []
-        self._modules: list[_Module] = []
+        self._storages: list[StorageNotes] = []
+        self._modules: list[ModuleNotes] = []
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
-        self._made: dict[tuple[int, int], _Made] = {}  # by address and version: the op that made it
+        self._made: dict[tuple[int, int], Made] = {}  # by address and version: the op that made it
         self._known: dict[int, WeakStorage] = {}  # by address: of all those above
-        self._alive: deque[_Alive] = deque()
+        self._alive: deque[Alive] = deque()
         self._owned: dict[nn.Module, dict[int, Tensor]] = {}  # until forward has ended
         self._calls = 0  # so many ops have ended
         self._read: dict[int, int] = {}  # the last op that was given a tensor, by id
@@ -231,13 +141,13 @@ class StepRecorder:
             index = self._index.get(slot)
             if index is not None:
                 self._storages[index].used = self._now
-        made: _Made | None = None
+        made: Made | None = None
         for x in tensors_in(out):
             if not untouchable(x):
                 made = self._made_by(call, (began, self._last)) if made is None else made
                 self._note_made(x, made)
 
-    def _made_by(self, call: Call, span: _Span) -> _Made:
+    def _made_by(self, call: Call, span: Span) -> Made:
         """Returns the record of an op that has ended, and of ops between it and what is saved.
 
         What it computed can be rebuilt from what is saved, but not through a module that is
@@ -252,7 +162,7 @@ class StepRecorder:
             if made is not None and (index is None or self._storages[index].is_lost):
                 found |= dict.fromkeys(made.modules)
                 spans |= dict.fromkeys(made.spans)
-        return _Made(tuple(spans)[:_MAX_SPANS], tuple(found))
+        return Made(tuple(spans)[:MAX_SPANS], tuple(found))
 
     def _note_plain(self, nbytes: int) -> None:
         """Adds bytes that torch's own op saves in a second run of the modules that run now."""
@@ -292,7 +202,7 @@ class StepRecorder:
             return call(*args, **kwargs)
         # What is read here, the step does not read.
         with self.looking(), torch._C.DisableTorchFunction():
-            note = _Module(name, type(module).__name__, self._begin())
+            note = ModuleNotes(name, type(module).__name__, self._begin())
             note.extra_nbytes = state_nbytes(module)
             self._modules.append(note)
             arguments = Arguments(args, kwargs)
@@ -365,7 +275,7 @@ class StepRecorder:
     def storages(self) -> tuple[Storage, ...]:
         """Returns all that was saved, in order."""
         last = self.moments - 1
-        made = [s.made or _NOBODY for s in self._storages]
+        made = [s.made or NOBODY for s in self._storages]
         taken_s = self._between_all([one.spans for one in made])
         return tuple(
             Storage(
@@ -408,19 +318,19 @@ class StepRecorder:
             if calls[note.name] > 1:
                 note.why_not = "it is called more than once in a step"
         taken_s = self._between([(note.began, note.ended) for note in self._modules])
-        names = [f.name for f in fields(_Module) if f.name not in ("began", "ended", "loses")]
+        names = [f.name for f in fields(ModuleNotes) if f.name not in ("began", "ended", "loses")]
         return tuple(
             ModuleCall(seconds=seconds, **{name: getattr(note, name) for name in names})
             for note, seconds in zip(self._modules, taken_s, strict=True)
         )
 
-    def _between(self, readings: Sequence[_Span]) -> list[float]:
+    def _between(self, readings: Sequence[Span]) -> list[float]:
         """Returns the seconds between both readings of each pair."""
         began_s = self._timer.seconds_at([began for began, _ in readings])
         ended_s = self._timer.seconds_at([ended for _, ended in readings])
         return [end - begin for begin, end in zip(began_s, ended_s, strict=True)]
 
-    def _between_all(self, spans: Sequence[tuple[_Span, ...]]) -> list[float]:
+    def _between_all(self, spans: Sequence[tuple[Span, ...]]) -> list[float]:
         """Returns the sums of seconds of several spans each."""
         taken_s = iter(self._between([span for one in spans for span in one]))
         return [sum(islice(taken_s, len(one))) for one in spans]
@@ -495,10 +405,10 @@ class StepRecorder:
         moment = self._begin()
         address = self._address(x)
         made = self._made.get((address, version_of(x)))
-        self._storages.append(_Storage(site.nbytes, moment, moment, made=made))
+        self._storages.append(StorageNotes(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
         if is_planned:  # else nobody asks who holds it: of buffers their model always does
-            self._alive.append(_Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
+            self._alive.append(Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
         self._at[address, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
         return index
@@ -516,7 +426,7 @@ class StepRecorder:
             self._begin(frees=True)
             self._asking = -1
 
-    def _note_made(self, x: Tensor, made: _Made) -> None:
+    def _note_made(self, x: Tensor, made: Made) -> None:
         at = self._address(x), version_of(x)
         made = self._made.setdefault(at, made)  # a view, or dropout of nothing, makes nothing
         index = self._at.get(at)
@@ -524,7 +434,7 @@ class StepRecorder:
             self._storages[index].made = made
 
     def _note_inputs(
-        self, note: _Module, inputs: list[Tensor], source_of: Callable[[Tensor], Slot | None]
+        self, note: ModuleNotes, inputs: list[Tensor], source_of: Callable[[Tensor], Slot | None]
     ) -> None:
         """Notes inputs in the order in which recomputing saves them; -1: no op saves it."""
         found, sources = [], []

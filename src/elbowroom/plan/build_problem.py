@@ -16,21 +16,14 @@ import numpy as np
 from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
 from elbowroom.plan.composed import gated
-from elbowroom.plan.menu import (
-    RESTORE,
-    Menu,
-    is_mapped,
-    noise_again,
-    options,
-    shared_s,
-    spared,
-    times_restored,
-)
+from elbowroom.plan.menu import Menu, options, shared_s
 from elbowroom.plan.offload_rest import Tier
 from elbowroom.plan.precision_floor import MIN_RECOMPUTED_LEVELS
+from elbowroom.plan.prices import RESTORE, noise_again
 from elbowroom.plan.problem import Item, Link, Problem, Region
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.registered import all_settings
+from elbowroom.plan.restored import is_mapped, spared, times_restored
 from elbowroom.plan.site import Need, Rebuildable
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]  # of each moment

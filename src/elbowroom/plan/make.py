@@ -10,7 +10,7 @@ from elbowroom.codecs import Codec
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.build_problem import BuiltProblem, as_planned, build_problem
 from elbowroom.plan.coarse import checked
-from elbowroom.plan.menu import KEEP, action_name, preset_named, spared
+from elbowroom.plan.menu import KEEP, action_name, preset_named
 from elbowroom.plan.places import with_codes
 from elbowroom.plan.plan import Line, Plan, PlanEntry
 from elbowroom.plan.problem import (
@@ -28,6 +28,7 @@ from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.reasons import Reasons
 from elbowroom.plan.registered import still_used
 from elbowroom.plan.remedies import codes_help
+from elbowroom.plan.restored import spared
 from elbowroom.plan.shared import share
 from elbowroom.plan.site import RECOMPUTE, Site, SiteName
 from elbowroom.plan.solve import BASELINES, WITHOUT_CODES, Limits, lowered, peak, solve

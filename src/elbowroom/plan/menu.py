@@ -15,33 +15,37 @@ All registered codecs are weighed (`registered.py`).
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from math import prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Sided
-from elbowroom.codecs.dropped import drop, is_own
 from elbowroom.codecs.names import setting_name, setting_named
-from elbowroom.codecs.quality import quality_of
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
 from elbowroom.plan.composed import (
     LEAN_LEVELS,
-    RELUS,
     beside_mask,
     is_composed,
     is_no_worse,
-    levels_of_upper,
 )
 from elbowroom.plan.offload_rest import OffloadRest, Tier
 from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
 from elbowroom.plan.precision_floor import ATTENTION, coded_rows, keeps_rows_apart, suffices
 from elbowroom.plan.presets import Preset
+from elbowroom.plan.prices import (
+    ATTENTION_LOOK,
+    RESTORE,
+    ROWS,
+    error_of,
+    levels_of,
+    look_s,
+    seconds_of,
+)
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
-from elbowroom.plan.samples import samples_at_once
+from elbowroom.plan.restored import MAPS, times_restored, workspace
 from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site
 
 KEEP = Preset("keep", KeepAll(), exact=True)
@@ -50,6 +54,7 @@ OFFLOAD: dict[Tier, Preset] = {
     "file": Preset("offload to file", OffloadRest("file"), exact=True),
     "host": Preset("offload to host", OffloadRest("host"), exact=True),
 }
+_AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _FIXED = {preset.name: preset for preset in (KEEP, *EXACT_MENU, *OFFLOAD.values())}
 _TO: dict[Tier, str] = {"file": ", to file", "host": ", to host"}
 _LEAN = re.compile(r"lean, (\d+) levels")
@@ -267,35 +272,6 @@ def _beside(profile: Profile, storage: Storage) -> int:
     return sum(one.nbytes for one in restored) - (storage.nbytes if becomes else 0)
 
 
-def times_restored(storage: Storage, made: Collection[int] = (), *, exact: bool) -> int:
-    """Returns how often a storage is rebuilt or decoded for its readers.
-
-    Consecutive readers that take it whole share one restored tensor; each other reader has its own.
-
-    made   moments at which something is made of it
-    exact  in a plan that changes no bit, in which all readers take it whole
-    """
-    whole = set(storage.needs) if exact else whole_needs(storage)
-    apart = set(storage.needs) - whole - set(made)
-    return runs_of(sorted(whole.union(made))) + len(apart)
-
-
-def whole_needs(storage: Storage) -> set[int]:
-    """Returns the moments at which its readers take the whole tensor, where it is a code."""
-    parts = {save.asked for save in storage.saves if save.site.reads not in _WHOLE}
-    return set(storage.needs) - parts
-
-
-def is_mapped(storage: Storage) -> bool:
-    """Returns whether it is made of a code in the pass that decodes that."""
-    return storage.saves[0].site.producer in _MAPS
-
-
-def runs_of(moments: Sequence[int]) -> int:
-    """Returns the number of runs of consecutive moments, among ascending ones."""
-    return sum(before + 1 != moment for before, moment in pairwise((-2, *moments)))
-
-
 def shared_s(profile: Profile) -> tuple[float, ...]:
     """Returns the seconds that codes of what an attention saves add once: two of each module.
 
@@ -306,7 +282,7 @@ def shared_s(profile: Profile) -> tuple[float, ...]:
     return tuple(
         part
         for seconds, nbytes in profile.attentions.values()
-        for part in (seconds, _look_s(profile, ATTENTION_LOOK, nbytes) if looks else 0.0)
+        for part in (seconds, look_s(profile, ATTENTION_LOOK, nbytes) if looks else 0.0)
     )
 
 
@@ -350,35 +326,6 @@ def _as_encoded(storage: Storage, held: _Held) -> Iterator[tuple[int, int]]:
     is_code = held.value == "lossy" and held.codec is not None
     if is_code and any(save.site.formula is Formula.LOG_PROBABILITY for save in storage.saves):
         yield storage.born, storage.nbytes
-
-
-def spared(profile: Profile, storage: Storage) -> dict[int, int]:
-    """Returns, by moment, the bytes that convolutions spare by working on a few samples at a time.
-
-    Their workspace is that of these samples alone (`Direct.exact`), and of the gradient only their
-    part waits to be copied. Decoded samples are freed before that, and take no more.
-    """
-    found = {}
-    for need in storage.needs:
-        if [save.site.reads for save in storage.saves if save.asked == need] == [Reads.SAMPLES]:
-            share = _share(storage, need)
-            part = share * storage.nbytes
-            found[need] = round((1 - share) * workspace(profile, storage, need) - part)
-    return found
-
-
-def workspace(profile: Profile, storage: Storage, moment: int) -> int:
-    """Returns the bytes that backward took at this moment beside the tensor and the gradient."""
-    restored = 0 if storage.kept else storage.nbytes
-    taken = profile.level[moment] - profile.floor[moment] - restored - storage.nbytes
-    return max(taken, 0)
-
-
-def _share(storage: Storage, moment: int) -> float:
-    """The part of its samples that a convolution takes at once, which asks for it then."""
-    site = next(save.site for save in storage.saves if save.asked == moment)
-    at_once = site.samples or samples_at_once(site.shape, site.dtype.itemsize)  # of an old profile
-    return at_once / site.shape[0]
 
 
 def options(
@@ -456,12 +403,12 @@ def _set_held(
             held.value = "exact" if site.need is Need.EXACT or preset.exact else "lossy"
             again_s = storage.producer_s + profile.fixed_s.get(RESTORE, 0.0)
             held.nbytes, held.restore_s, held.rebuilt = 0, again_s, True
-            held.codec, held.mapped = None, held.value == "lossy" and site.producer in _MAPS
+            held.codec, held.mapped = None, held.value == "lossy" and site.producer in MAPS
             held.link, held.travels = "", None
         case Encode(codec) if site.need is Need.MASK:
             held.bits_nbytes = -(-prod(site.shape) // 8)
-            held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
-            held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
+            held.forward_s += seconds_of(profile, "encode", codec, site.nbytes)
+            held.restore_s += seconds_of(profile, "decode", codec, site.nbytes)
         case Encode(codec, facts, moved=moved) as action:
             if is_gated and isinstance(action.gated, Sided):
                 codec = action.gated
@@ -477,7 +424,7 @@ def _set_held(
             held.rows, held.link, held.travels = rows, "", None
             if rows is not None:
                 held.nbytes += rows.nbytes
-                held.forward_s += _look_s(profile, ROWS, site.nbytes)
+                held.forward_s += look_s(profile, ROWS, site.nbytes)
             if moved is not None and moved.tier is not None:
                 largest = codec.largest_nbytes(site.shape, site.dtype, facts)
                 held.link, held.travels = moved.tier, min(held.nbytes, largest)
@@ -485,9 +432,9 @@ def _set_held(
                 _add_travel(held, held.travels, profile)
             if facts.has_zeros and codec.keeps_zeros:
                 held.bits_nbytes, held.zeros = 0, True
-            held.forward_s += _seconds(profile, "encode", codec, site.nbytes)
-            held.restore_s += _seconds(profile, "decode", codec, site.nbytes)
-            held.error = 0.0 if codec.lossless else _error(codec, site, profile)
+            held.forward_s += seconds_of(profile, "encode", codec, site.nbytes)
+            held.restore_s += seconds_of(profile, "decode", codec, site.nbytes)
+            held.error = 0.0 if codec.lossless else error_of(codec, site, profile)
 
 
 def _as_made(preset: Preset, site: Site) -> Site:
@@ -509,92 +456,3 @@ def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:
         out, back = f"out {held.link}", f"in {held.link}"
         held.forward_s += nbytes / profile.rates.get(f"copy {out}", profile.rates[out])
         held.restore_s += nbytes / profile.rates.get(f"copy {back}", profile.rates[back])
-
-
-def _seconds(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
-    """Returns the seconds in which so many bytes of a tensor are encoded or decoded."""
-    try:
-        rate = profile.rates[rate_name(verb, codec)]  # what was not asked for is measured now
-    except KeyError:
-        rate = _UNMEASURED
-    except Exception as error:
-        if is_own(type(codec)):
-            raise
-        rate = _UNMEASURED
-        drop(type(codec), f"it fails: {type(error).__name__}: {error}")
-    return profile.fixed_s.get(fixed_name(verb, codec), 0.0) + nbytes / rate
-
-
-def _look_s(profile: Profile, name: str, nbytes: int) -> float:
-    """Returns the seconds of one look at the values of so many bytes."""
-    return profile.fixed_s.get(name, 0.0) + nbytes / profile.rates.get(name, _UNMEASURED)
-
-
-ROWS = "rows"  # the rate at which the means and sizes of rows are found
-ATTENTION_LOOK = "attention levels"  # the rate at which it is found how fine its codes must be
-RESTORE = "decode bitmask"  # the fixed seconds of what does nearly nothing else
-_MAPS = (*RELUS, "batch_norm")  # what they make of a code has parts
-# Of what waits for its next reader.
-_WHOLE = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT, Reads.ROWS)
-_AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
-_TYPICAL = 32  # levels of a code that a module runs again from
-_UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
-
-
-def rate_name(verb: str, codec: Codec) -> str:
-    """Returns the name of a rate in a profile: "encode dither, 4 levels".
-
-    The size of groups makes no difference to a dither.
-    """
-    named = Dither(levels=codec.levels) if isinstance(codec, Dither) else codec
-    return f"{verb} {setting_name(named)}"
-
-
-def fixed_name(verb: str, codec: Codec) -> str:
-    """Returns the name of seconds in a profile that each tensor takes: "encode dither"."""
-    return f"{verb} {codec.id}"
-
-
-def _error(codec: Codec, site: Site, profile: Profile) -> float:
-    """Returns the gradient variance that the code adds, as a share of that of mini-batches.
-
-    Where that was not measured, all tensors matter as their size: the share of all saved bytes that
-    this is, times the variance of a code of a normal. What is no dither counts as one that makes as
-    large an error of a normal.
-    """
-    return _noise(profile, site, levels_of(codec, site))
-
-
-def levels_of(codec: Codec, site: Site) -> float:
-    """Returns the levels of the dither that makes an error as large as this code."""
-    if isinstance(codec, Dither):
-        return codec.levels
-    if isinstance(codec, Sided) and codec.is_rough_elsewhere:
-        return levels_of_upper(codec)  # the rough values have no gradient of their own
-    maps = len(site.shape) >= 4
-    quality = quality_of(codec, maps=maps)
-    # A dither is better than usual where a ReLU leaves zeros, and of maps, whose values lie apart
-    # from zero or in a narrow range: a code whose error goes with each value gains nothing by that.
-    is_less = codec.is_relative and (site.facts.has_zeros or maps)
-    return quality.levels_of_zeros if is_less else quality.levels
-
-
-def _noise(profile: Profile, site: Site, levels: float) -> float:
-    if profile.noise is not None:
-        return profile.noise.of(site.name, site.nbytes, levels)
-    return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2
-
-
-def noise_again(profile: Profile, storages: Sequence[Storage]) -> float:
-    """Returns the variance that recomputing a module from a code of two levels adds.
-
-    storages  that its forward saves: all of them are then off by what the code of its input is
-              off by, as a share of their size. From n levels it is that over (n - 1)^2.
-    """
-    total = 0.0
-    for storage in storages:
-        sites = [save.site for save in storage.saves]
-        site = next((site for site in sites if site.need is Need.LOSSY), sites[0])
-        if site.dtype.is_floating_point:
-            total += _noise(profile, site, _TYPICAL) * (_TYPICAL - 1) ** 2
-    return total

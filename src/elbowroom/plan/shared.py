@@ -12,9 +12,9 @@ allowed.
 from dataclasses import dataclass
 
 from elbowroom.plan.build_problem import BuiltProblem
-from elbowroom.plan.menu import is_mapped, runs_of, whole_needs
 from elbowroom.plan.problem import Choice, Item, Option, held_options, levels
 from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.restored import is_mapped, runs_of, whole_needs
 from elbowroom.plan.site import Need, Reads
 
 

@@ -1,0 +1,71 @@
+"""When and how often backward restores a storage, and the memory that its readers take then."""
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from elbowroom.plan.composed import RELUS
+from elbowroom.plan.profile import Profile, Storage
+from elbowroom.plan.samples import samples_at_once
+from elbowroom.plan.site import Reads
+
+MAPS = (*RELUS, "batch_norm")  # what they make of a code has parts
+# Of what waits for its next reader.
+_WHOLE = (Reads.RESTORED, Reads.PLACE, Reads.GRADIENT, Reads.ROWS)
+
+
+def times_restored(storage: Storage, made: Collection[int] = (), *, exact: bool) -> int:
+    """Returns how often a storage is rebuilt or decoded for its readers.
+
+    Consecutive readers that take it whole share one restored tensor; each other reader has its own.
+
+    made   moments at which something is made of it
+    exact  in a plan that changes no bit, in which all readers take it whole
+    """
+    whole = set(storage.needs) if exact else whole_needs(storage)
+    apart = set(storage.needs) - whole - set(made)
+    return runs_of(sorted(whole.union(made))) + len(apart)
+
+
+def whole_needs(storage: Storage) -> set[int]:
+    """Returns the moments at which its readers take the whole tensor, where it is a code."""
+    parts = {save.asked for save in storage.saves if save.site.reads not in _WHOLE}
+    return set(storage.needs) - parts
+
+
+def is_mapped(storage: Storage) -> bool:
+    """Returns whether it is made of a code in the pass that decodes that."""
+    return storage.saves[0].site.producer in MAPS
+
+
+def runs_of(moments: Sequence[int]) -> int:
+    """Returns the number of runs of consecutive moments, among ascending ones."""
+    return sum(before + 1 != moment for before, moment in pairwise((-2, *moments)))
+
+
+def spared(profile: Profile, storage: Storage) -> dict[int, int]:
+    """Returns, by moment, the bytes that convolutions spare by working on a few samples at a time.
+
+    Their workspace is that of these samples alone (`Direct.exact`), and of the gradient only their
+    part waits to be copied. Decoded samples are freed before that, and take no more.
+    """
+    found = {}
+    for need in storage.needs:
+        if [save.site.reads for save in storage.saves if save.asked == need] == [Reads.SAMPLES]:
+            share = _share(storage, need)
+            part = share * storage.nbytes
+            found[need] = round((1 - share) * workspace(profile, storage, need) - part)
+    return found
+
+
+def workspace(profile: Profile, storage: Storage, moment: int) -> int:
+    """Returns the bytes that backward took at this moment beside the tensor and the gradient."""
+    restored = 0 if storage.kept else storage.nbytes
+    taken = profile.level[moment] - profile.floor[moment] - restored - storage.nbytes
+    return max(taken, 0)
+
+
+def _share(storage: Storage, moment: int) -> float:
+    """The part of its samples that a convolution takes at once, which asks for it then."""
+    site = next(save.site for save in storage.saves if save.asked == moment)
+    at_once = site.samples or samples_at_once(site.shape, site.dtype.itemsize)  # of an old profile
+    return at_once / site.shape[0]
