@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,11 @@ from elbowroom.plan.site import (
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.repeats import Observing
-from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import PLAIN, version_of
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.sources import Source, Sources
 
 # Functions that are recognized immediately -> arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)
@@ -133,6 +136,7 @@ class Call:
     """One call from Python to a torch function, while it runs.
 
     saved        slots of what it has saved so far
+    own          slot of its first argument, if it has saved that
     at_end       is called with its result: tensors that wait for its statistics
     deferred     saved tensors that are decided on when it has ended
     fine         the sources of what it reads with a fine formula
@@ -155,6 +159,7 @@ class Call:
     kwargs: dict[str, Any]
     name: str = ""
     saved: list[Slot] = field(default_factory=list)
+    own: Slot | None = None
     at_end: "list[Callable[[Call, Any], None]]" = field(default_factory=list)
     deferred: list[tuple[Deferred, Tensor]] = field(default_factory=list)
     fine: list[Slot] = field(default_factory=list)
@@ -207,10 +212,22 @@ class Call:
         """Returns whether x, which it saves, is rows of what one of our nodes makes in parts."""
         return self.in_parts and x.dim() == 2 and x.is_floating_point()
 
+    def source(self, sources: "Sources") -> "tuple[Source | None, Geometry]":
+        """Returns the source for recomputing the call, as `Sources.source` does.
+
+        Mostly that is its first argument, as the call itself has saved it.
+        """
+        own = self.own
+        if own is None or own.value is None or version_of(self.first) != self.version:
+            return sources.source(self)
+        return own, Geometry.of(self.first)
+
     def note_saved(self, slot: Slot, x: Tensor) -> None:
         """Notes that the call has saved x."""
         self.saved.append(slot)
-        if self.cast is None and _is_cast(x, self.first):
+        if x is self.first:
+            self.own = slot
+        elif self.cast is None and _is_cast(x, self.first):
             self.cast = slot
         if self.name in NORMS and slot.value is not None and _is_statistic(x):
             self.small.append(x.detach())

@@ -91,10 +91,6 @@ class Context:
         """True if recurrent layers are recomputed in stretches: sums are rounded otherwise."""
         return self.runs_again and not self.keeps_bits
 
-    def next_seed(self) -> int:
-        """A fresh 64-bit seed."""
-        return mixed(self.first_seed() + self.reserve(1) + 1)
-
     def first_seed(self) -> int:
         """Returns the number to which the count is added; `mixed` makes a seed of the sum."""
         return _first_seed_of(self.seed, _rank())

@@ -17,6 +17,8 @@ bound of its own (`facts.error_bound`, in units of x) is not normalized.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
@@ -178,3 +180,32 @@ def _order_of_rows(stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int,
 def flat_of(x: Tensor) -> Tensor:
     """A dense tensor as a flat view in memory order."""
     return x.as_strided((x.numel(),), (1,), x.storage_offset())
+
+
+@lru_cache(1024)
+def layout_of(
+    sizes: tuple[int, ...], stride: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int, int] | None:
+    """Returns a tensor's dimensions in memory order, inner and rows, for a statistic of this shape.
+
+    See `Statistics` for the last two. Returns None where the tensor has gaps or overlaps, or more
+    alternations.
+
+    sizes, stride: of the tensor
+    """
+    order = sorted(range(len(sizes)), key=lambda d: (-stride[d], d))
+    expected = 1
+    for d in reversed(order):
+        if sizes[d] > 1 and stride[d] != expected:
+            return None
+        expected *= sizes[d]
+    varying = ((shape[d] > 1, sizes[d]) for d in order if sizes[d] > 1)
+    by_kind = groupby(varying, lambda one: one[0])
+    runs = [(varies, prod(n for _, n in run)) for varies, run in by_kind]
+    inner = runs.pop()[1] if runs and not runs[-1][0] else 1
+    if runs:
+        runs.pop()  # the channels
+    before = [n for varies, n in runs if varies]
+    if len(before) > 1 or (before and not runs[0][0]):
+        return None
+    return tuple(order), inner, before[0] if before else 1

@@ -12,7 +12,7 @@ a plan recomputes (`checkpoints.py`).
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -20,11 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elbowroom.codecs.base import Encoded, Seed
-from elbowroom.codecs.dropped import encoded_or_dropped, is_own
-from elbowroom.codecs.room import Room
+from elbowroom.codecs.base import Seed
 from elbowroom.errors import CodecError, PlanError
-from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import (
     Action,
     Encode,
@@ -53,24 +50,22 @@ from elbowroom.plan.site import (
 )
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
-from elbowroom.runtime.context import Context, HalfSuffices
+from elbowroom.runtime.context import Context, HalfSuffices, mixed
 from elbowroom.runtime.deferred import MAX_SAVES, Waiting
 from elbowroom.runtime.handles import (
     CastHandle,
     EncodeHandle,
     Handle,
     KeepHandle,
-    MovedCodeHandle,
     OffloadHandle,
     RebuildHandle,
 )
-from elbowroom.runtime.handles.encode import largest
+from elbowroom.runtime.handles.encode import encoded, is_normalized, prefetcher_of
 from elbowroom.runtime.handles.rebuild import Ready, Recipe
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.modules import outermost
-from elbowroom.runtime.normal import Normalized, Statistics, of_rows
+from elbowroom.runtime.normal import Statistics
 from elbowroom.runtime.observer import Listener, Watch
-from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.saturated import Saturated
 from elbowroom.runtime.sites import (
     MADE_OF_PARAMETERS,
@@ -82,8 +77,8 @@ from elbowroom.runtime.sites import (
 )
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.sources import Sources
-from elbowroom.runtime.statistics import layout_of, statistics_of
-from elbowroom.runtime.storage import covering, storage_nbytes
+from elbowroom.runtime.statistics import statistics_of
+from elbowroom.runtime.storage import covering
 from elbowroom.runtime.tiers import tier_for
 from elbowroom.runtime.undecided import Undecided
 
@@ -137,6 +132,7 @@ class Serving:
         self._sources, self._listener, self._watch = sources, listener, watch
         self._is_exact, self._lets_wait = is_exact, lets_wait
         self._rebuilds = getattr(policy, "rebuild", True)
+        self._first_seed = context.first_seed()
         self.waiting = WaitingLine()
         self.pieces = Pieces()
         self.undecided = Undecided(context, listener, self._half_serves)
@@ -205,7 +201,7 @@ class Serving:
             slot.hold_bits(bits)
         elif slot.mask_of:
             return
-        seed, known = self._context.next_seed(), slot.statistics
+        seed, known = self._next_seed(), slot.statistics
         handle = perform(
             *(action, base, Need.LOSSY, None, seed), statistics=known, is_examined=True
         )
@@ -224,7 +220,7 @@ class Serving:
         whole = slot.base.on(x)
         action = self._chosen(request, site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
-        seed = self._context.next_seed() if isinstance(action, Encode) else 0
+        seed = self._next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, name, site, ready, seed, self._context.count)
         if reading.part is not Part.NONE:
             self.undecided.note(request, site)
@@ -282,6 +278,10 @@ class Serving:
             return
         sources.again += products
         self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
+
+    def _next_seed(self) -> int:
+        """Returns a fresh 64-bit seed."""
+        return mixed(self._first_seed + self._context.reserve(1) + 1)
 
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be rebuilt for it."""
@@ -475,30 +475,10 @@ def perform(
     match action:
         case Keep(why):
             return KeepHandle(base, why)
-        case Encode(codec, facts):
-            x = base if action.least is None else _from(action.least, base)
-            normal = normalized(action, x, statistics)
-            affine = None if normal is None else normal.normalize()
-            # Of one run of bytes, which is not moved.
-            coders = None if context is None or action.moved is not None else context.coders
-            coder = None if coders is None else coders.of(codec, x, facts)
-            drops = is_examined if context is None else context.drops_codecs
-            if drops and not is_own(type(codec)):
-                room = _room(context, (name, codec, base.numel()), base)
-                encode = partial(codec.encode, x, seed, facts, affine, room)
-                made = encoded_or_dropped(codec, x, affine, encode, decodes=is_examined)
-                if made is None:
-                    return KeepHandle(base, f"codec '{codec.id}' has failed")
-                encoded = made
-            elif coder is not None and not isinstance(seed, Tensor):
-                encoded = coder.encode(x, seed, affine)
-            else:
-                room = _room(context, (name, codec, base.numel()), base)
-                encoded = codec.encode(x, seed, facts, affine, room)
-            own = on_survived, None if encoded.raw else normal
-            if action.moved is not None and (move := _move(action.moved, encoded, name, context)):
-                return MovedCodeHandle(encoded, base, *own, move)
-            return EncodeHandle(encoded, base, *own)
+        case Encode(codec):
+            known = statistics, name, context
+            handle = encoded(action, base, seed, on_survived, *known, is_examined=is_examined)
+            return handle or KeepHandle(base, f"codec '{codec.id}' has failed")
         case Rebuild():
             assert ready is not None
             return RebuildHandle.of(ready, base, need)
@@ -506,66 +486,12 @@ def perform(
             tier = tier_for(action, base)
             if isinstance(tier, str):
                 return KeepHandle(base, tier)
-            return OffloadHandle(tier, base, _prefetcher(context), name, on_survived)
+            return OffloadHandle(tier, base, prefetcher_of(context), name, on_survived)
         case _:
             raise PlanError(
                 f"a policy returns Keep, Encode, Rebuild or Offload; got {action!r}. "
                 "Import them from elbowroom.plan, and return one for every site."
             )
-
-
-def _room(context: Context | None, kind: Hashable, base: Tensor) -> Room | None:
-    """Returns memory for a code whose size only the device knows; None: the host knows it."""
-    return context.capacities.room(kind) if context is not None and would_wait(base) else None
-
-
-def _prefetcher(context: Context | None) -> Prefetcher | None:
-    return None if context is None else context.prefetcher
-
-
-def _move(
-    action: Offload, encoded: Encoded, name: SiteName, context: Context | None
-) -> Callable[[Tensor], OffloadHandle] | None:
-    """Returns what moves the largest buffer of a code; None: no tier takes it, or it is a view."""
-    buffer = encoded.buffers[largest(encoded)]
-    tier = tier_for(action, buffer)
-    if isinstance(tier, str) or not buffer.numel() or storage_nbytes(buffer) != buffer.nbytes:
-        return None
-    return lambda moved: OffloadHandle(tier, moved, _prefetcher(context), name)
-
-
-def _from(least: float, x: Tensor) -> Tensor:
-    """Returns x clamped from below; x itself, if no element is below."""
-    x = x.detach()  # otherwise these ops would save tensors, too
-    if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
-        return x
-    return x.clamp_min(least)
-
-
-def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
-    """Returns what is encoded in place of base: normalized by its rows, or as its norm does."""
-    if not is_normalized(action):
-        return None
-    rows, keep_zeros = action.rows, action.facts.has_zeros
-    if rows is None:
-        return None if statistics is None else Normalized(statistics, keep_zeros)
-    x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
-    mean, rstd = of_rows(x, keep_zeros=keep_zeros)
-    layout = layout_of(x.shape, x.stride(), mean.shape)
-    assert layout is not None
-    order, inner, shares = layout
-    of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)
-    return Normalized(of_each, keep_zeros, rows)
-
-
-def is_normalized(action: Action) -> bool:
-    """Returns whether a norm's input is to be encoded in normalized form.
-
-    See `normal.py`.
-    """
-    if not isinstance(action, Encode) or action.codec.lossless:
-        return False
-    return action.facts.error_bound is None
 
 
 class LaterSource:

@@ -36,8 +36,8 @@ from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.masks import masks_differ
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.normal import layout_of
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.statistics import layout_of
 from elbowroom.runtime.storage import Origin, is_made_of_parameters, is_parameter
 
 MADE_OF_PARAMETERS = "made of parameters only"

@@ -14,8 +14,6 @@ the channels, what is behind it `inner`, a V before that the rows.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
-from itertools import groupby
 from math import prod
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.normal import Statistics
+from elbowroom.runtime.normal import Statistics, layout_of
 
 _Found = tuple[Tensor, Tensor, Tensor]  # x, and mean and rstd that broadcast with it
 
@@ -57,35 +55,6 @@ def logical_statistics(call: Call, x: Tensor) -> _Found | None:
     """Returns a view of x, the input of a norm, with the mean and rstd that broadcast over it."""
     find = _FINDERS.get(call.name)
     return None if find is None or not x.numel() else find(call, x)
-
-
-@lru_cache(1024)
-def layout_of(
-    sizes: tuple[int, ...], stride: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], int, int] | None:
-    """Returns a tensor's dimensions in memory order, inner and rows, for a statistic of this shape.
-
-    See `Statistics` for the last two. Returns None where the tensor has gaps or overlaps, or more
-    alternations.
-
-    sizes, stride: of the tensor
-    """
-    order = sorted(range(len(sizes)), key=lambda d: (-stride[d], d))
-    expected = 1
-    for d in reversed(order):
-        if sizes[d] > 1 and stride[d] != expected:
-            return None
-        expected *= sizes[d]
-    varying = ((shape[d] > 1, sizes[d]) for d in order if sizes[d] > 1)
-    by_kind = groupby(varying, lambda one: one[0])
-    runs = [(varies, prod(n for _, n in run)) for varies, run in by_kind]
-    inner = runs.pop()[1] if runs and not runs[-1][0] else 1
-    if runs:
-        runs.pop()  # the channels
-    before = [n for varies, n in runs if varies]
-    if len(before) > 1 or (before and not runs[0][0]):
-        return None
-    return tuple(order), inner, before[0] if before else 1
 
 
 def _batch_norm(call: Call, x: Tensor) -> _Found | None:

@@ -9,22 +9,32 @@ The largest buffer of a code may be in another tier (`MovedCodeHandle`). It is f
 that the code is read, and released after that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
-from elbowroom.codecs.base import PART
+from elbowroom.codecs.base import PART, Seed
 from elbowroom.codecs.compact import Compact
-from elbowroom.codecs.dropped import refuse_undecodable
+from elbowroom.codecs.dropped import encoded_or_dropped, is_own, refuse_undecodable
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.room import Room
+from elbowroom.kernels.fakes import has_values, would_wait
+from elbowroom.plan import Action, Encode, Offload, SiteName
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.normal import Normalized, Statistics, flat_of
+from elbowroom.runtime.normal import Normalized, Statistics, flat_of, layout_of, of_rows
+from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.storage import WeakStorage, counted, counter_of, storage_nbytes, version_of
+from elbowroom.runtime.tiers import tier_for
+
+if TYPE_CHECKING:
+    from elbowroom.runtime.context import Context
 
 Parts = Callable[[int, int], Tensor]  # first element, number -> flat
 _PARTS = 16  # of a tensor whose noise is drawn again
@@ -294,3 +304,99 @@ class MovedCodeHandle(EncodeHandle):
         return replace(
             encoded, buffers=(*buffers[: self._which], buffer, *buffers[self._which + 1 :])
         )
+
+
+def encoded(
+    action: Encode,
+    base: Tensor,
+    seed: Seed,
+    on_survived: Callable[[], None] | None,
+    statistics: Statistics | None,
+    name: SiteName,
+    context: "Context | None",
+    *,
+    is_examined: bool,
+) -> EncodeHandle | None:
+    """Encodes `base`, and returns the handle that holds the code; see `serving.perform`.
+
+    Returns None if the codec of another package has failed, and is dropped for that.
+    """
+    codec, facts = action.codec, action.facts
+    x = base if action.least is None else _from(action.least, base)
+    normal = normalized(action, x, statistics)
+    affine = None if normal is None else normal.normalize()
+    # Of one run of bytes, which is not moved.
+    coders = None if context is None or action.moved is not None else context.coders
+    coder = None if coders is None else coders.of(codec, x, facts)
+    drops = is_examined if context is None else context.drops_codecs
+    if drops and not is_own(type(codec)):
+        room = _room(context, (name, codec, base.numel()), base)
+        encode = partial(codec.encode, x, seed, facts, affine, room)
+        made = encoded_or_dropped(codec, x, affine, encode, decodes=is_examined)
+        if made is None:
+            return None
+        code = made
+    elif coder is not None and not isinstance(seed, Tensor):
+        code = coder.encode(x, seed, affine)
+    else:
+        room = _room(context, (name, codec, base.numel()), base)
+        code = codec.encode(x, seed, facts, affine, room)
+    own = on_survived, None if code.raw else normal
+    if action.moved is not None and (move := _move(action.moved, code, name, context)):
+        return MovedCodeHandle(code, base, *own, move)
+    return EncodeHandle(code, base, *own)
+
+
+def _room(context: "Context | None", kind: Hashable, base: Tensor) -> Room | None:
+    """Returns memory for a code whose size only the device knows; None: the host knows it."""
+    return context.capacities.room(kind) if context is not None and would_wait(base) else None
+
+
+def prefetcher_of(context: "Context | None") -> Prefetcher | None:
+    """Returns what fetches offloaded tensors of this context early; None: nothing does."""
+    return None if context is None else context.prefetcher
+
+
+def _move(
+    action: Offload, encoded: Encoded, name: SiteName, context: "Context | None"
+) -> Callable[[Tensor], OffloadHandle] | None:
+    """Returns what moves the largest buffer of a code; None: no tier takes it, or it is a view."""
+    buffer = encoded.buffers[largest(encoded)]
+    tier = tier_for(action, buffer)
+    if isinstance(tier, str) or not buffer.numel() or storage_nbytes(buffer) != buffer.nbytes:
+        return None
+    return lambda moved: OffloadHandle(tier, moved, prefetcher_of(context), name)
+
+
+def _from(least: float, x: Tensor) -> Tensor:
+    """Returns x clamped from below; x itself, if no element is below."""
+    x = x.detach()  # otherwise these ops would save tensors, too
+    if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
+        return x
+    return x.clamp_min(least)
+
+
+def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:
+    """Returns what is encoded in place of base: normalized by its rows, or as its norm does."""
+    if not is_normalized(action):
+        return None
+    rows, keep_zeros = action.rows, action.facts.has_zeros
+    if rows is None:
+        return None if statistics is None else Normalized(statistics, keep_zeros)
+    x = base.detach().as_strided(rows.shape, rows.stride, base.storage_offset())
+    mean, rstd = of_rows(x, keep_zeros=keep_zeros)
+    layout = layout_of(x.shape, x.stride(), mean.shape)
+    assert layout is not None
+    order, inner, shares = layout
+    of_each = Statistics(mean.permute(order), rstd.permute(order), inner, shares)
+    return Normalized(of_each, keep_zeros, rows)
+
+
+def is_normalized(action: Action) -> bool:
+    """Returns whether a norm's input is to be encoded in normalized form.
+
+    See `normal.py`.
+    """
+    if not isinstance(action, Encode) or action.codec.lossless:
+        return False
+    return action.facts.error_bound is None

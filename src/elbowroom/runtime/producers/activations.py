@@ -17,7 +17,7 @@ from elbowroom.runtime.storage import Origin
 
 def relu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a ReLU; of one behind a norm, of both."""
-    source, seen = sources.source(call)
+    source, seen = call.source(sources)
     if isinstance(source, Recipe) and source.op.is_norm and seen == source.made:
         norm = source
         below = norm.source() if isinstance(norm.source, weakref.ref) else norm.source
@@ -85,7 +85,7 @@ def _make_masked(
     call: Call, out: Tensor, sources: Sources, op: Op, *, has_zeros: bool = False
 ) -> Origin:
     """Returns a recipe that takes bits from where the op has saved its input or its output."""
-    source, seen = sources.source(call)
+    source, seen = call.source(sources)
     if source is None:
         return Origin(call.name, has_zeros=has_zeros)
     masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)

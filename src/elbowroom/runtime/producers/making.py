@@ -22,7 +22,7 @@ def origin_of(
     """The origin of `out`, with a recipe if there are an op and a source to recompute it from."""
     recipe = None
     if op is not None:
-        source, seen = sources.source(call)
+        source, seen = call.source(sources)
         if source is not None:
             recipe = Recipe.of(in_order(op, seen, out), source, seen, out, sources.slot(out))
     return Origin(call.name, has_zeros, recipe)

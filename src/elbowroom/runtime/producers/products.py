@@ -185,7 +185,7 @@ def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         return None
     if bias is not None and type(bias) is not nn.Parameter:
         return None
-    source, seen = sources.source(call)
+    source, seen = call.source(sources)
     w, b = weight.detach(), None if bias is None else bias.detach()
     dtype, given, learns = out.dtype, seen, weight.requires_grad
     if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held

@@ -3,7 +3,7 @@
     guard(replay, args, kwargs) -> bool     compares the arguments of a call with the script's
     Hold                                    what a saved tensor must be, and the function
                                             (replay, x) -> held that makes what autograd holds of it
-    instruction(replay, slot, whole, x)     sets the value of a slot
+    instruction(replay, slot, whole, x)     sets the value of a slot (`instructions.py`)
 
 All constants of the script are bound to these functions: dtypes, shapes, sizes, numbers of slots
 and seeds, the codec's coder. So a replayed step needs no lookups.
@@ -19,32 +19,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from elbowroom.codecs.compact import Coder, Compact
-from elbowroom.plan import Need
-from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import (
-    CastHandle,
     EncodeHandle,
-    Handle,
     KeepHandle,
-    RebuildHandle,
 )
-from elbowroom.runtime.handles.rebuild import Op, Ready
-from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.replay.held import Coded, Flat, kept
+from elbowroom.runtime.replay.held import Coded, Flat, encoder, kept
+from elbowroom.runtime.replay.instructions import do, late
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
     Like,
-    NumberedRecipe,
     Save,
     Step,
     instructions_of,
 )
 from elbowroom.runtime.replay.sizes import Varying, now
-from elbowroom.runtime.serving import is_normalized, normalized, perform
-from elbowroom.runtime.slot import Geometry, Slot, View
-from elbowroom.runtime.storage import versions_of
+from elbowroom.runtime.slot import Geometry, View
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
@@ -60,8 +50,6 @@ Check = Callable[["Replay", Any], bool]
 #   source          its slot's number, if other tensors are rebuilt from it; else NOWHERE
 #   function        makes what autograd holds in its place; None: the tensor is only kept
 Hold = tuple[Any, Any, int, Any, int, int, int, int, int, Callable[["Replay", Tensor], Any] | None]
-Do = Callable[["Replay", Slot, Tensor, Tensor], None]
-Late = Callable[["Replay"], None]
 
 
 class Act:
@@ -93,7 +81,7 @@ class Act:
         )
         self.run: Callable[..., Any] = step.run or step.func
         self.before, self.after = (
-            tuple(_late(instruction, is_exact) for instruction in some)
+            tuple(late(instruction, is_exact) for instruction in some)
             for some in (step.before, step.after)
         )
         self.opens, self.place, self.copies = step.opens, step.place, step.copies
@@ -118,7 +106,7 @@ class Compiled:
         ]
         # The last one is no call: nothing is equal to its function.
         self.acts = (*acts, Act(Step(_nothing), flat))
-        self.last = tuple(_late(instruction, exact) for instruction in last)
+        self.last = tuple(late(instruction, exact) for instruction in last)
 
 
 def _nothing() -> None:
@@ -288,7 +276,7 @@ def _hold_first(
 def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     number, fresh, geometry, need = save.slot, save.fresh, save.geometry, save.need
     whole = geometry if save.whole is None else save.whole
-    instruction = None if save.instruction is None else _do(save.instruction, is_exact)
+    instruction = None if save.instruction is None else do(save.instruction, is_exact)
     keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
     def hold(replay: Replay, x: Tensor) -> View:
@@ -312,7 +300,7 @@ def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     """Holds a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
     instruction, hold_in_slot = save.instruction, _hold_in_slot(save, is_exact)
     assert instruction is not None
-    encode = _encoder(instruction, alone=True)
+    encode = encoder(instruction, alone=True)
 
     def hold(replay: Replay, x: Tensor) -> Any:
         held = encode(replay, x)
@@ -332,7 +320,7 @@ def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes
     all_of_it = save.geometry if save.whole is None else save.whole
     place, noted = save.place, save.noted
-    instruction = None if save.instruction is None else _do(save.instruction, is_exact)
+    instruction = None if save.instruction is None else do(save.instruction, is_exact)
     keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
     def fits(replay: Replay, x: Tensor, geometry: Geometry) -> bool:
@@ -372,243 +360,3 @@ def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
         return View(slot, geometry, need)
 
     return hold
-
-
-# --- What a slot is given
-
-
-def _late(instruction: Instruction, is_exact: bool) -> Late:
-    """Sets a slot's value after the tensor was saved: it is kept until then."""
-    number, do = instruction.slot, _do(instruction, is_exact)
-
-    def late(replay: Replay) -> None:
-        slot = replay.slots[number]
-        kept = slot.value
-        if isinstance(kept, KeepHandle) and not kept.was_changed:
-            x = kept.restore()
-            do(replay, slot, x, x)
-
-    return late
-
-
-def _do(instruction: Instruction, is_exact: bool) -> Do:
-    action = instruction.action
-    if instruction.bits:
-        return _pack_bits(instruction)
-    if action is None:
-        return _hold_shape if instruction.need is Need.SHAPE else _cast_or_keep(instruction)
-    if isinstance(action, Encode):
-        return _encode(instruction)
-    if isinstance(action, Rebuild):
-        return _rebuild(instruction, is_exact)
-    return _perform(instruction)
-
-
-def _pack_bits(instruction: Instruction) -> Do:
-    op, covers = instruction.bits, instruction.covers
-
-    def pack_bits(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        bits = mask_bits(whole, op, only_output=covers)
-        if bits is None:
-            slot.hold(KeepHandle(whole, "a NaN, of which a bit cannot tell"))
-        else:
-            slot.mask_of = op
-            slot.hold_bits(bits)
-
-    return pack_bits
-
-
-def _hold_shape(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-    slot.value = None
-    slot.hold_shape()
-
-
-def _cast_or_keep(instruction: Instruction) -> Do:
-    is_exact = instruction.need is Need.EXACT
-
-    def cast_or_keep(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        cast = CastHandle.of(x, whole, replay.began) if is_exact else None
-        slot.hold(cast or KeepHandle(whole, "no cast of a parameter"))
-
-    return cast_or_keep
-
-
-def _encode(instruction: Instruction) -> Do:
-    encode: Callable[[Replay, Tensor], Any] = _encoder(instruction)
-
-    def encode_in_slot(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        slot.hold(encode(replay, whole))
-
-    return encode_in_slot
-
-
-def _encoder(
-    instruction: Instruction, *, alone: bool = False
-) -> Callable[[Replay, Tensor], Handle | Coded]:
-    """Encodes by a coder of tensors of this shape, where the codec has one.
-
-    There is no reference to the encoded tensor, unless one of this site has lasted until backward.
-
-    alone: a slot is not needed
-    """
-    action, perform_it, name = instruction.action, _performer(instruction), instruction.name
-    assert isinstance(action, Encode)
-    is_longer = action.least is not None or action.moved is not None
-    if instruction.mask != NOWHERE or is_longer or instruction.varies:
-        # Bits of this forward; other values, or another place; another number of rows.
-        return perform_it
-    codec, facts, nth, norm = action.codec, action.facts, instruction.draw, instruction.norm
-    is_normal = is_normalized(action) and (action.rows is not None or norm is not None)
-    coders: list[Coder | None] = []  # one, made of the first tensor
-
-    def encode(replay: Replay, whole: Tensor) -> Handle | Coded:
-        if not coders:
-            coders.append(Coder.of(codec, whole, facts))
-        coder = coders[0]
-        if coder is None:
-            return perform_it(replay, whole)
-        normal = None
-        if is_normal:
-            normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
-        affine = None if normal is None else normal.normalize()
-        encoded = coder.encode(whole, replay.draw(nth), affine)
-        base = whole if name in replay.context.survivors else None
-        if alone and base is None and type(encoded) is Compact:
-            return Coded((encoded, normal, replay.token))
-        return EncodeHandle(encoded, base, None, None if encoded.raw else normal)
-
-    return encode
-
-
-def _rebuild(instruction: Instruction, is_exact: bool) -> Do:
-    """Holds the recipe; in an exact script without the statistics that it reads of codes alone."""
-    assert instruction.recipe is not None
-    make_ready, must_be_exact = _ready(instruction.recipe, is_exact), instruction.need is Need.EXACT
-    steps = tuple(instruction.recipe)
-    sources = {number for step in steps for number in step.sources}
-    # What works on codes is known, but for ops that need bits, which are not there in every step.
-    may_be_lossy = all(step.noise != NOWHERE or _works_lossy(step, is_exact) for step in steps)
-    needed = {step.bits for step in steps if step.op.needs_bits and step.noise == NOWHERE}
-    may_be_lossy, needed = may_be_lossy and NOWHERE not in needed, needed - {NOWHERE}
-
-    def rebuild(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        slots, works_lossy = replay.slots, may_be_lossy
-        for number in needed:
-            works_lossy = works_lossy and slots[number].bits is not None
-        ready = make_ready(replay)
-        if not (works_lossy or ready.exact):
-            slot.hold(KeepHandle(whole, "what it would be made of has no bits for it in this step"))
-            return
-        if must_be_exact or not works_lossy:
-            ready.pin()
-        for number in sources:
-            slots[number].is_source = True
-        slot.hold(RebuildHandle(ready, whole))
-
-    return rebuild
-
-
-def _is_bound(op: Op, is_exact: bool) -> bool:
-    """Returns whether an op is made anew of the statistics of each forward."""
-    return op.bound is not None and (op.of_given is not None or not is_exact)
-
-
-def _works_lossy(step: NumberedRecipe, is_exact: bool) -> bool:
-    return step.works_lossy if _is_bound(step.op, is_exact) else step.op.works_lossy
-
-
-def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
-    """Returns the recipe with the slots of the forward that runs."""
-    op, source, fixed = recipe.op, recipe.source, recipe.op.fixed
-    number = source if isinstance(source, int) else NOWHERE
-    seen, made, given = recipe.seen, recipe.made, recipe.given
-    bits, noise = recipe.bits, recipe.noise
-    below = None if isinstance(source, int) else _ready(source, is_exact)
-    others = tuple(
-        _slot(one) if isinstance(one, int) else _ready(one, is_exact) for one in recipe.others
-    )
-    bound = op.bound if _is_bound(op, is_exact) else None
-    seens = tuple(geometry for _, geometry in op.others)
-    if any(isinstance(one, Varying) for one in (seen, made, *seens)):
-        return _ready_varying(recipe, below, others, bound)
-
-    def make_ready(replay: Replay) -> Ready:
-        slots = replay.slots
-        return Ready(
-            op if bound is None else bound(*[ref.tensor(replay) for ref in given]),
-            slots[number] if below is None else below(replay),
-            seen,
-            made,
-            tuple(versions_of(fixed)) if fixed else (),
-            None if bits == NOWHERE else slots[bits].bits,
-            None if noise == NOWHERE else slots[noise],
-            tuple([other(replay) for other in others]),
-        )
-
-    return make_ready
-
-
-def _ready_varying(
-    recipe: NumberedRecipe,
-    below: Callable[[Replay], Ready] | None,
-    others: tuple[Callable[[Replay], Slot | Ready], ...],
-    bound: Callable[..., Op] | None,
-) -> Callable[[Replay], Ready]:
-    """Returns the recipe as `_ready` does, for tensors whose number of rows varies."""
-    op, source, bits, noise = recipe.op, recipe.source, recipe.bits, recipe.noise
-
-    def make_ready(replay: Replay) -> Ready:
-        slots, sizes = replay.slots, replay.sizes
-        links = tuple([(link, now(seen, sizes)) for link, seen in op.others])
-        again = op.changed(others=links) if bound is None else bound(*_given(recipe, replay))
-        return Ready(
-            again,
-            slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
-            now(recipe.seen, sizes),
-            now(recipe.made, sizes),
-            tuple(versions_of(op.fixed)),
-            None if bits == NOWHERE else slots[bits].bits,
-            None if noise == NOWHERE else slots[noise],
-            tuple([other(replay) for other in others]),
-        )
-
-    return make_ready
-
-
-def _given(recipe: NumberedRecipe, replay: Replay) -> list[Tensor]:
-    return [ref.tensor(replay) for ref in recipe.given]
-
-
-def _slot(number: int) -> Callable[[Replay], Slot]:
-    return lambda replay: replay.slots[number]
-
-
-def _perform(instruction: Instruction) -> Do:
-    """Performs an action that has no specialized function."""
-    perform_it, stays_itself = _performer(instruction), isinstance(instruction.action, Keep)
-
-    def perform_in_slot(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
-        slot.hold(perform_it(replay, whole))
-        if not stays_itself:  # between two codes, without dropping bits
-            slot.drop_needless_bits()
-
-    return perform_in_slot
-
-
-def _performer(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
-    action = instruction.action
-    assert action is not None
-    takes_seed = isinstance(action, Encode)
-
-    def perform_it(replay: Replay, whole: Tensor) -> Handle:
-        now = (
-            action
-            if instruction.mask == NOWHERE
-            else instruction.masked(replay.slots[instruction.mask].bits)
-        )
-        seed = replay.draw_for(whole, instruction.draw) if takes_seed else 0
-        norm = None if instruction.norm is None else instruction.norm.statistics(replay)
-        need, name = instruction.need, instruction.name
-        return perform(now, whole, need, None, seed, None, norm, name, replay.context)
-
-    return perform_it

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from elbowroom.codecs.compact import Compact
+from elbowroom.codecs.compact import Coder, Compact
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
+from elbowroom.runtime.handles import EncodeHandle, Handle
+from elbowroom.runtime.handles.encode import is_normalized, normalized
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
 from elbowroom.runtime.normal import Normalized
@@ -37,6 +39,7 @@ from elbowroom.runtime.replay.script import (
     instructions_of,
 )
 from elbowroom.runtime.replay.sizes import Varying
+from elbowroom.runtime.serving import perform
 from elbowroom.runtime.slot import Geometry
 from elbowroom.runtime.storage import check_version, version_of
 
@@ -423,3 +426,61 @@ class _Recipe:
 
 def _depth(one: int | NumberedRecipe) -> int:
     return 1 + max(map(_depth, (one.source, *one.others))) if isinstance(one, NumberedRecipe) else 0
+
+
+def encoder(
+    instruction: Instruction, *, alone: bool = False
+) -> Callable[[Replay, Tensor], Handle | Coded]:
+    """Returns a function that encodes a tensor: by a coder of its shape, if the codec has one.
+
+    There is no reference to the encoded tensor, unless one of this site has lasted until backward.
+
+    alone: a slot is not needed
+    """
+    action, perform_it, name = instruction.action, performer(instruction), instruction.name
+    assert isinstance(action, Encode)
+    is_longer = action.least is not None or action.moved is not None
+    if instruction.mask != NOWHERE or is_longer or instruction.varies:
+        # Bits of this forward; other values, or another place; another number of rows.
+        return perform_it
+    codec, facts, nth, norm = action.codec, action.facts, instruction.draw, instruction.norm
+    is_normal = is_normalized(action) and (action.rows is not None or norm is not None)
+    coders: list[Coder | None] = []  # one, made of the first tensor
+
+    def encode(replay: Replay, whole: Tensor) -> Handle | Coded:
+        if not coders:
+            coders.append(Coder.of(codec, whole, facts))
+        coder = coders[0]
+        if coder is None:
+            return perform_it(replay, whole)
+        normal = None
+        if is_normal:
+            normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
+        affine = None if normal is None else normal.normalize()
+        encoded = coder.encode(whole, replay.draw(nth), affine)
+        base = whole if name in replay.context.survivors else None
+        if alone and base is None and type(encoded) is Compact:
+            return Coded((encoded, normal, replay.token))
+        return EncodeHandle(encoded, base, None, None if encoded.raw else normal)
+
+    return encode
+
+
+def performer(instruction: Instruction) -> Callable[[Replay, Tensor], Handle]:
+    """Returns a function that performs an action, and returns the handle."""
+    action = instruction.action
+    assert action is not None
+    takes_seed = isinstance(action, Encode)
+
+    def perform_it(replay: Replay, whole: Tensor) -> Handle:
+        now = (
+            action
+            if instruction.mask == NOWHERE
+            else instruction.masked(replay.slots[instruction.mask].bits)
+        )
+        seed = replay.draw_for(whole, instruction.draw) if takes_seed else 0
+        norm = None if instruction.norm is None else instruction.norm.statistics(replay)
+        need, name = instruction.need, instruction.name
+        return perform(now, whole, need, None, seed, None, norm, name, replay.context)
+
+    return perform_it
