@@ -98,3 +98,48 @@ def test_a_policy_that_knows_nothing_of_it_has_it_too() -> None:
     gradient(net, context)
     assert {r.action for r in context.ledger.rows if r.consumer == "log"} == {"cast"}
     assert bool(true.isfinite().all())
+
+
+class Quotients(nn.Module):
+    """Layers with quotients, roots and logarithms of a large map between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for layer in self.layers:
+            z = F.softplus(layer(y))
+            y = (z + 0.1).log() + (1 + z.square()).sqrt() / (z + 0.5)
+        return self.last(y)
+
+
+def step(net: nn.Module) -> Tensor:
+    x, target = torch.randn(2, 4096, 32, generator=torch.Generator().manual_seed(1)).unbind()
+    net.zero_grad()
+    F.mse_loss(net(x), target[:, :4]).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("noise", [None, 0.1])
+def test_plans_hold_what_is_divided_by_in_16_bits(noise: float | None) -> None:
+    net = Quotients()
+    true, peak = step(net), er.peak(lambda: step(net))
+    net = er.fit(net, budget=round(0.5 * peak), noise=noise)
+    for _ in range(12):
+        made = step(net)
+    summary = er.summary(net)
+    assert "cast" in str(summary)
+    assert summary.last_nbytes <= 0.5 * peak
+    assert float((made - true).square().sum()) <= 1e-3 * float(true.square().sum())
+
+
+def test_the_same_budget_is_held_exactly_where_nothing_is_divided() -> None:
+    """An exact fit keeps them, and what it rebuilds has the bits of plain autograd."""
+    net = Quotients()
+    true, peak = step(net), er.peak(lambda: step(net))
+    net = er.fit(net, budget=round(0.75 * peak), exact=True)
+    assert all(torch.equal(step(net), true) for _ in range(8))

@@ -31,9 +31,9 @@ from elbowroom.measure.recorder_notes import (
     StorageNotes,
     Timer,
 )
-from elbowroom.plan import Need, Site
-from elbowroom.plan.profile import ModuleCall, Save, Storage
-from elbowroom.plan.site import RECURRENT, Formula
+from elbowroom.plan import Site
+from elbowroom.plan.profile import ModuleCall, Save, Storage, limited_saves
+from elbowroom.plan.site import RECURRENT
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
@@ -114,12 +114,11 @@ class StepRecorder:
             saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
 
     def decided(self, slot: Slot, why: str) -> None:
-        """Records that a later op needs this slot exactly."""
+        """Records that for a later op a code of this slot may not have few levels."""
         index = self._index.get(slot)
         if index is not None:
             saves = self._storages[index].saves
-            exact: Any = {"need": Need.EXACT, "formula": Formula.SINGULAR, "why": why}
-            saves[:] = [replace(one, site=replace(one.site, **exact)) for one in saves]
+            saves[:] = limited_saves(saves, [why] * len(saves))
 
     def ended(self, call: Call, out: Any, slots: list[Slot]) -> None:
         """Records that an op that had read these slots has made `out`."""

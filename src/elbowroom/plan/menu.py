@@ -442,7 +442,8 @@ def _as_made(preset: Preset, site: Site) -> Site:
     is_made = site.rebuildable is not Rebuildable.NO
     if preset.exact:
         return replace(site, rebuildable=Rebuildable.EXACT) if is_made else site
-    if is_made and (site.need is Need.EXACT or site.consumer == ATTENTION):
+    exactly = site.need is Need.EXACT or site.formula is Formula.RELATIVE
+    if is_made and (exactly or site.consumer == ATTENTION):
         return replace(site, rebuildable=Rebuildable.NO)
     return site
 

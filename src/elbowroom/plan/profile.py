@@ -7,7 +7,7 @@ is saved, asked for or let go of, and wherever a module begins or ends.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
@@ -34,6 +34,7 @@ from elbowroom.plan.site import (
     SiteKey,
     SiteName,
     key_of,
+    limited,
 )
 from elbowroom.units import show_nbytes, show_seconds
 
@@ -60,6 +61,22 @@ class Save:
     at: int
     asked: int = -1
     line: str = field(default="", compare=False)
+
+
+def limited_saves(saves: Sequence[Save], reasons: Sequence[str]) -> list[Save]:
+    """Returns the saves of one storage, as they are once codes of few levels were found wrong.
+
+    What one op needs exactly, all of them read.
+
+    reasons: for each save, "": none was
+    """
+    found = [
+        replace(one, site=limited(one.site, why)) if why else one
+        for one, why in zip(saves, reasons, strict=True)
+    ]
+    limits = [one.site for one, why in zip(found, reasons, strict=True) if why]
+    exact = next((str(site.why) for site in limits if site.need is Need.EXACT), "")
+    return [replace(one, site=limited(one.site, exact)) for one in found] if exact else found
 
 
 @dataclass(frozen=True)
@@ -302,7 +319,7 @@ class Profile:
         return replace(self, modules=tuple(kept))
 
     def exact_at(self, known: Mapping[SiteKey, str]) -> "Profile":
-        """Returns the same step, with what these sites save kept as it is.
+        """Returns the same step, with what these sites save kept as it is, or in 16 bits.
 
         known: reasons, by module, op, shape and dtype
         """
@@ -310,13 +327,9 @@ class Profile:
             return self
         storages = []
         for storage in self.storages:
-            why = next(
-                (known[key] for one in storage.saves if (key := key_of(one.site)) in known), ""
-            )
-            if why:
-                exact: Any = {"need": Need.EXACT, "formula": Formula.SINGULAR, "why": why}
-                saves = (replace(one, site=replace(one.site, **exact)) for one in storage.saves)
-                storage = replace(storage, saves=tuple(saves))
+            reasons = [known.get(key_of(one.site), "") for one in storage.saves]
+            if any(reasons):
+                storage = replace(storage, saves=tuple(limited_saves(storage.saves, reasons)))
             storages.append(storage)
         return replace(self, storages=tuple(storages))
 

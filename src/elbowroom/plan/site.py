@@ -5,7 +5,7 @@ What is known of it is known without looking at a value.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from operator import attrgetter
@@ -146,6 +146,15 @@ class Rows(NamedTuple):
         return self.stride[-1] == 1 and self.shape[-1] % group_size == 0
 
 
+class HalfSuffices(str):
+    """Reason for which a site has no code of few levels; one of half its bits suffices.
+
+    For a product: an error that is a share of each element stays one.
+    """
+
+    __slots__ = ()
+
+
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
 
 
@@ -194,3 +203,15 @@ class Site:
 
 # What is learned of a site is learned of all that this op of this module saves alike.
 key_of: Callable[[Site], SiteKey] = attrgetter("module", "consumer", "shape", "dtype")
+
+
+def limited(site: Site, why: str) -> Site:
+    """Returns what a site allows once a code of few levels was found to make gradients wrong there.
+
+    That is the tensor itself, or what `HalfSuffices` says of a factor: a float of 16 bits.
+    """
+    is_factor = site.formula in (Formula.PRODUCT, Formula.MATRIX, Formula.RELATIVE)
+    is_lossy = site.need is Need.LOSSY and site.dtype is torch.float32
+    if isinstance(why, HalfSuffices) and is_factor and is_lossy:
+        return replace(site, formula=Formula.RELATIVE, why=why)
+    return replace(site, need=Need.EXACT, formula=Formula.SINGULAR, why=why)

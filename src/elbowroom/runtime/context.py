@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from torch import distributed, nn
 
 from elbowroom.codecs.compact import Coders
-from elbowroom.plan.site import SiteKey, SiteName
+from elbowroom.plan.site import HalfSuffices, SiteKey, SiteName
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.device_seeds import DeviceSeeds
 from elbowroom.runtime.prefetcher import Prefetcher
@@ -23,15 +23,6 @@ from elbowroom.runtime.slot import MadeAgain
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 OUTLIVED = "other code held it until backward"  # so that encoding it frees nothing
-
-
-class HalfSuffices(str):
-    """Reason for which a site has no code of few levels; one of half its bits suffices.
-
-    For a product: an error that is a share of each element stays one.
-    """
-
-    __slots__ = ()
 
 
 class Context:

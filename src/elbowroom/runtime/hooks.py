@@ -178,7 +178,9 @@ class Saving:
         known = self.policy, self.context, self.min_nbytes, self._sources
         is_exact = partial(type(self).is_exact, weakref.proxy(self))  # no reference cycle
         notified = self._listener, self._watch, is_exact
-        self._serving = Serving(*known, *notified, lets_wait=self.recorder is None)
+        observer: object = self.observer
+        adapts = observer is self.policy
+        self._serving = Serving(*known, *notified, lets_wait=self.recorder is None, adapts=adapts)
         self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
@@ -609,6 +611,7 @@ class Saving:
         half = reading.by_size and self._serving.takes_half(x.dtype)
         request = classify(slot, x, geometry, call, reading, name, origin, takes_half=half)
         noted = None if self.recorder is None else self._noted(request)
+        request = self._serving.as_decided(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:
             self._note_fine(None if origin is None else origin.root(), call)
@@ -624,7 +627,8 @@ class Saving:
             call.note_saved(slot, x)
             # In a recomputed module, no op of the graph reads it that could be probed; a probe
             # exchanges a whole tensor.
-            readable = call.name not in AGAIN and not call.in_parts
+            by_size = request.reading.formula is Formula.RELATIVE
+            readable = not (call.name in AGAIN or call.in_parts or by_size)
             if self._watch is not None and need is Need.LOSSY and readable:
                 self._watch.saved(Use(call, view, name.module), x)
         return view

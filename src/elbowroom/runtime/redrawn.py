@@ -39,8 +39,8 @@ from elbowroom.codecs.base import PART
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import error_of_dither, quality_of
 from elbowroom.plan import Need
-from elbowroom.plan.site import Formula, key_of
-from elbowroom.runtime.context import Context, HalfSuffices, mixed
+from elbowroom.plan.site import Formula, HalfSuffices, key_of
+from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.kept import Deferred, Given
 from elbowroom.runtime.modules import outermost

@@ -43,9 +43,8 @@ from torch.autograd.graph import Node
 
 from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
-from elbowroom.plan.site import Formula
+from elbowroom.plan.site import Formula, HalfSuffices
 from elbowroom.runtime.consumers import RESHAPES, Call, Part
-from elbowroom.runtime.context import HalfSuffices
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Slot

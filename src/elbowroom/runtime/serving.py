@@ -47,10 +47,11 @@ from elbowroom.plan.site import (
     RECOMPUTE,
     Formula,
     key_of,
+    limited,
 )
 from elbowroom.runtime.checkpoints import Pieces
 from elbowroom.runtime.consumers import Call, Part, Reading
-from elbowroom.runtime.context import Context, HalfSuffices, mixed
+from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.deferred import MAX_SAVES, Waiting
 from elbowroom.runtime.handles import (
     CastHandle,
@@ -83,7 +84,6 @@ from elbowroom.runtime.tiers import tier_for
 from elbowroom.runtime.undecided import Undecided
 
 _MAX_WAITING = 8  # of a kind
-_FACTORS = Formula.PRODUCT, Formula.MATRIX  # linear in it, and it stands there by itself
 _NOWHERE = SiteName("", "")
 COUNTS_AS_EXACT = (
     "logits, of which log-probabilities are computed again: the policy counts as exact. With an "
@@ -122,15 +122,17 @@ class Serving:
         is_exact: Callable[[], bool],
         *,
         lets_wait: bool,
+        adapts: bool = False,
     ) -> None:
         """min_nbytes: storages smaller than this are kept. watch: is given the originals of codes.
 
         is_exact: returns whether no code adds errors
         lets_wait: results that saturate may wait; not in a step that is profiled
+        adapts: the policy chooses its settings by what is watched
         """
         self._policy, self._context, self._min_nbytes = policy, context, min_nbytes
         self._sources, self._listener, self._watch = sources, listener, watch
-        self._is_exact, self._lets_wait = is_exact, lets_wait
+        self._is_exact, self._lets_wait, self._adapts = is_exact, lets_wait, adapts
         self._rebuilds = getattr(policy, "rebuild", True)
         self._first_seed = context.first_seed()
         self.waiting = WaitingLine()
@@ -170,10 +172,26 @@ class Serving:
     def takes_half(self, dtype: torch.dtype) -> bool:
         """Returns whether a code of half of its bits may stand for what is divided by.
 
-        Not where plans or settings are made of what is seen, which know no such code.
+        In a step that is profiled it may, in others: `as_decided` says what holds for this one. Not
+        where settings are chosen by what was watched, as these know no such code.
         """
-        watches = self._watch is not None or not self._lets_wait
-        return dtype is torch.float32 and not watches and not self._is_exact()
+        if dtype is not torch.float32 or self._adapts:
+            return False
+        return not self._lets_wait or not self._is_exact()
+
+    def as_decided(self, request: Request) -> Request:
+        """Returns the request, as one for the tensor itself if the policy has no code for it.
+
+        What is divided by is then an exact source, too, or is made of exact ones.
+        """
+        reading = request.reading
+        if reading.formula is not Formula.RELATIVE or reading.need is not Need.LOSSY:
+            return request
+        action = self._policy(replace(site_of(request, None), rebuildable=Rebuildable.NO))
+        if isinstance(action, Encode):
+            return request
+        exact = reading._replace(need=Need.EXACT, formula=Formula.SINGULAR)
+        return request._replace(reading=exact)
 
     def _half_serves(self, slot: Slot, site: Site) -> bool:
         """Returns whether the slot has such a code, or will have it once it need not wait."""
@@ -327,10 +345,9 @@ class Serving:
         if known is None and self._context.exact:
             known = self._context.why_exact(outermost(), key_of(site))
         if known is not None:
-            is_half = isinstance(known, HalfSuffices) and site.formula in _FACTORS
-            if not is_half or site.need is not Need.LOSSY or not self.takes_half(site.dtype):
+            site = limited(site, known)
+            if site.need is Need.EXACT or not self.takes_half(site.dtype):
                 return Keep(known)
-            site = replace(site, formula=Formula.RELATIVE, why=known)
         request.slot.sites.append(site)
         action = self._decide(site, ready)
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:

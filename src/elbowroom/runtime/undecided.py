@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from elbowroom.plan import Need, Site
-from elbowroom.plan.site import SiteKey, key_of
+from elbowroom.plan.site import HalfSuffices, SiteKey, key_of
 from elbowroom.runtime.consumers import Call, Part
-from elbowroom.runtime.context import Context, HalfSuffices
+from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, MovedCodeHandle, RebuildHandle
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.observer import Listener, Recorder
