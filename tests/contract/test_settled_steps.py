@@ -24,10 +24,10 @@ from elbowroom.optim import base
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime import serving
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.context import PROCESS
+from elbowroom.runtime.handles import encode
 from waiting import Numbers, no_waiting, pretended
 
 SETTLES = 14  # steps, of which some are measured, and some planned
@@ -115,7 +115,7 @@ def test_by_hand(policy, net):
     inputs = [x[:4] for x in inputs[:5]]
     seeds = PROCESS.count
     with pretended(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "would_wait", lambda x: False)
+        patch.setattr(encode, "would_wait", lambda x: False)
         expected = [run(model, x, policy) for x in inputs]
     er.runtime.replay.saving_context.forget_all()
     PROCESS.count = seeds

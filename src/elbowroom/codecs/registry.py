@@ -84,12 +84,17 @@ def codec(id: str, **settings: Any) -> Codec:
     not accept a value.
     """
     cls = codec_class(id)
-    known = list(signature(cls).parameters)
+    known = _fields_of(cls)
     for name in settings:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise UnknownField(f"codec '{id}' has no field {name!r}; {has}.{nearest(name, known)}")
     return cls(**settings)
+
+
+@cache  # to look at a signature takes as long as ten calls of a replayed step
+def _fields_of(cls: type[Codec]) -> list[str]:
+    return list(signature(cls).parameters)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -32,8 +32,7 @@ from elbowroom.plan import (
     SiteName,
 )
 from elbowroom.plan.plan import Plan
-from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula, Reads
+from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
@@ -48,8 +47,9 @@ from elbowroom.runtime.consumers import (
     reading_of,
 )
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.direct import REPLACED, Direct, direct_of, is_overridden, may_run
+from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
+from elbowroom.runtime.direct.choice import NodeChoice
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
 from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
@@ -81,7 +81,7 @@ _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
 
 
-class Saving:
+class Saving(NodeChoice):
     """Context manager: tensors that autograd saves inside go through `policy`.
 
     Backward may run inside or after it.
@@ -394,7 +394,7 @@ class Saving:
                 elif pieces.calls(call):
                     listener.compares()
             direct = direct_of(call) if call.func in REPLACED else None
-            run = call.func if direct is None else self._direct_run(call, direct)
+            run = call.func if direct is None else self._run_of(call, direct)
             listener.runs(call, run, direct)
             return run
 
@@ -413,61 +413,6 @@ class Saving:
                 copy = clone_with_storage(kept.restore())
             slot.hold(KeepHandle(copy, "a source that has changed since"))
         self._listener.refuse("a source of recipes is changed in place")
-
-    def _direct_run(self, call: Call, direct: Direct) -> Callable[..., Any]:
-        """Returns the function to run for a call that a node of ours could replace."""
-        call.reads = direct.reads
-        call.would_rerun = call.name == ATTENTION
-        if (
-            not self._may_stand(direct, call)
-            or not may_run(call, direct)
-            or not self._is_innermost()
-        ):
-            return call.func
-        call.reruns = call.would_rerun
-        call.rounds = direct.always or not direct.exact
-        if direct.coded is None or self._keeps_bits(direct, call):
-            return direct.run
-        if direct.in_parts:
-            call.reads, call.in_parts = Reads.SAMPLES, True
-        return direct.coded
-
-    def _keeps_bits(self, direct: Direct, call: Call) -> bool:
-        """Returns whether nothing that a node of ours saves for this call gets a lossy code."""
-        if direct.again and self.context.runs_again:
-            return self.context.keeps_bits
-        return self.is_exact() or not (direct.again or self._encodes(call.name))
-
-    def _encodes(self, consumer: str) -> bool:
-        """Returns whether what this op of the running module saves may get a lossy code."""
-        return not isinstance(self.policy, Plan) or self.policy.encodes(self._module, consumer)
-
-    def _may_stand(self, direct: Direct, call: Call) -> bool:
-        """Returns whether this node may be used in this context."""
-        if direct.always:
-            return True
-        # Nodes that read a code gain nothing where none is lossy; those of ReLU and dropout read
-        # bits.
-        allowed = direct.reads is Reads.BITS or not self.is_exact()
-        if direct.again and self.context.runs_again:
-            return True
-        if (direct.again or direct.swaps) and not getattr(self.policy, "again", False):
-            return False
-        if call.would_rerun:  # otherwise q and k could have no code
-            return allowed and self._reruns_attention()
-        return allowed and self.recorder is None
-
-    def _reruns_attention(self) -> bool:
-        """Returns whether an attention of the running module runs again in backward."""
-        reruns = getattr(self.policy, "reruns_attention", True)
-        return bool(reruns(self._module) if callable(reruns) else reruns)
-
-    def is_exact(self) -> bool:
-        """Returns whether no code of the policy adds errors.
-
-        A policy without this information counts as exact.
-        """
-        return bool(getattr(self.policy, "exact", True))
 
     @property
     def _may_round(self) -> bool:

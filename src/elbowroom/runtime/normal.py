@@ -34,9 +34,9 @@ _PART = 1 << 16  # elements that are read twice, in a cache's reach, and held on
 _RANGE = 1e-18, 1e18  # of 1 / std: of a row of zeros, and so that a quotient of two is a float32
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as `Ready`: one is made for each norm of a replayed step
 class Statistics:
-    """Statistics that each element of a norm's input is normalized by.
+    """Statistics that each element of a norm's input is normalized by. They are never changed.
 
     mean, rstd  the norm's own memory, in the order of the input's
     inner       element i in memory order belongs to channel (i // inner) % C
@@ -77,7 +77,7 @@ class Statistics:
         return flat if self.rows == 1 else flat.view(self.rows, -1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as `Statistics`
 class Normalized:
     """Normalization of what is encoded in place of x: (x - mean) * rstd, or x scaled alone.
 

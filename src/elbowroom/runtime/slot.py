@@ -375,8 +375,8 @@ class Slot:
         A loop over time saves hundreds of slices of one tensor: it is restored once for all of
         them, and held until the last one was restored.
         """
-        shared, many = self.shared if self.is_shared else None, self.has_many_views
-        if shared is None and not many:
+        many = self.views >= _MANY_VIEWS
+        if not many and (self.shared is None or not self.is_shared):
             value = self.value
             assert value is not None
             if type(value) is EncodeHandle:
@@ -387,8 +387,8 @@ class Slot:
         # A view that only asks for bits reads nothing of it.
         asked_for = self.views if many else self.readers
         self.whole = whole if self.views_asked < asked_for and self._may_hold(whole) else None
-        if shared is not None and self.whole is not None:
-            shared.note(self)
+        if self.whole is not None and self.shared is not None and self.is_shared:
+            self.shared.note(self)
         return whole
 
     def restore_private(self) -> Tensor:

@@ -41,7 +41,7 @@ class _GELU(Node):
         (grad,), how = grads, {"approximate": ctx.approximate}
         if grad is None:
             return None, None
-        x = None if torch.is_grad_enabled() else private_of(ctx, 0, grad)
+        x = None if torch.is_grad_enabled() else private_of(ctx._raw_saved_tensors[0], grad)
         if x is not None:
             return _aten.gelu_backward.grad_input(grad, x, **how, grad_input=x), None
         (x,) = ctx.saved_tensors
@@ -60,7 +60,7 @@ class _SiLU(Node):
         (grad,) = grads
         if grad is None:
             return None
-        x = None if torch.is_grad_enabled() else private_of(ctx, 0, grad)
+        x = None if torch.is_grad_enabled() else private_of(ctx._raw_saved_tensors[0], grad)
         if x is not None:
             return cast(Tensor, _aten.silu_backward.grad_input(grad, x, grad_input=x))
         (x,) = ctx.saved_tensors

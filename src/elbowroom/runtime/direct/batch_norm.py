@@ -83,13 +83,14 @@ class _BatchNorm(Node):
 
 def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     """The gradients; None where there is no code of the normalized input, in grad's order."""
-    found = normalized_of(ctx, grad)
+    saved = ctx._raw_saved_tensors
+    found = normalized_of(saved, grad)
     if found is None:
         return None
     encoded, statistics, flat = found
     factor = statistics.rstd.float().flatten()
     if ctx.dtypes[0] is not None:
-        factor = factor * packed(ctx, 1).restore().float()
+        factor = factor * packed(saved[1]).restore().float()
     encoded.decode_own(out := torch.empty_like(flat))
     sums = ops.batch_norm_backward(flat, factor, statistics.inner, out)
     return out.as_strided(grad.shape, grad.stride()), *wanted(sums, ctx)

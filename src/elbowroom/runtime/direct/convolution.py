@@ -145,8 +145,8 @@ class _Convolution(Node):
             return (None,) * 4
         if torch.is_grad_enabled() or type(grad) is not Tensor or untouchable(grad):
             return *_backward(ctx, grad, *ctx.saved_tensors), None
-        taken = _Samples(packed(ctx, 0))
-        return *_in_turns(ctx, grad, taken, packed(ctx, 1).restore()), None
+        x, weight = ctx._raw_saved_tensors[:2]
+        return *_in_turns(ctx, grad, _Samples(packed(x)), packed(weight).restore()), None
 
 
 def _backward(

@@ -458,7 +458,7 @@ def _part_nbytes(x: Tensor, dtype: torch.dtype) -> int:
 
 def _restored(ctx: Any) -> tuple[Tensor, bool]:
     """Returns the saved tensor, and whether it may be overwritten: it has no other reader."""
-    held = packed(ctx, 0)
+    held = packed(ctx._raw_saved_tensors[0])
     handle = held.slot.value if isinstance(held, View) else None
     is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
     is_made = isinstance(handle, RebuildHandle)

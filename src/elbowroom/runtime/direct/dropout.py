@@ -52,7 +52,7 @@ class _Dropout(Node):
 
 def _by_bits(ctx: Any, grad: Tensor) -> Tensor | None:
     """The gradient by the bits alone; None where there are none, or in another order."""
-    view = view_of(ctx, 0)
+    view = view_of(ctx._raw_saved_tensors[0])
     handle = None if view is None else view.slot.value
     if view is None or not isinstance(handle, EncodeHandle):
         return None

@@ -1,6 +1,10 @@
-"""Access to the saved tensors of one of our nodes in their held form, without restoring them."""
+"""Access to the saved tensors of one of our nodes in their held form, without restoring them.
 
-from collections.abc import Callable
+`ctx._raw_saved_tensors` makes an object for each tensor that a node has saved, so a backward asks
+for it once, and passes on these objects (`saved`).
+"""
+
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,18 +19,18 @@ from elbowroom.runtime.slot import Geometry, View
 from elbowroom.runtime.storage import untouchable
 
 
-def view_of(ctx: Any, i: int) -> View | None:
-    """The view of the i-th saved tensor, if it covers all that its slot holds.
+def view_of(saved: Any) -> View | None:
+    """The view of a saved tensor, if it covers all that its slot holds.
 
     Raises what autograd raises in a second backward without retain_graph.
     """
-    held = packed(ctx, i)
+    held = packed(saved)
     return held if type(held) is View and held.geometry == held.slot.base else None
 
 
-def packed(ctx: Any, i: int) -> Any:
-    """Returns the object that `_pack` has returned for the i-th saved tensor."""
-    held = ctx._raw_saved_tensors[i].data
+def packed(saved: Any) -> Any:
+    """Returns the object that `_pack` has returned for a saved tensor."""
+    held = saved.data
     return held.held if isinstance(held, Deferred) else held
 
 
@@ -71,12 +75,12 @@ def by_element(grad: Tensor, view: View, run: Callable[[Tensor, Tensor], None]) 
     return made.as_strided(grad.shape, grad.stride())
 
 
-def private_of(ctx: Any, i: int, grad: Tensor) -> Tensor | None:
-    """The i-th saved tensor, decoded into memory of its own, in grad's layout.
+def private_of(saved: Any, grad: Tensor) -> Tensor | None:
+    """A saved tensor, decoded into memory of its own, in grad's layout.
 
     None where it is not a code, its original still exists, or it is shared with other readers.
     """
-    view = view_of(ctx, i)
+    view = view_of(saved)
     handle = None if view is None or view.slot.is_shared else view.slot.value
     if view is None or not isinstance(handle, EncodeHandle) or flat_like(grad, view) is None:
         return None
@@ -109,13 +113,13 @@ def _is_run_of(geometry: Geometry, base: Geometry) -> bool:
     return own == prod(base.shape) and geometry.offset == base.offset
 
 
-def normalized_of(ctx: Any, grad: Tensor) -> tuple[Encoded, Statistics, Tensor] | None:
+def normalized_of(saved: Sequence[Any], grad: Tensor) -> tuple[Encoded, Statistics, Tensor] | None:
     """The code of a norm's xhat, what x was normalized by, and grad as a flat run in its order.
 
     Of a node that saved x first and mean, rstd last. None where there is no code of its own: the
     input is kept, restored already, or was normalized by the statistics of another norm.
     """
-    view = view_of(ctx, 0)
+    view = view_of(saved[0])
     handle = None if view is None else view.slot.value
     if view is None or not isinstance(handle, EncodeHandle):
         return None
@@ -123,7 +127,7 @@ def normalized_of(ctx: Any, grad: Tensor) -> tuple[Encoded, Statistics, Tensor] 
     if normalized is None or flat is None:
         return None
     encoded, statistics = normalized
-    own = [packed(ctx, i).restore().data_ptr() for i in (-2, -1)]
+    own = [packed(one).restore().data_ptr() for one in saved[-2:]]
     if own != [statistics.mean.data_ptr(), statistics.rstd.data_ptr()]:
         return None
     return encoded, statistics, flat

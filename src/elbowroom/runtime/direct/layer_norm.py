@@ -68,7 +68,8 @@ class _LayerNorm(Node):
 
 def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     """The gradients; None where there is no code of the normalized input, in grad's order."""
-    found = normalized_of(ctx, grad)
+    saved = ctx._raw_saved_tensors
+    found = normalized_of(saved, grad)
     if found is None:
         return None
     encoded, statistics, flat = found
@@ -76,9 +77,9 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
         return None  # its rows do not lie one after another
     weight = torch.ones(statistics.inner, dtype=torch.float32, device="cpu")
     if ctx.dtypes[0] is not None:
-        weight = packed(ctx, 1).restore().detach().float().flatten()
+        weight = packed(saved[1]).restore().detach().float().flatten()
     if ctx.dtypes[1] is not None:
-        packed(ctx, 2).restore()  # raises torch's error if it was changed in place
+        packed(saved[2]).restore()  # raises torch's error if it was changed in place
     encoded.decode_own(out := torch.empty_like(flat))
     sums = ops.layer_norm_backward(flat, weight, statistics.rstd.float().flatten(), out)
     of_parameters = wanted(tuple(total.view(tuple(ctx.shape)) for total in sums), ctx)

@@ -77,7 +77,7 @@ class _Product(Node):
 
 def _times(grad: Tensor, ctx: Any, i: int) -> Tensor:
     """Returns grad * the i-th factor, in the factor's memory if that is private."""
-    held = packed(ctx, i)
+    held = packed(ctx._raw_saved_tensors[i])
     if isinstance(held, View) and _fits_over(grad, held):
         own = restored_alone(held)
         if own is not None:

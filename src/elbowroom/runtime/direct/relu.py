@@ -62,8 +62,9 @@ class _ReLU(Node):
 
 def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
     """The gradient by the bits alone; None where there are none, or in another order."""
-    held = packed(ctx, 0)
-    mask = held if type(held) is Bits else _mask_of(view_of(ctx, 0))
+    (saved,) = ctx._raw_saved_tensors
+    held = packed(saved)
+    mask = held if type(held) is Bits else _mask_of(view_of(saved))
     if mask is None:
         return None
     bits, shape, stride, dtype, _ = mask

@@ -57,7 +57,7 @@ class _Probabilities(Node):
         (grad,) = grads
         if grad is None:
             return None, None
-        held = packed(ctx, 0)
+        held = packed(ctx._raw_saved_tensors[0])
         if torch.is_grad_enabled() or not isinstance(held, View) or held.slot.exact:
             (y,) = ctx.saved_tensors
         else:

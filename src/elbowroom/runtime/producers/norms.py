@@ -54,10 +54,10 @@ def layer_norm(call: Call, out: Tensor, sources: Sources) -> Origin:
                 x.mul_(weight)
             return x if bias is None else x.add_(bias)
 
-        return Op(exact, lossy, fixed=present(weight, bias), any_size=True)
+        return plain.changed(lossy=lossy)
 
     statistics = logical_statistics(call, call.first)
-    op = Op(exact, fixed=present(weight, bias), any_size=True)
+    op = plain = Op(exact, fixed=present(weight, bias), any_size=True)
     if statistics is not None:
         op = of_statistics(bound, *statistics[1:])
     return origin_of(call, out, sources, op)

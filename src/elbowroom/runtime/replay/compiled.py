@@ -39,6 +39,7 @@ from elbowroom.runtime.slot import Geometry, View
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
 
+_innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 Guard = Callable[["Replay", tuple[Any, ...], dict[str, Any]], bool]
 Check = Callable[["Replay", Any], bool]
 # Requirements of a saved tensor, and what is done with it:
@@ -137,8 +138,12 @@ def _guard(step: Step) -> Guard:
             return False
         if not saves and runs_itself:
             return True  # it saves nothing: a mask that is made without gradients, too
-        if not torch.is_grad_enabled() or (saves and not replay.is_innermost()):
+        if not torch.is_grad_enabled():
             return False
+        if saves:  # as `Replay.is_innermost`, whose call would be one more for each op
+            hooks = _innermost_hooks(True)
+            if hooks is None or getattr(hooks[0], "__self__", None) is not replay:
+                return False
         return not needs_more or replay.may_stand(step, args, kwargs)
 
     return guard

@@ -295,11 +295,11 @@ def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
 def _run(how: _How, given: list[Any]) -> Tensor:
     """Runs the op as its caller did: with gradients and by the same kernel, since both matter."""
     now = how.dropout_p, how.is_causal, how.scale, how.enable_gqa
-    with ExitStack() as around:
-        around.enter_context(torch.enable_grad())
-        if _backend(tuple(given), *now) != how.backend:  # chosen by a context that is closed by now
-            around.enter_context(sdpa_kernel(SDPBackend(how.backend)))
-        return how.run(*given)
+    with torch.enable_grad():
+        if _backend(tuple(given), *now) == how.backend:
+            return how.run(*given)
+        with sdpa_kernel(SDPBackend(how.backend)):  # chosen by a context that is closed by now
+            return how.run(*given)
 
 
 def _leaves(tensors: Any, wanted: Any) -> list[Any]:
