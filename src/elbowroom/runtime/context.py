@@ -19,6 +19,7 @@ from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.device_seeds import DeviceSeeds
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.slot import MadeAgain
+from elbowroom.runtime.storage import changes
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
@@ -45,7 +46,7 @@ class Context:
     device_seeds  seeds of settled steps whose codes are made on a GPU
     kept          reasons for sites that are always kept
     exact         the same, by the outermost module, of contexts that learn nothing else
-    learned       how often a site was added to either
+    learned       how often a site was added to either, or a parameter noted that changes
     outlived      sites of which a tensor was still there, unchanged, as backward read its code
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
@@ -82,7 +83,7 @@ class Context:
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
         self.outlived: set[SiteName] = set()
-        self.learned = 0
+        self._learned = 0
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -90,6 +91,10 @@ class Context:
     def rounds(self) -> bool:
         """True if recurrent layers are recomputed in stretches: sums are rounded otherwise."""
         return self.runs_again and not self.keeps_bits
+
+    @property
+    def learned(self) -> int:
+        return self._learned + changes()
 
     def next_seed(self) -> int:
         """A fresh 64-bit seed."""
@@ -142,7 +147,7 @@ class Context:
         before = known.get(key)
         milder = isinstance(before, HalfSuffices) and not isinstance(why, HalfSuffices)
         is_new = before is None or milder
-        (self if self.learns else PROCESS).learned += is_new
+        (self if self.learns else PROCESS)._learned += is_new
         if is_new:
             known[key] = why
         return is_new
