@@ -18,7 +18,7 @@ from torch import Tensor
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.codecs.base import PART
 from elbowroom.codecs.compact import Compact
-from elbowroom.codecs.dropped import refuse_undecodable
+from elbowroom.codecs.dropped import refuse_undecodable, suspect
 from elbowroom.codecs.facts import Facts
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
@@ -190,10 +190,12 @@ class EncodeHandle:
             return encoded.decoded(affine, bits)
         room = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
         try:
-            return encoded.decode_own(room, affine, bits)
+            x = encoded.decode_own(room, affine, bits)
         except Exception as error:
             refuse_undecodable(encoded, error)
             raise
+        suspect(encoded, x)
+        return x
 
     def drawn_again(self, x: Tensor, codec: Codec, places: Sequence[slice]) -> Tensor:
         """Encodes by `codec` what was decoded, and decodes it again, with noise of its own.
