@@ -11,6 +11,7 @@ that the code is read, and released after that.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class EncodeHandle:
         "is_shared",
         "on_outlived",
         "token",
+        "unheld",
     )
 
     def __init__(
@@ -62,6 +64,7 @@ class EncodeHandle:
         bitmap: the bits of what is not zero, where the code holds them
         is_shared: it has several readers, so that one may reuse the tensor of another
         token: lives as long as anything that a step holds without a slot
+        unheld: notes in backward whether base is still there, if it is not known
         """
         self._encoded = encoded
         self.bitmap = encoded.bitmap
@@ -77,6 +80,7 @@ class EncodeHandle:
         self.on_outlived = on_outlived
         self.is_shared = True
         self.token: object = None
+        self.unheld: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +116,8 @@ class EncodeHandle:
 
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with base's shape and strides."""
+        if self.unheld is not None and self.unheld.storage() is not None:
+            self.unheld.note()
         if not private:
             seen = self._still_there()
             if seen is not None:

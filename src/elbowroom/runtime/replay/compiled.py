@@ -31,7 +31,7 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.rebuild import Op, Ready
 from elbowroom.runtime.masks import mask_bits
-from elbowroom.runtime.replay.held import Coded, Flat, kept
+from elbowroom.runtime.replay.held import Coded, Flat, Unheld, kept
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -463,10 +463,13 @@ def _encoder(
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
-        base = whole if name in replay.context.outlived else None
+        base = whole if name in (outlived := replay.context.outlived) else None
+        unheld = Unheld(weakref.ref(whole.untyped_storage()), outlived, name)
         if alone and base is None and type(encoded) is Compact:
-            return Coded((encoded, normal, replay.token))
-        return EncodeHandle(encoded, base, None, None if encoded.raw else normal)
+            return Coded((encoded, normal, replay.token, unheld))
+        handle = EncodeHandle(encoded, base, None, None if encoded.raw else normal)
+        handle.unheld = unheld
+        return handle
 
     return encode
 

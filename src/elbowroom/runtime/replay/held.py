@@ -12,6 +12,7 @@ or decided on for them.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -24,6 +25,7 @@ from elbowroom.codecs.compact import Compact
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
+from elbowroom.plan.site import SiteName
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
 from elbowroom.runtime.normal import Normalized
@@ -114,19 +116,37 @@ class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
         return whole if view is None else view.within(base, whole)
 
 
-class Coded(tuple[Compact, Normalized | None, Token | None]):
+class Unheld(NamedTuple):
+    """A storage that nothing but a code's reader needs, as far as the recorded step tells.
+
+    storage         a weak reference
+    outlived, name  where, and under which name, it is noted that something else holds it
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    outlived: set[SiteName]
+    name: SiteName
+
+    def note(self) -> None:
+        """Notes, in backward, that the tensor is still there: later steps give back that."""
+        self.outlived.add(self.name)
+
+
+class Coded(tuple[Compact, Normalized | None, Token | None, Unheld]):
     """A tensor that is held as a code, which nothing but one op of torch's reads.
 
-    The code; the normalization of the encoded tensor, or None; and what lives as long as anything
-    that is held so. Unlike an `EncodeHandle`, it has no reference to the encoded tensor, which in
-    the recorded step nothing held until backward.
+    The code; the normalization of the encoded tensor, or None; what lives as long as anything that
+    is held so; and the storage. Unlike an `EncodeHandle`, it does not give back the encoded tensor,
+    which in the recorded step nothing held until backward.
     """
 
     __slots__ = ()
 
     def restore(self) -> Tensor:
         """Returns the decoded tensor, in new memory."""
-        code, normal, _ = self
+        code, normal, _, unheld = self
+        if unheld.storage() is not None:
+            unheld.note()
         return code.decoded(None if normal is None else normal.undo())
 
 
