@@ -282,15 +282,18 @@ def test_dropped_is_an_error():
 def test_rebuilding_checks_parameters():
     weight = torch.ones(8)
 
-    def ready() -> Ready:
+    def ready() -> Ready | None:
         slot = slot_of(torch.ones(8), KeepHandle(torch.ones(8), ""))
         op = Op(lambda y: y * weight, None, fixed=(weight,))
-        return Recipe.of(op, slot, slot.base, torch.ones(8), None).ready()
+        recipe = Recipe.of(op, slot, slot.base, torch.ones(8), None)
+        return None if recipe is None else recipe.ready()
 
     one = ready()
     weight.add_(1)
     with pytest.raises(RestoreError, match="modified by an inplace operation"):
         RebuildHandle(one, torch.ones(8)).restore()
+    assert ready() is None  # nothing is rebuilt from what is known to change
+    weight = torch.full((8,), 2.0)
     one = ready()
     assert torch.equal(RebuildHandle(one, torch.ones(8)).restore(), torch.full((8,), 2.0))
     weight.untyped_storage().resize_(0)

@@ -216,6 +216,32 @@ def test_hooks_that_close_over_other_values_are_refused(tmp_path: Path) -> None:
         CachedPrefix(three, tmp_path / "three")(x)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: nn.modules.module.register_module_forward_hook(steep(2.0)),
+        lambda: nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: (args[0] + 1,) if isinstance(module, nn.Conv2d) else None
+        ),
+    ],
+)
+def test_hooks_of_all_modules_are_settings(tmp_path: Path, register) -> None:
+    """They had no effect on stored outputs."""
+    x, prefix = images(), CachedPrefix(frozen(), tmp_path / "without")
+    assert torch.equal(prefix(x), frozen()(x))
+    hook = register()
+    try:
+        for cached in (prefix, CachedPrefix(frozen(), tmp_path / "without")):
+            with pytest.raises(ModuleError, match="of other settings, by their checksum"):
+                cached(x)
+        assert CachedPrefix(frozen(), tmp_path / "with").module(x).shape == prefix.module(x).shape
+        CachedPrefix(frozen(), tmp_path / "with")(x)
+        CachedPrefix(frozen(), tmp_path / "with")(x)
+    finally:
+        hook.remove()
+    assert torch.equal(prefix(x), frozen()(x))
+
+
 def test_folders_that_cannot_be_used_are_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file cannot hold outputs .*give a folder that can be"):

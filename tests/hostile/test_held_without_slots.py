@@ -325,6 +325,36 @@ def test_codes_in_slots_have_no_reference_to_what_was_encoded(monkeypatch):
     assert all(g is not None for g in torch.autograd.grad(loss, list(net.parameters())))
 
 
+@pytest.mark.parametrize("rows", [64, 63])  # coded alone, and in a slot
+def test_what_the_program_begins_to_hold_is_read_itself_from_the_next_step_on(rows, monkeypatch):
+    """It was read by its code in every replayed step."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(PROCESS, "survivors", set())
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 32))
+    x, weight = torch.randn(rows, 32), net[2].weight
+
+    def step(holds, context):
+        held = []
+        hook = (
+            net[1].register_forward_hook(lambda _, args, out: held.append(out)) if holds else None
+        )
+        with context:
+            loss = net(x).sum()
+        (got,) = torch.autograd.grad(loss, [weight])
+        if hook is not None:
+            hook.remove()
+        return got
+
+    def saving():
+        return er.saving("dither", levels=32, rebuild=False, min_nbytes=0)
+
+    exact = step(False, contextlib.nullcontext())
+    for _ in range(4):
+        assert not torch.equal(step(False, saving()), exact)
+    assert [torch.equal(step(True, saving()), exact) for _ in range(3)] == [False, True, True]
+
+
 @pytest.mark.parametrize(("policy", "fields"), CODED[:2])
 def test_a_code_that_one_op_reads_is_the_tensor_where_that_is_infinite(policy, fields):
     """Its ledger counts the bytes that are held, from the end of forward to that of the graph."""

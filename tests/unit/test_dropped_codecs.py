@@ -20,7 +20,10 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
-MODES = ("short", "large", "zeros", "scaled", "raises", "none", "empties", "overwrites")
+MODES = (
+    *("short", "large", "zeros", "scaled", "raises", "none", "empties", "overwrites"),
+    *("not finite", "keeps a graph", "decodes to NaN"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Liar(Codec):
         noise = torch.rand(len(flat), generator=generator) - 0.5
         codes = (flat.float() / scale + noise).round().to(torch.int8)
         match self.mode:
+            case "not finite":
+                scale = scale * float("nan")
+            case "keeps a graph":
+                scale = flat.clone().requires_grad_().float().abs().max() / 126
             case "short":
                 codes = codes[:-1]
             case "large":
@@ -59,7 +66,7 @@ class Liar(Codec):
         if self.mode == "undecodable":
             raise ValueError("not today")
         codes, scale = encoded.buffers
-        out.copy_(codes * scale)
+        out.copy_(codes * (float("nan") if self.mode == "decodes to NaN" else scale))
         if self.mode == "empties":
             codes.untyped_storage().resize_(0)
         if self.mode == "overwrites":
@@ -70,6 +77,7 @@ class Liar(Codec):
 def liar(monkeypatch):
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(dropped, "_dropped", {})
+    monkeypatch.setattr(dropped, "_suspects", set())
     monkeypatch.setattr(Liar, "mode", "")
     registered._honest.cache_clear()
     broken_promise.cache_clear()
@@ -151,16 +159,40 @@ def settled(training, codecs):
     return fitting
 
 
-def test_a_codec_that_fails_in_a_settled_step_is_dropped(liar):
+@pytest.mark.parametrize("mode", ["raises", "short", "not finite"])
+def test_a_codec_that_fails_in_a_settled_step_is_dropped(mode, liar):
     training = Training()
     exact, fitting = training.step(), settled(training, ["liar"])
-    liar.mode = "raises"
+    liar.mode = mode
     training.step()
     assert error_of(training, exact) < 0.01
     with suppress(BudgetTooSmall):  # without it there may be no plan
         training.step()
     plan = fitting.planner.plan
     assert plan is None or not plan.codecs
+    er.release(training.net)
+
+
+def test_a_codec_that_decodes_to_nan_in_a_settled_step_is_named_and_dropped(liar, caplog):
+    """It may be right, if the tensor has a NaN, so its next codes are decoded at once."""
+    training = Training()
+    exact, _ = training.step(), settled(training, ["liar"])
+    liar.mode = "decodes to NaN"
+    training.step()
+    assert any("codec 'liar' has given back what is not finite" in m for m in caplog.messages)
+    training.step()
+    assert error_of(training, exact) < 0.01
+    assert dropped.why_dropped(liar) == "it gives back what is not finite"
+    er.release(training.net)
+
+
+def test_a_codec_is_not_blamed_for_a_tensor_that_is_not_finite(liar):
+    training = Training()
+    settled(training, ["liar"])
+    training.x[3] = float("nan")
+    for _ in range(3):
+        training.step()
+    assert dropped.dropped() == 0
     er.release(training.net)
 
 

@@ -6,6 +6,7 @@ the tensors of the step (`broken_code`, `encoded_or_dropped`).
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import Codec, Encoded, memory_order
 from elbowroom.codecs.quality import DESTROYED, quality_of, states_of
 from elbowroom.errors import CodecError
+from elbowroom.kernels.fakes import would_wait
 
 _log = logging.getLogger("elbowroom.codecs")
 _dropped: dict[type[Codec], str] = {}
+_suspects: set[type[Codec]] = set()
+_SAMPLED = 256  # elements
 _MAX = 16  # times the error for normal data: an outlier makes the steps of its group wider
 _SCALE = 0.25  # by which unbiased codes may make all values smaller or larger
 
@@ -42,6 +46,7 @@ def dropped() -> int:
     return len(_dropped)
 
 
+@cache
 def is_own(cls: type[Codec]) -> bool:
     """Returns whether a codec is one of elbowroom's, which tests check."""
     return cls.__module__.startswith(__package__.partition(".")[0] + ".")
@@ -110,12 +115,42 @@ def broken_code(
     storage = x.untyped_storage()._cdata
     if any(buffer.untyped_storage()._cdata == storage for buffer in encoded.buffers):
         return "its code lies in the memory of the tensor, which is then never freed"
+    if any(buffer.requires_grad for buffer in encoded.buffers):
+        return "its code requires a gradient, so it holds what it was made of"
+    if not (encoded.raw or all(map(_is_finite, encoded.buffers))) and _is_finite(x):
+        return "its code is not finite, and the tensor is"
+    decodes = decodes or type(codec) in _suspects
     return _broken_values(codec, x, affine, encoded) if decodes and x.numel() else ""
+
+
+def suspect(encoded: Encoded, decoded: Tensor) -> None:
+    """Has later codes of a codec decoded at once if it gives back what is not finite in backward.
+
+    It may be right: of such a tensor. Some elements are looked at, of codecs of other packages.
+    """
+    cls = type(encoded.codec)
+    if cls in _suspects or is_own(cls):
+        return
+    flat, n = memory_order(decoded)[0], max(decoded.numel() // _SAMPLED, 1)
+    if not _is_finite(flat[::n]):
+        _suspects.add(cls)
+        _log.warning(
+            "codec '%s' has given back what is not finite, so gradients of this step are not; its "
+            "next codes are decoded at once, and it is left out of plans if it is wrong",
+            cls.id,
+        )
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Returns whether all elements are finite; True of integers, and where the host would wait."""
+    if not x.is_floating_point() or not x.numel() or would_wait(x):
+        return True
+    return float(x.detach().float().abs().amax()) < float("inf")
 
 
 def _broken_values(codec: Codec, x: Tensor, affine: Affine | None, encoded: Encoded) -> str:
     before = states_of(encoded)
-    flat, y = memory_order(x.detach())[0], encoded.decode()
+    flat, y = memory_order(x.detach())[0], encoded.decode().detach()
     if states_of(encoded) != before:
         return DESTROYED
     if y.shape != x.shape or y.dtype is not x.dtype:

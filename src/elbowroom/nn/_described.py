@@ -2,7 +2,7 @@
 
     attributes -> plain values · tensors · containers · objects (a configuration)
     functions  -> source · defaults · what they close over
-    hooks      -> functions
+    hooks      -> functions; those that `register_module_forward_hook` has set, too
 
 What describes it are texts and tensors. The texts are the same in another process, so that a
 checksum of them can be stored.
@@ -33,6 +33,7 @@ _PLAIN = frozenset(
     )
 )
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_OF_ALL, _OURS = "hooks of all modules", f"{__package__.partition('.')[0]}."
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _sources: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
@@ -40,10 +41,16 @@ Parts = Iterator[str | Tensor]
 
 
 def described(module: nn.Module) -> Iterator[tuple[str, list[str | Tensor]]]:
-    """Yields the name of each module in it, with what describes that module."""
+    """Yields the name of each module in it, with what describes that module.
+
+    Then come hooks of all modules of the process, if there are any but those of elbowroom itself.
+    """
     inside = {*module.modules()}
     for name, m in module.named_modules():
         yield name, [f"{type(m).__qualname__} {m.extra_repr()}", *_attributes(m, inside)]
+    found = [*_hooks_of_all_modules(inside)]
+    if found:
+        yield _OF_ALL, found
 
 
 def source_of(it: Any) -> str:
@@ -82,6 +89,14 @@ def _attributes(m: nn.Module, inside: set[nn.Module]) -> Parts:
         for hook in getattr(m, table).values():
             yield table
             yield from _value(hook, inside, ())
+
+
+def _hooks_of_all_modules(inside: set[nn.Module]) -> Parts:
+    for table in _HOOKS:
+        for hook in getattr(torch.nn.modules.module, f"_global{table}").values():
+            if not str(getattr(hook, "__module__", "")).startswith(_OURS):
+                yield table
+                yield from _value(hook, inside, ())
 
 
 def _value(x: Any, inside: set[nn.Module] | None, path: tuple[int, ...]) -> Parts:

@@ -49,7 +49,7 @@ class ChangedParameters(TorchFunctionMode):
     def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         given = kwargs or {}
         with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around see the call alone
-            for x in _tensors((*args, given.get("out"), given.get("input"), given.get("self"))):
+            for x in written(args, given):
                 at = x.untyped_storage()._cdata
                 if at in self._lies_at and at not in self._copies:
                     self._copies[at] = [(one, one.clone()) for one in self._lies_at[at]]
@@ -119,6 +119,11 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") or name == "__setitem__"
     return name.endswith("_") or bool(kwargs and ("out" in kwargs or "inplace" in kwargs))
+
+
+def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yields what a call that writes may write to. args: its first argument, if any."""
+    return _tensors((*args, kwargs.get("out"), kwargs.get("input"), kwargs.get("self")))
 
 
 def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:

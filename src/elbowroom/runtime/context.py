@@ -19,6 +19,7 @@ from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.device_seeds import DeviceSeeds
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.slot import MadeAgain
+from elbowroom.runtime.storage import changes
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
@@ -36,8 +37,8 @@ class Context:
     device_seeds  seeds of settled steps whose codes are made on a GPU
     kept          reasons for sites that are always kept
     exact         the same, by the outermost module, of contexts that learn nothing else
-    learned       how often a site was added to either
-    survivors      sites of which a tensor was still there, unchanged, as backward read its code
+    learned       how often a site was added to either, or a parameter noted that changes
+    survivors     sites of which a tensor was still there, unchanged, as backward read its code
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
     recurrent_layers  the largest number of recurrent layers that one forward has called
@@ -73,7 +74,7 @@ class Context:
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
         self.survivors: set[SiteName] = set()
-        self.learned = 0
+        self._learned = 0
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -81,6 +82,10 @@ class Context:
     def rounds(self) -> bool:
         """True if recurrent layers are recomputed in stretches: sums are rounded otherwise."""
         return self.runs_again and not self.keeps_bits
+
+    @property
+    def learned(self) -> int:
+        return self._learned + changes()
 
     def first_seed(self) -> int:
         """Returns the number to which the count is added; `mixed` makes a seed of the sum."""
@@ -129,7 +134,7 @@ class Context:
         before = known.get(key)
         milder = isinstance(before, HalfSuffices) and not isinstance(why, HalfSuffices)
         is_new = before is None or milder
-        (self if self.learns else PROCESS).learned += is_new
+        (self if self.learns else PROCESS)._learned += is_new
         if is_new:
             known[key] = why
         return is_new

@@ -36,6 +36,8 @@ from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
+from elbowroom.runtime.changed_parameters import written
+from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import (
@@ -72,6 +74,7 @@ from elbowroom.runtime.storage import (
     dense_base,
     is_parameter,
     is_touchable,
+    note_changing,
     storage_nbytes,
     untouchable,
     version_of,
@@ -140,6 +143,7 @@ class Saving(NodeChoice):
         self._watch: Watch | None = None
         self._counts: dict[tuple[str, str], int] = {}
         self._region = ""  # whose inputs are being saved
+        self._reading: list[ParametersAsRead] = []  # of modules that run again
         self._hook: Callable[[Tensor], Any] | None = None  # replaced by a node of ours
 
     def __enter__(self) -> Self:
@@ -213,6 +217,7 @@ class Saving(NodeChoice):
         else:
             self._serving.end()
         self._serving.clear()
+        self._reading = []
         self._listener.finish(self.ledger, self.context.count, self._calls)
         self._listener = NOBODY
         self._many = Many()
@@ -351,7 +356,8 @@ class Saving(NodeChoice):
         self._listener.saves()
         ended = self._listener.region_ended
         try:
-            return recomputed(module, call, args, kwargs, arguments, begin, ended)
+            given = args, kwargs, arguments, begin, ended
+            return recomputed(module, call, *given, reading=self._reading)
         finally:
             begin()
 
@@ -379,12 +385,15 @@ class Saving(NodeChoice):
             if self.ledger.backward_began:  # a context may stay open for a whole training
                 listener.refuse("a backward has run inside")
             listener.begins(call)
+            changes = call.changes_first
+            if (changes or "out" in call.kwargs) and not call.name.endswith("__get__"):
+                self._keep_parameters(written(call.args[:1], call.kwargs))
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
                 body = opened.opened(call.func, self._consumers)
                 if body is not None:
                     listener.runs(call, body, None)
                     return body
-            if self._sources.is_exact and call.changes_first:
+            if self._sources.is_exact and changes:
                 self._copy_source(call.first)
             if self._serving.waiting:
                 self._serving.waiting.end_known()
@@ -413,6 +422,27 @@ class Saving(NodeChoice):
                 copy = clone_with_storage(kept.restore())
             slot.hold(KeepHandle(copy, "a source that has changed since"))
         self._listener.refuse("a source of recipes is changed in place")
+
+    def _keep_parameters(self, changed: Iterable[Tensor]) -> None:
+        """Copies parameters that an op is about to change, if a module that runs again reads them.
+
+        What is rebuilt from them is made at once, and kept.
+        """
+        free = [x for x in changed if is_touchable(x) and x.grad_fn is None]
+        if not free:
+            return
+        storages = {x.untyped_storage()._cdata for x in free}
+        for parameters in self._reading:
+            parameters.keep(storages)
+        for slot in self._sources.slots():
+            ready = getattr(slot.value, "ready", None)
+            fixed = () if ready is None else (x for one in ready.steps for x in one.op.fixed)
+            read = [x for x in fixed if x.untyped_storage()._cdata in storages]
+            if read:
+                why = "a parameter that it could be rebuilt from is changed"
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    slot.hold(KeepHandle(slot.restore_value(), why))
+                    note_changing(read[0])
 
     @property
     def _may_round(self) -> bool:

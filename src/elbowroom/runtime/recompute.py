@@ -12,8 +12,8 @@ on (`checkpoints.py`). This module handles what checkpoint leaves to its user:
                  likewise
     attributes   those that forward sets (counters, the state of the last call), likewise
     parameters   the same as in forward, also if they were replaced for this call
-                 (`torch.func.functional_call`); likewise large buffers. Changed in place since:
-                 RestoreError, as in plain autograd
+                 (`torch.func.functional_call`), frozen, or changed since (`changing.py`); likewise
+                 large buffers. Changed in place without a copy: RestoreError
     training     the flags of forward hold for the second run
     arguments    lists, dictionaries, caches and other objects are passed as they were before the
                  first run (`arguments.py`); tensors inside them are inputs as well
@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
+from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.modules import cut_short
 from elbowroom.runtime.rerun import Region
 from elbowroom.runtime.rewind import Attributes, Generators, are_same, modules_of
-from elbowroom.runtime.storage import check_version, version_of, versions_of
+from elbowroom.runtime.storage import version_of, versions_of
 from elbowroom.runtime.unread import leave_out_unread, noting_unread
 
 # Bytes. Up to this size a buffer is always copied: BatchNorm writes to its statistics without
@@ -52,14 +53,18 @@ def recomputed(
     arguments: Arguments,
     begin: Callable[[], None] = lambda: None,
     ended: Callable[[int], None] = lambda saves: None,
+    reading: list[ParametersAsRead] | None = None,
 ) -> Any:
     """Calls call(*args, **kwargs), which runs again in backward.
 
     arguments: the same as they are now. begin: called once inputs are saved. ended: called when it
-    has run, with the number of tensors that it has saved, none of which is held
+    has run, with the number of tensors that it has saved, none of which is held. reading: takes
+    the parameters that the second run reads, if the forward is examined
     """
     with torch._C.DisableTorchFunction():  # not for ops of other code
-        state = State(module, arguments.sources)
+        state = State(module, arguments.sources, is_examined=reading is not None)
+        if reading is not None:
+            reading.append(state.parameters)
         large = state.take()
         is_known = leave_out_unread(module, arguments)
     first = call if is_known else noting_unread(module, arguments, call)
@@ -71,7 +76,7 @@ def recomputed(
             call(*again_args, **again_kwargs)
 
     with torch._C.DisableTorchFunction():
-        region = Region(type(module).__name__, tensors, again)
+        region = Region(type(module).__name__, tensors, again, state.parameters.current)
     del tensors
     begin()
     out = region.first(first, args, kwargs)
@@ -93,7 +98,9 @@ class State:
     changed_buffer  the name of a large buffer that a run inside of `again` has changed
     """
 
-    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, given: Iterable[Any] = (), *, is_examined: bool = False
+    ) -> None:
         """given: generators of random numbers among its arguments."""
         self._name = type(module).__name__
         self._modules = modules_of(module)
@@ -105,10 +112,8 @@ class State:
         tables = parameters + buffers + children
         self._tables = [table for table in tables if isinstance(table, dict)]
         self._read: list[dict[str, Any]] = [*map(_COPY, self._tables)]
-        self._parameters = [
-            p for p in chain.from_iterable(map(_VALUES, parameters)) if p is not None
-        ]
-        self._versions = versions_of(self._parameters)
+        found = [p for p in chain.from_iterable(map(_VALUES, parameters)) if p is not None]
+        self.parameters = ParametersAsRead(module, found, is_examined=is_examined)
         self.changed_buffer = ""
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._before: list[Tensor] = []  # their copies
@@ -149,13 +154,11 @@ class State:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context around a second run: all is as it was, and nothing that it changes is seen."""
-        if versions_of(self._parameters) != self._versions:
-            for parameter, version in zip(self._parameters, self._versions, strict=True):
-                check_version(parameter, version)
-        now = [child.training for child in self._modules]
+        now, wants = [child.training for child in self._modules], self.parameters.wants
         others = self._others()
         buffers = [held[name] for held, name in self._buffers]
         try:
+            self.parameters.lend()
             for tensors, name, x, _ in others:
                 tensors[name] = x
             self._set_training(self._training)
@@ -184,6 +187,7 @@ class State:
                 held[name] = buffer
             for tensors, name, _, x in others:
                 tensors[name] = x
+            self.parameters.take_back(wants)
 
     def _others(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """Returns parameters, buffers and children that are others now: where, it was, it is."""

@@ -53,13 +53,20 @@ class Region:
     backward: number of the one for which it ran again last
     """
 
-    __slots__ = ("_again", "_ambient", "_dropped", "_inputs", "_name", "backward")
+    __slots__ = ("_again", "_ambient", "_current", "_dropped", "_inputs", "_name", "backward")
 
     def __init__(
-        self, name: str, inputs: Sequence[Tensor], again: Callable[[list[Tensor]], Any]
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        again: Callable[[list[Tensor]], Any],
+        current: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
-        """name: in errors. again: runs the call with its inputs, which are saved at once."""
-        self._name, self._again = name, again
+        """name: in errors. again: runs the call with its inputs, which are saved at once.
+
+        current: gives what backward reads for a tensor that the second run saves
+        """
+        self._name, self._again, self._current = name, again, current
         self._ambient = Ambient(_default_generators(inputs))
         self._inputs = save(inputs)
         self._dropped: list[tuple[Any, torch.Size, torch.dtype, torch.device]] = []
@@ -94,6 +101,7 @@ class Region:
         def fill(x: Tensor) -> Tensor:
             nonlocal at
             at += 1
+            x = self._current(x)
             if x.requires_grad:  # without this run's graph, which would hold itself by its results
                 x = x.detach()
             if at > last:  # the exception below was caught

@@ -411,7 +411,7 @@ class Serving:
         slot.hold(handle)
         if isinstance(handle, KeepHandle) and isinstance(action, Encode):
             action = Keep(handle.why)
-        recipe = ready if isinstance(action, Rebuild) else None
+        recipe = handle.ready if isinstance(handle, RebuildHandle) else None
         self._listener.does(slot, name, need, action, ready=recipe, norm=norm, drawn=drawn)
         slot.drop_needless_bits()
         if self._watch is not None and not isinstance(action, Keep | Offload):

@@ -13,6 +13,7 @@
 WeakStorage             does not keep a storage alive; its address is not reused while this exists
 version_of, counter_of  its version counter, which a change in place moves
 untouchable, ...        whether a tensor may be changed, and what it is made of
+note_changing, ...      parameters that are known to change before backward reads them
 Storages                the storages that one context has seen, with their slots and origins
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -290,6 +292,46 @@ def taken_for_plain(kind: type[Tensor]) -> Iterator[None]:
             yield
         finally:
             PLAIN.discard(kind)
+
+
+# --- Parameters that change between the op that reads them and backward (`changing.py`)
+
+_SMALL_PARAMETER = 1 << 16  # bytes
+_changing: dict[int, WeakStorage] = {}
+_changes = count(1)
+_last_change = 0
+
+
+def changes() -> int:
+    """Returns how many parameters were found to change so far."""
+    return _last_change
+
+
+def note_change() -> None:
+    """Notes that what was decided before does not know of a parameter that changes."""
+    global _last_change
+    _last_change = next(_changes)
+
+
+def note_changing(x: Tensor) -> None:
+    """Notes that the parameter that lies where x does is changed before backward reads it."""
+    at = x.untyped_storage()._cdata
+    if at not in _changing:
+        _changing[at] = WeakStorage(x)
+        note_change()
+
+
+def is_changing(x: Tensor) -> bool:
+    """Returns whether the parameter that lies where x does is known to change."""
+    return bool(_changing) and x.untyped_storage()._cdata in _changing
+
+
+def is_small(p: Tensor) -> bool:
+    """Returns whether a parameter is copied before it is known to change: a bias, or a scale.
+
+    Backward reads most others, so a change would be an error of plain autograd, too.
+    """
+    return p.dim() <= 1 and p.nbytes <= _SMALL_PARAMETER
 
 
 # --- What a context has seen

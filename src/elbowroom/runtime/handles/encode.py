@@ -12,7 +12,7 @@ that the code is read, and released after that.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.codecs.base import PART, Seed
 from elbowroom.codecs.compact import Compact
-from elbowroom.codecs.dropped import encoded_or_dropped, is_own, refuse_undecodable
+from elbowroom.codecs.dropped import encoded_or_dropped, is_own, refuse_undecodable, suspect
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.room import Room
 from elbowroom.kernels.fakes import has_values, would_wait
@@ -56,6 +56,7 @@ class EncodeHandle:
         "is_shared",
         "on_survived",
         "token",
+        "unheld",
     )
 
     def __init__(
@@ -72,6 +73,7 @@ class EncodeHandle:
         bitmap: the bits of what is not zero, where the code holds them
         is_shared: it has several readers, so that one may reuse the tensor of another
         token: lives as long as anything that a step holds without a slot
+        unheld: notes in backward whether base is still there, if it is not known
         """
         self._encoded = encoded
         self.bitmap = encoded.bitmap
@@ -87,6 +89,7 @@ class EncodeHandle:
         self.on_survived = on_survived
         self.is_shared = True
         self.token: object = None
+        self.unheld: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +125,8 @@ class EncodeHandle:
 
     def restore(self, *, private: bool = False) -> Tensor:
         """The tensor with base's shape and strides."""
+        if self.unheld is not None and self.unheld.storage() is not None:
+            self.unheld.note()
         if not private:
             seen = self._still_there()
             if seen is not None:
@@ -200,10 +205,12 @@ class EncodeHandle:
             return encoded.decoded(affine, bits)
         room = ARENA.take(encoded.numel, encoded.dtype, encoded.buffers[0].device)
         try:
-            return encoded.decode_own(room, affine, bits)
+            x = encoded.decode_own(room, affine, bits)
         except Exception as error:
             refuse_undecodable(encoded, error)
             raise
+        suspect(encoded, x)
+        return x
 
     def drawn_again(self, x: Tensor, codec: Codec, places: Sequence[slice]) -> Tensor:
         """Encodes by `codec` what was decoded, and decodes it again, with noise of its own.

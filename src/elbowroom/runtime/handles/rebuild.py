@@ -43,10 +43,19 @@ from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
+from elbowroom.runtime.changing import has_same_values
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import flat_of
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
-from elbowroom.runtime.storage import WeakStorage, check_version, version_of
+from elbowroom.runtime.storage import (
+    WeakStorage,
+    check_version,
+    is_changing,
+    is_small,
+    note_changing,
+    version_of,
+    versions_of,
+)
 
 # Ops in a chain, all of which run at every restore. Attention that is written out in Python takes a
 # product of q and k, scales it, caps it (a quotient, a tanh, a product), adds a mask and takes the
@@ -222,10 +231,15 @@ class Recipe:
         """Number of elements that its ops make."""
         return prod(self.made.shape) + sum(map(_work_of_link, self.links))
 
+    def _has_changed(self) -> bool:
+        """Returns whether a parameter was changed since, or is known to be until backward."""
+        fixed = self.op.fixed
+        return any(map(is_changing, fixed)) or tuple(versions_of(fixed)) != self.versions
+
     def ready(self) -> "Ready | None":
         """Returns the recipe with strong references; None if one of its sources was freed."""
-        source = followed(self.source)
-        if source is None:
+        source, fixed = followed(self.source), self.op.fixed
+        if source is None or (fixed and self._has_changed()):
             return None
         noise = None if self.op.noise is None else self.op.noise()
         if self.op.noise is not None and (
@@ -248,7 +262,10 @@ class Recipe:
 
 @dataclass(eq=False)  # frozen, each of a replayed step would take 1.2 us to make, and not 0.1
 class Ready:
-    """A recipe that holds its sources. It is never changed."""
+    """A recipe that holds its sources. It is never changed.
+
+    copies  of the fixed parameters that may be changed until backward; of an examined forward alone
+    """
 
     op: Op
     source: "Slot | Ready"
@@ -258,6 +275,15 @@ class Ready:
     bits: Tensor | None
     noise: Slot | None
     others: "tuple[Slot | Ready, ...]" = ()
+    copies: "tuple[Tensor | None, ...]" = ()
+
+    def with_copies(self) -> "Ready":
+        """Returns the recipe with copies of the small parameters that its ops read."""
+        source, others = (_with_copies(self.source), tuple(map(_with_copies, self.others)))
+        copies = tuple(x.clone() if is_small(x) else None for x in self.op.fixed)
+        if not copies and source is self.source and others == self.others:
+            return self
+        return replace(self, source=source, others=others, copies=copies)
 
     @property
     def exact(self) -> bool:
@@ -348,20 +374,46 @@ class Ready:
 
         Backward may run inside autocast, which would run other kernels than forward did.
         """
-        check_parameters(self.op.fixed, self.versions)
-        device = self.root.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
+        lent = self._lend() if self.copies else ()
+        try:
+            if not lent:
+                check_parameters(self.op.fixed, self.versions)
+            device = self.root.device.type
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    out = self._run()
+            else:
                 out = self._run()
-        else:
-            out = self._run()
+        finally:
+            for x, now in lent:
+                x.data = now
         return laid_out(out, self.made)
+
+    def _lend(self) -> list[tuple[Tensor, Tensor]]:
+        """Puts copies in place of parameters that have changed; returns these, and what they are.
+
+        They are objects of this recipe's op, which share their memory with the parameters.
+        """
+        lent = []
+        for x, version, copy in zip(self.op.fixed, self.versions, self.copies, strict=True):
+            has_changed = version_of(x) != version
+            if copy is None or not (has_changed or not has_same_values(x, copy)):
+                if has_changed:
+                    note_changing(x)
+                check_parameters((x,), (version,))
+                continue
+            note_changing(x)
+            lent.append((x, x.detach()))
+            x.data = copy
+        return lent
 
     def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
         """Returns a slot, an affine and its bits if the tensor is that affine of that slot.
 
         An affine of an exact slot gives other bits than the op itself: not for exact mode.
         """
+        if self.copies and tuple(versions_of(self.op.fixed)) != self.versions:
+            return None
         check_parameters(self.op.fixed, self.versions)
         source, affine = self.source, self.op.affine
         if affine is None or not isinstance(source, Slot):
@@ -454,10 +506,16 @@ class Ready:
         return noise
 
 
+def _with_copies(source: "Slot | Ready") -> "Slot | Ready":
+    return source.with_copies() if isinstance(source, Ready) else source
+
+
 def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
     """Raises RestoreError if a parameter was changed since, or its memory freed."""
     for tensor, version in zip(fixed, versions, strict=True):
         if tensor.is_inference() or tensor._version != version:
+            if version_of(tensor) != version:
+                note_changing(tensor)
             check_version(tensor, version)
         if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
             raise RestoreError(
@@ -579,7 +637,8 @@ class RebuildHandle:
             ready.pin()
         for slot in ready.slots:
             slot.is_source = True
-        return cls(ready, base)
+        reads = any(step.op.fixed for step in ready.steps)
+        return cls(ready.with_copies() if reads else ready, base)
 
     @property
     def exact(self) -> bool:

@@ -12,6 +12,7 @@ or decided on for them.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -24,6 +25,7 @@ from elbowroom.codecs.compact import Coder, Compact
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
+from elbowroom.plan.site import SiteName
 from elbowroom.runtime.handles import EncodeHandle, Handle
 from elbowroom.runtime.handles.encode import is_normalized, normalized
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
@@ -117,19 +119,37 @@ class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
         return whole if view is None else view.within(base, whole)
 
 
-class Coded(tuple[Compact, Normalized | None, Token | None]):
+class Unheld(NamedTuple):
+    """A storage that nothing but a code's reader needs, as far as the recorded step tells.
+
+    storage          a weak reference
+    survivors, name  where, and under which name, it is noted that something else holds it
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    survivors: set[SiteName]
+    name: SiteName
+
+    def note(self) -> None:
+        """Notes, in backward, that the tensor is still there: later steps give back that."""
+        self.survivors.add(self.name)
+
+
+class Coded(tuple[Compact, Normalized | None, Token | None, Unheld]):
     """A tensor that is held as a code, which nothing but one op of torch's reads.
 
-    The code; the normalization of the encoded tensor, or None; and what lives as long as anything
-    that is held so. Unlike an `EncodeHandle`, it has no reference to the encoded tensor, which in
-    the recorded step nothing held until backward.
+    The code; the normalization of the encoded tensor, or None; what lives as long as anything that
+    is held so; and the storage. Unlike an `EncodeHandle`, it does not give back the encoded tensor,
+    which in the recorded step nothing held until backward.
     """
 
     __slots__ = ()
 
     def restore(self) -> Tensor:
         """Returns the decoded tensor, in new memory."""
-        code, normal, _ = self
+        code, normal, _, unheld = self
+        if unheld.storage() is not None:
+            unheld.note()
         return code.decoded(None if normal is None else normal.undo())
 
 
@@ -458,10 +478,13 @@ def encoder(
             normal = normalized(action, whole, None if norm is None else norm.statistics(replay))
         affine = None if normal is None else normal.normalize()
         encoded = coder.encode(whole, replay.draw(nth), affine)
-        base = whole if name in replay.context.survivors else None
+        base = whole if name in (survivors := replay.context.survivors) else None
+        unheld = Unheld(weakref.ref(whole.untyped_storage()), survivors, name)
         if alone and base is None and type(encoded) is Compact:
-            return Coded((encoded, normal, replay.token))
-        return EncodeHandle(encoded, base, None, None if encoded.raw else normal)
+            return Coded((encoded, normal, replay.token, unheld))
+        handle = EncodeHandle(encoded, base, None, None if encoded.raw else normal)
+        handle.unheld = unheld
+        return handle
 
     return encode
 

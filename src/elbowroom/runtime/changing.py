@@ -1,0 +1,211 @@
+"""Parameters that a program changes between the op that reads them and backward.
+
+    with torch.no_grad():
+        self.bias.mul_(0.999)       in a forward: weight normalization, an average, a codebook
+    layer.requires_grad_(False)     between forward and backward
+
+Plain autograd accepts this of whatever backward does not read: a bias, or the weight of a first
+layer. A module that runs again reads them, and so does an op that does. Both get the values of
+forward from copies. These cost time and memory, so they are made only
+
+    where a forward is examined   of small parameters, and of those that the forward is about to
+                                  change itself
+    where a parameter is known    of a module that runs again, in every forward. Nothing is rebuilt
+    to change                     from such a parameter
+
+Otherwise backward raises RestoreError, and the parameter is known to change from then on.
+
+Which ones are known is noted in `storage.py`, and here for the modules that run again.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from elbowroom.errors import RestoreError
+from elbowroom.kernels.fakes import would_wait
+from elbowroom.runtime.storage import (
+    PLAIN,
+    changed_in_place,
+    is_small,
+    is_touchable,
+    note_change,
+    storage_nbytes,
+    version_of,
+    versions_of,
+)
+
+_STRIDE = 61  # elements: no power of two, as rows have
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_modules: "weakref.WeakKeyDictionary[nn.Module, frozenset[int]]" = weakref.WeakKeyDictionary()
+
+
+def has_same_values(x: Tensor, copy: Tensor) -> bool:
+    """Returns whether a parameter has the values of its copy; True where the host would wait."""
+    if would_wait(x):
+        return True
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        bits = _BITS.get(x.element_size(), x.dtype)
+        return torch.equal(x.view(bits), copy.view(bits))
+
+
+def _sample(p: Tensor) -> int:
+    """Returns the sum of the bits of one in `_STRIDE` elements; 0 where the host would wait.
+
+    A change through `p.data` has no version to show it.
+    """
+    if would_wait(p) or not p.is_contiguous():
+        return 0
+    bits = _BITS.get(p.element_size())
+    if bits is None:
+        return 0
+    some = p.detach().as_strided((p.numel() // _STRIDE,), (_STRIDE,))
+    return int(some.view(bits).sum(dtype=torch.int64))
+
+
+class ParametersAsRead:
+    """The parameters of a module that runs again, as they are now.
+
+    They are lent their former memory for the second run: `p.data` is replaced, and put back. So
+    whatever refers to a parameter reads it, such as the list of an LSTM's weights.
+    """
+
+    __slots__ = (
+        *("_all", "_copies", "_lent", "_memory", "_module", "_samples"),
+        *("_versions", "_wants"),
+    )
+
+    def __init__(
+        self, module: nn.Module, parameters: list[Tensor], *, is_examined: bool = False
+    ) -> None:
+        """is_examined: what is not known to change is copied, too, if it is small."""
+        self._module, self._all = weakref.ref(module), parameters
+        self._versions = versions_of(parameters)
+        self._wants = [p.requires_grad for p in parameters]
+        self._copies: dict[int, Tensor] = {}
+        self._memory: list[Tensor] = []
+        self._samples: dict[int, int] = {}  # of large parameters
+        # By the storage that is lent: the parameter, what it is now, its version in forward, and
+        # whether it has other memory now.
+        self._lent: dict[int, tuple[Tensor, Tensor, int, bool]] = {}
+        if is_examined:
+            self._memory = [p.detach() if type(p) in PLAIN else p for p in parameters]
+            for i, p in enumerate(parameters):
+                if not is_touchable(p):
+                    continue
+                if is_small(p):
+                    self._copy(i)
+                else:
+                    self._samples[i] = _sample(p)
+        for i in _modules.get(module, ()):
+            if i < len(parameters):
+                self._copy(i)
+
+    def _copy(self, i: int) -> None:
+        p = self._all[i]
+        if i not in self._copies and is_touchable(p):
+            self._copies[i] = torch.empty_like(p, requires_grad=False).copy_(p.detach())
+
+    def keep(self, storages: set[int]) -> bool:
+        """Copies the parameters that lie in these storages, which are about to be changed.
+
+        Returns whether there are any.
+        """
+        mine = [
+            i
+            for i, p in enumerate(self._all)
+            if is_touchable(p) and p.untyped_storage()._cdata in storages
+        ]
+        for i in mine:
+            if version_of(self._all[i]) == self._versions[i]:
+                self._copy(i)
+            self._learn(i)
+        return bool(mine)
+
+    def lend(self) -> None:
+        """Makes the parameters what they were; `take_back` undoes it.
+
+        Raises RestoreError if one was changed in place, and has no copy.
+        """
+        self._set_wants(self._wants)
+        if versions_of(self._all) == self._versions and not (self._copies or self._memory):
+            return
+        for i, (p, version) in enumerate(zip(self._all, self._versions, strict=True)):
+            before = self._before(i, p, version)
+            if before is not None:
+                has_moved = bool(self._memory) and self._memory[i].data_ptr() != p.data_ptr()
+                self._lent[before.untyped_storage()._cdata] = p, p.detach(), version, has_moved
+                self._learn(i)
+                p.data = before
+
+    def _before(self, i: int, p: Tensor, version: int) -> Tensor | None:
+        """Returns the former memory of a parameter; None: its values are what they were."""
+        copy, now = self._copies.get(i), version_of(p)
+        if now != version and copy is None:
+            self._learn(i)
+            raise changed_in_place(tuple(p.shape), p.dtype, version, now)
+        if now != version:
+            return copy
+        if copy is not None and storage_nbytes(p) >= p.nbytes:  # FSDP may have freed its memory
+            return copy if i in self._known or not has_same_values(p, copy) else None
+        memory = self._memory[i] if self._memory else p
+        if memory is p or memory.data_ptr() == p.data_ptr():
+            if self._samples.get(i, 0) != (_sample(p) if i in self._samples else 0):
+                self._learn(i)
+                raise RestoreError(
+                    f"a parameter of {tuple(p.shape)} was changed after forward through its data, "
+                    f"and '{type(self._module()).__name__}' reads it when it runs again in "
+                    "backward. Change it before forward, or after backward."
+                )
+            return None
+        return memory if storage_nbytes(memory) >= memory.nbytes else None
+
+    def _learn(self, i: int) -> None:
+        module, known = self._module(), self._known
+        if module is not None and i not in known:
+            _modules[module] = known | {i}
+            note_change()
+
+    @property
+    def _known(self) -> frozenset[int]:
+        """Indices of the parameters of the module that are known to change."""
+        module = self._module()
+        return frozenset() if module is None else _modules.get(module, frozenset())
+
+    def take_back(self, wants: list[bool]) -> None:
+        """Undoes `lend`. wants: whether each parameter wants a gradient now."""
+        for p, now, *_ in self._lent.values():
+            p.data = now
+        self._lent = {}
+        self._set_wants(wants)
+
+    @property
+    def wants(self) -> list[bool]:
+        """Whether each parameter wants a gradient."""
+        return [p.requires_grad for p in self._all]
+
+    def _set_wants(self, wants: list[bool]) -> None:
+        if wants != self.wants:
+            for p, flag in zip(self._all, wants, strict=True):
+                if p.requires_grad is not flag and p.is_leaf:
+                    p.requires_grad = flag
+
+    def current(self, x: Tensor) -> Tensor:
+        """Returns x, which the second run saves; for a parameter that was lent, what it is now.
+
+        Plain autograd reads it so, too, but for views of memory that the parameter has left. Raises
+        RestoreError if it was changed in place.
+        """
+        if not self._lent:
+            return x
+        found = self._lent.get(x.untyped_storage()._cdata)
+        if found is None:
+            return x
+        p, now, version, has_moved = found
+        if version_of(now) != version:
+            raise changed_in_place(tuple(now.shape), now.dtype, version, version_of(now))
+        if has_moved and x is not p:
+            return x
+        offset = x.storage_offset() - p.storage_offset() + now.storage_offset()
+        return now.as_strided(x.shape, x.stride(), offset)

@@ -1,0 +1,181 @@
+"""Parameters that a program changes between the op that reads them and backward.
+
+Plain autograd accepts that of what backward does not read: a bias, and whatever is changed through
+its data. Then no bit differs from it; where it raises, so do we.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elbowroom as er
+from elbowroom.errors import RestoreError
+from elbowroom.plan import Exact
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.hooks import Saving
+
+WIDTH = 160
+Change = Callable[["Block"], None]
+CHANGES: dict[str, Change] = {
+    "bias": lambda block: block.up.bias.mul_(0.9),
+    "bias of a batch norm": lambda block: block.norm.bias.add_(0.1),
+    "bias through its data": lambda block: block.up.bias.data.mul_(0.9),
+    "other data of a bias": lambda block: setattr(block.up.bias, "data", block.up.bias * 0.9),
+    "other data of a weight": lambda block: setattr(block.up.weight, "data", block.up.weight * 0.9),
+    "a scale without a dimension": lambda block: block.scale.data.mul_(0.9),
+    "another bias": lambda block: setattr(block.up, "bias", nn.Parameter(block.up.bias * 0.9)),
+    "buffer": lambda block: block.shift.mul_(0.9),
+    "freeze a weight": lambda block: block.up.weight.requires_grad_(False),
+    "freeze all": lambda block: block.requires_grad_(False),
+}
+REFUSED: dict[str, Change] = {
+    "weight": lambda block: block.up.weight.mul_(0.9),
+    "weight of a batch norm": lambda block: block.norm.weight.mul_(0.9),
+}
+
+
+class Block(nn.Module):
+    """A block of whose parameters backward reads only some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.BatchNorm1d(2 * WIDTH)
+        self.down, self.scale = nn.Linear(2 * WIDTH, WIDTH), nn.Parameter(torch.tensor(1.1))
+        self.register_buffer("shift", torch.ones(2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.relu(self.norm(self.up(x))) + self.shift)
+        return x + F.gelu(x).detach() * self.scale.detach()
+
+
+class Net(nn.Module):
+    """Blocks after each of which the forward may change something."""
+
+    def __init__(self, change: Change | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.change = nn.ModuleList(Block() for _ in range(3)), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if self.change is not None:
+                with torch.no_grad():
+                    self.change(block)
+        return x
+
+
+def recomputing() -> Saving:
+    """A context in which two blocks run again in backward, and tensors are rebuilt elsewhere."""
+    names = frozenset({"blocks.0", "blocks.2"})
+    return Saving(Exact(), min_nbytes=0, context=Context(learns=False), recompute=names)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "saving": lambda: er.saving(min_nbytes=0),
+    "recomputing": recomputing,
+}
+
+
+def trained(
+    change: Change,
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    in_forward: bool,
+    fits: Callable[[nn.Module], nn.Module] = lambda model: model,
+    steps: int = 4,
+    rows: int = 256,
+) -> list[Tensor]:
+    """Trains with a change in each step; returns losses, gradients and all that the model holds."""
+    net = Net(change if in_forward else None)
+    model, results = fits(net), []
+    for step in range(steps):
+        for block in net.blocks:
+            block.requires_grad_(True)
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+        net.zero_grad()
+        with context():
+            loss = model(x.requires_grad_()).square().mean()
+        if not in_forward:
+            with torch.no_grad():
+                for block in net.blocks:
+                    change(block)
+        loss.backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        results += [loss.detach(), x.grad, *grads]
+        with torch.no_grad():
+            for p in net.parameters():
+                if p.grad is not None:
+                    p -= 1e-3 * p.grad
+    return [*results, *(x.detach().clone() for x in net.state_dict().values())]
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_bit_differs(change: str, context: str, *, in_forward: bool) -> None:
+    plain = trained(CHANGES[change], nullcontext, in_forward=in_forward)
+    ours = trained(CHANGES[change], CONTEXTS[context], in_forward=in_forward)
+    assert len(plain) == len(ours)
+    assert all(map(torch.equal, plain, ours))
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_plain_autograd_refuses_is_refused(
+    change: str, context: str, *, in_forward: bool
+) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained(REFUSED[change], nullcontext, in_forward=in_forward)
+    with pytest.raises(RestoreError, match="modified by an inplace operation"):
+        trained(REFUSED[change], CONTEXTS[context], in_forward=in_forward)
+
+
+def test_a_large_weight_that_forward_changes_through_its_data() -> None:
+    def change(block: Block) -> None:
+        block.up.weight.data.mul_(0.9)
+
+    plain = trained(change, nullcontext, in_forward=True)
+    assert all(map(torch.equal, plain, trained(change, recomputing, in_forward=True)))
+
+
+def test_a_large_weight_that_is_changed_through_its_data_after_forward_is_named_once() -> None:
+    """Its values could not be restored, and gradients would be wrong."""
+    change, net = CHANGES["bias"], Net()
+    for step in range(3):
+        with recomputing():
+            loss = net(torch.randn(256, WIDTH)).square().mean()
+        with torch.no_grad():
+            change(net.blocks[0])
+            net.blocks[0].up.weight.data.mul_(0.9)
+        if step == 0:
+            with pytest.raises(RestoreError, match="changed after forward through its data"):
+                loss.backward()
+        else:  # it is copied from now on
+            loss.backward()
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("change", ["bias", "bias of a batch norm", "freeze all"])
+def test_a_fitted_model_goes_on_and_settles(change: str, *, in_forward: bool) -> None:
+    """It ended in RestoreError, or had other gradients, once its blocks ran again."""
+    fitted: list[nn.Module] = []
+
+    def fits(model: nn.Module) -> nn.Module:
+        fitted.append(er.fit(model, budget=budget, exact=True))
+        return fitted[-1]
+
+    how: dict[str, Any] = {"in_forward": in_forward, "rows": 2048}
+    peak = er.peak(lambda: trained(CHANGES[change], nullcontext, **how, steps=1))
+    budget = int(0.6 * peak)
+    plain = trained(CHANGES[change], nullcontext, **how, steps=8)
+    ours = trained(CHANGES[change], nullcontext, **how, fits=fits, steps=8)
+    assert all(map(torch.equal, plain, ours))
+    assert all(x.isfinite().all() for x in plain)
+    assert "recompute" in str(er.summary(fitted[0]))
