@@ -346,8 +346,8 @@ def test_values_are_not_looked_at_where_only_an_output_is_a_code(
         if any(save.site.reads is Reads.GRADIENT for save in storage.saves)
     }
     looks, again = (
-        _calls(monkeypatch, "replay.replay", "levels_by_values"),
-        _calls(monkeypatch, "direct.attention.one_pass", "gradients"),
+        _calls(monkeypatch, "runtime.replay.replay", "levels_by_values"),
+        _calls(monkeypatch, "kernels.attention", "gradients"),
     )
     loose = er.plan(profile, budget=profile.peak, exact=False, recompute=False)
     for coded, looked in ((outputs, False), (of_attention | outputs, True)):
@@ -367,9 +367,9 @@ def test_values_are_not_looked_at_where_only_an_output_is_a_code(
 
 
 def _calls(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> list[Any]:
-    """The calls of a function of the runtime."""
+    """The calls of a function of the package."""
     found: list[Any] = []
-    place = sys.modules[f"elbowroom.runtime.{module}"]
+    place = sys.modules[f"elbowroom.{module}"]
     plain = getattr(place, name)
 
     def noted(*args: Any) -> Any:

@@ -11,6 +11,7 @@
     readers.py     ... and which values may have them: what backward does with each
     indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
+    attention.py   ... and attention's gradients from these alone
     rewrite.py     encode and decode in the joint graph
     ops.py         ... as ops over the forms that codecs declare
     expand.py      ... written out in aten ops, for GPUs

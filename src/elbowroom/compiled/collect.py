@@ -14,7 +14,7 @@ Sizes that depend on symbols are counted at the sizes of the call that is compil
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+
+from elbowroom.kernels import attention
 
 _UNKNOWN = 4096  # assumed elements of a size that is unknown before the program runs
 _aten = torch.ops.aten
@@ -203,6 +205,15 @@ def _workspace(node: fx.Node) -> int:
     source = node.args[at] if times else None
     if isinstance(source, fx.Node):
         return times * nbytes_of(source)
+    if str(packet) == "elbowroom_graph.encode":
+        encoded, order, *_ = node.args
+        assert isinstance(encoded, fx.Node)
+        assert isinstance(order, Sequence)
+        return 0 if _lies_in_order(encoded, order) else nbytes_of(encoded)  # a copy
+    if str(packet) == "elbowroom_graph.attention_backward":
+        values = [one.meta["val"] for one in node.args[1:4]]  # type: ignore[union-attr]
+        q, k, v = ([known_size(size) for size in x.shape] for x in values)
+        return attention.workspace_nbytes(q, k, v, values[0].itemsize)
     tiles, at = _tiles_of().get(packet, (0, 0))
     query, key = node.args[at : at + 2] if tiles else (None, None)
     if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
@@ -210,6 +221,16 @@ def _workspace(node: fx.Node) -> int:
     rows, columns = (known_size(n.meta["val"].shape[2]) for n in (query, key))
     rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
     return 4 * tiles * rows * min(columns, 512) * torch.get_num_threads()
+
+
+def _lies_in_order(x: fx.Node, order: Sequence[Any]) -> bool:
+    """Returns whether the elements of a value, in the order of these dimensions, are a run."""
+    value, step = x.meta["val"], 1
+    for dim in reversed(order):
+        if value.shape[dim] != 1 and known_size(value.stride(dim)) != step:
+            return False
+        step *= known_size(value.shape[dim])
+    return True
 
 
 @cache

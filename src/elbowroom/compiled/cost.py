@@ -120,9 +120,12 @@ class Clock:
         return self._works[node]
 
 
+_CODES = tuple(f"elbowroom_graph.{name}.default" for name in ("encode", "decode"))
+
+
 def _coded_elements(node: fx.Node) -> int:
     """Returns the number of elements that an op of ours encodes or decodes."""
-    if getattr(node.target, "namespace", "") != "elbowroom_graph" or away_nbytes(node):
+    if str(node.target) not in _CODES:
         return 0
     return max(elements_of(node), *(elements_of(n) for n in node.all_input_nodes), 0)
 
@@ -139,7 +142,7 @@ def _scores(node: fx.Node) -> tuple[int, int]:
     PyTorch's flop counter knows attention on other devices only.
     """
     name = str(getattr(node.target, "overloadpacket", ""))
-    if "flash_attention_for_cpu" not in name:
+    if "flash_attention_for_cpu" not in name and name != "elbowroom_graph.attention_backward":
         return 0, 0
     at = int("backward" in name)  # after the gradient of its output
     query, key = (n.meta["val"].shape for n in node.args[at : at + 2])  # type: ignore[union-attr]

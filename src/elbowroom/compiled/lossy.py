@@ -27,7 +27,14 @@ from elbowroom.codecs import Codec, Facts, Narrow, codec_class, codecs
 from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import broken_promise, quality_of
-from elbowroom.compiled.collect import known_size, tensors_of
+from elbowroom.compiled.collect import (
+    Kind,
+    elements_of,
+    known_size,
+    nbytes_of,
+    reached,
+    tensors_of,
+)
 from elbowroom.compiled.decide import Search, has_both_layouts, is_tensor, run_again
 from elbowroom.compiled.exponents import FLOOR, LIMIT
 from elbowroom.compiled.indices import range_of
@@ -42,6 +49,7 @@ _MIN_NBYTES = 32768
 _MIN_AWAY = 65536  # bytes: smaller values are not worth a file
 _MAX = 16  # values that might stay, once it is known that something has to leave
 _MAX_BASES = 8
+_SMALL = 16  # elements of a reader for each of a statistic
 _MIN_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
@@ -379,7 +387,28 @@ def _bases(search: Search, step: Step) -> list[Step]:
     stride = max(1, -(-len(front) // _MAX_BASES))
     chosen = [*front[::stride], step, front[-1]]
     chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
+    chosen = [_with_statistics(search, one) for one in chosen]
     return list({frozenset(one.saved): one for one in chosen}.values())
+
+
+def _with_statistics(search: Search, step: Step) -> Step:
+    """Saves what is small beside its readers, as a norm's mean and the inverse of its root.
+
+    With these a norm's input is read by sums and products alone, and may have a code.
+    """
+    facts, after = search.joint.facts, search.joint.parts(step.saved)[1]
+
+    def is_small(node: fx.Node) -> bool:
+        most = max((elements_of(user) for user in node.users if user in after), default=0)
+        return is_tensor(node) and _SMALL * elements_of(node) <= most
+
+    def is_reduced(node: fx.Node) -> bool:
+        own = elements_of(node)
+        found = reached([node], lambda one: [n for n in facts[one].inputs if elements_of(n) <= own])
+        return any(facts[n].kind is Kind.REDUCTION for n in found)
+
+    found = {n for n in step.again if is_small(n) and is_reduced(n)}
+    return (search.judge({*step.saved, *found}) if found else None) or step
 
 
 def _with_what_codes_hold(search: Search, step: Step) -> Step:
@@ -451,26 +480,47 @@ def _coded_indices(
 def _coded_floats(
     joint: Joint, step: Step, codec: Codec, after: set[fx.Node], outputs: set[fx.Node]
 ) -> Iterator[tuple[Coded, list[fx.Node]]]:
-    """Floats whose readers tolerate an error, each with the comparisons of it, as bits."""
+    """Floats whose readers tolerate an error, each with the comparisons of it, as bits.
+
+    Parts of one storage, as q, k and v may be, have codes where all of them may: its memory is free
+    then.
+    """
     gradients = joint.gradients()
+    parts: dict[fx.Node, list[fx.Node]] = {}
     for node in step.saved:
-        storage = joint.facts[node].storage
-        shared = sum(joint.facts[n].storage is storage for n in step.saved) > 1
-        if shared or not _may_be_coded(joint, node, _FLOATS, outputs):
+        parts.setdefault(joint.facts[node].storage, []).append(node)
+    for storage, nodes in parts.items():
+        if len(nodes) > 1 and sum(map(nbytes_of, nodes)) > joint.facts[storage].nbytes:
             continue
-        reading = reading_of(node, after, gradients)
-        bits = [n for n in reading.compared if n not in gradients]
-        if reading.use is Use.EXACT or len(bits) < len(reading.compared):
-            continue
-        if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
-            continue
-        if reading.log_probabilities or reading.saturated or reading.slope:
-            instead = _coded_instead(joint, node, reading, codec, outputs)
-            yield from ((one, bits) for one in instead)
-            continue
-        chosen = fine(codec) if reading.use is Use.CURVED else codec
-        if chosen is not None and _takes(chosen, tensors_of(node)[0]):
-            yield Coded(node, chosen), bits
+        found = [_coded_float(joint, n, codec, after, gradients, outputs) for n in nodes]
+        if all(found):
+            yield from (one for coded in found for one in coded)
+
+
+def _coded_float(
+    joint: Joint,
+    node: fx.Node,
+    codec: Codec,
+    after: set[fx.Node],
+    gradients: set[fx.Node],
+    outputs: set[fx.Node],
+) -> list[tuple[Coded, list[fx.Node]]]:
+    """The codes of one value; none where it stays as it is."""
+    if not _may_be_coded(joint, node, _FLOATS, outputs):
+        return []
+    reading = reading_of(node, after, gradients)
+    bits = [n for n in reading.compared if n not in gradients]
+    if reading.use is Use.EXACT or len(bits) < len(reading.compared):
+        return []
+    if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
+        return []
+    if reading.log_probabilities or reading.saturated or reading.slope:
+        instead = _coded_instead(joint, node, reading, codec, outputs)
+        return [(one, bits) for one in instead]
+    chosen = fine(codec) if reading.use is Use.CURVED else codec
+    if chosen is None or not _takes(chosen, tensors_of(node)[0]):
+        return []
+    return [(Coded(node, chosen), bits)]
 
 
 def _coded_instead(

@@ -1,10 +1,11 @@
-"""Ops that stand in compiled graphs: codes of saved values with their seed, and moves.
+"""Ops that stand in compiled graphs: codes of saved values with their seed, moves, and attention.
 
     draw(device)                                             seed   a fresh one each run
     encode(x, order, coding, seed, number)                   buffers
     decode(buffers, coding, seed, number, size, order, dtype)       x~
     offload(x, order)                                        x in a file, or in host memory
     fetch(away, size, order, dtype, device)                  x
+    attention_backward(grad, q, k, v, mask, is_causal, scale)   gradients of q, k and v
 
 All are functional. A coding names a codec and what is known of the values (`coding_name`); the ops
 run the form that it declares (`Codec.graph_form`). A value is read in the order of its dimensions
@@ -34,7 +35,7 @@ from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.graph_form import GraphForm, Seed
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.compiled.away import in_file
-from elbowroom.kernels import aten
+from elbowroom.kernels import aten, attention
 
 _MASK = (1 << 64) - 1
 _library: Any = torch.library.Library("elbowroom_graph", "DEF")  # type: ignore[no-untyped-call]
@@ -46,6 +47,8 @@ _SCHEMAS = {
     " -> Tensor",
     "offload": "(Tensor x, int[] order) -> Tensor",
     "fetch": "(Tensor away, SymInt[] size, int[] order, ScalarType dtype, Device device) -> Tensor",
+    "attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal"
+    ", float? scale) -> (Tensor, Tensor, Tensor)",
 }
 
 
@@ -269,6 +272,30 @@ def _fake_offload(x: Tensor, order: Sequence[int]) -> Tensor:
     return torch.empty((x.numel() * x.dtype.itemsize,), dtype=torch.uint8, device="cpu")
 
 
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> attention.Three:
+    into = _fake_attention_backward(grad, q, k, v)
+    with torch.no_grad():
+        return attention.gradients(attention.Given(q, k, v, mask, is_causal, scale), grad, into)
+
+
+def _fake_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any
+) -> attention.Three:
+    """The memory of the results, which lie as those of PyTorch's own op do."""
+    of_q, of_k, of_v = (
+        x.new_empty([x.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for x in (q, k, v)
+    )
+    return of_q, of_k, of_v
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "draw": (_draw, lambda device: torch.empty((1,), dtype=torch.int64, device=device)),
     "encode": (_encode, _fake_encode),
@@ -278,6 +305,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     ),
     "offload": (_offload, _fake_offload),
     "fetch": (_fetch, _laid_out),
+    "attention_backward": (_attention_backward, _fake_attention_backward),
 }
 for _name, _schema in _SCHEMAS.items():
     _implementation, _fake = _IMPLEMENTATIONS[_name]
@@ -293,3 +321,4 @@ for _name, _schema in _SCHEMAS.items():
 _graph = cast(Any, torch.ops.elbowroom_graph)
 DRAW, ENCODE, DECODE = _graph.draw.default, _graph.encode.default, _graph.decode.default
 OFFLOAD, FETCH = _graph.offload.default, _graph.fetch.default
+ATTENTION_BACKWARD = _graph.attention_backward.default

@@ -30,6 +30,7 @@ from torch._inductor import custom_graph_pass
 
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name, setting_named
+from elbowroom.compiled.attention import from_inputs
 from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import Search, choose, judge_all_cuts
@@ -188,6 +189,11 @@ class _Answer:
             added(made or [])
             return bool(copies) or made is not None
 
+        def consistent() -> bool:
+            made = from_inputs(joint)
+            added(made)
+            return bool(made)
+
         late: dict[fx.Node, fx.Node] = {}
 
         def delayed() -> bool:
@@ -200,7 +206,7 @@ class _Answer:
             node_info.tangents_closure.difference_update(late)
             undo(late, joint)
 
-        changes = _Changes(without_sums, reordered, delayed, undone)
+        changes = _Changes(without_sums, reordered, consistent, delayed, undone)
         with _remembered_cuts():
             searched = partial(Search, joint, min_cut, memory_budget)
             step, plain, search, noise = self._decided(
@@ -228,8 +234,11 @@ class _Answer:
         exact = self._settings.exact
         if self._settings.codes is not None:
             search = searched(same_bits=False)
+            plain = search.plain
+            if self._settings.codes and changes.consistent():
+                search = searched(same_bits=False)
             step, noise = self._all_coded(search, self._settings.codes)
-            return step, search.plain, search, noise
+            return step, plain, search, noise
         search = searched(same_bits=exact is not False)
         plain = search.plain
         if room is None or plain.peak_nbytes <= room:
@@ -250,7 +259,8 @@ class _Answer:
             moved, *_ = code(search, step, room, exact=True, held_nbytes=held_nbytes, offloads=True)
             if moved is not None:
                 return moved, plain, search, 0.0
-        if exact is not True and (changes.without_sums() or search.rounded):  # other roundings
+        changed = [changes.without_sums(), changes.consistent()] if exact is not True else []
+        if exact is not True and (any(changed) or search.rounded):  # other roundings
             search = searched(same_bits=False, is_moved=changes.reordered() or is_moved)
             step = choose(search, room)
             if exact is None and step.peak_nbytes <= room:
@@ -282,12 +292,14 @@ class _Changes:
 
     without_sums  sums of products that Inductor would join are split, which may change a rounding
     reordered     gradients of weights come first, and slow functions are computed for them again
+    consistent    gradients of attention are computed from q, k and v alone
     delayed       operands of sums at the end of backward are computed there again
     undone        that is taken back
     """
 
     without_sums: Callable[[], bool]
     reordered: Callable[[], bool]
+    consistent: Callable[[], bool]
     delayed: Callable[[], bool]
     undone: Callable[[], None]
 

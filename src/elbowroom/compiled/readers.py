@@ -8,7 +8,8 @@ up to the ops that combine it with a gradient. These readers decide about the va
                 of the value with itself, as in the gradient of x * x * x: errors of one code are
                 not independent, so their square does not average out;
                 a softmax's results, which its gradient has twice;
-                attention's output, from which its backward computes the term that it subtracts
+                attention's output, from which its backward computes the term that it subtracts;
+                its q, k and v, where backward computes all else from these (`attention.py`)
                 log-probabilities, in place of logits that only they are computed from, the
                 arguments of sigmoid and tanh, and slopes of steep functions (`exponents.py`)
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
@@ -16,8 +17,8 @@ up to the ops that combine it with a gradient. These readers decide about the va
     else        what enters an exponential by way of a difference (`exponents.py`);
                 results of a ReLU in a product of batches, whose zeros may keep a gradient finite,
                 and a product that is multiplied with these;
-                attention's q, k and v, whose logsumexp belongs to the exact q and k; divisions,
-                logarithms, and every op that is not listed: the value stays exact
+                attention's q, k and v beside a saved logsumexp, which belongs to the exact q and k;
+                divisions, logarithms, and every op that is not listed: the value stays exact
 """
 
 import operator
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from elbowroom.compiled.attention import INPUTS, RESULTS, arguments_of, is_consistent
 from elbowroom.compiled.collect import is_view, ops_named, packet_of, reached
 from elbowroom.compiled.exponents import (
     COMPARISONS,
@@ -47,6 +49,7 @@ from elbowroom.compiled.exponents import (
     saturates,
     slope_of,
 )
+from elbowroom.compiled.ops import ATTENTION_BACKWARD
 
 _MAX_INSTEAD = 2  # codes of a byte an element that may take the place of a float
 
@@ -126,7 +129,8 @@ def reading_of(
                 continue
             if packet is torch.ops.aten.div and reader.args[0] is not node:
                 return Reading(Use.EXACT, why=f"divides by it ({reader.name})")
-            found = Use.CURVED if _is_only_output(reader, node) else _use(reader, packet)
+            found = _use_of_attention(reader, node, after)
+            found = _use(reader, packet) if found is None else found
             if found is Use.EXACT:
                 return Reading(Use.EXACT, why=f"read by {packet}")
             use = max(use, found)
@@ -213,26 +217,35 @@ def _is_divided_out(value: fx.Node) -> bool:
     return False
 
 
-def _is_only_output(reader: fx.Node, value: fx.Node) -> bool:
-    """Returns whether attention's backward reads a value as attention's output, and no other way.
+def _use_of_attention(reader: fx.Node, value: fx.Node, after: Collection[fx.Node]) -> Use | None:
+    """Returns how an attention reads a value; None: the reader is none.
 
-    From the output it takes the product of each row with its gradient, which it subtracts.
+    Of the output alone, backward takes the product of each row with its gradient, which it
+    subtracts. A mask stays exact, as it may hold infinities.
     """
-    target = reader.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    name = str(target)
-    if "attention" not in name or "backward" not in name:
-        return False
-    names = [argument.name for argument in target._schema.arguments]
-    given = dict(zip(names, reader.args, strict=False)) | dict(reader.kwargs)
-    return [name for name, one in given.items() if one is value] == ["out"]
+    is_own = reader.target is ATTENTION_BACKWARD
+    if is_own or packet_of(reader) in _attentions():
+        places = {at for at, one in enumerate(reader.args) if one is value}
+        tolerates = bool(places) and places <= {int(is_own) + at for at in range(len(INPUTS))}
+        return Use.CURVED if tolerates else Use.EXACT
+    given = arguments_of(reader)
+    if given is None:
+        return None
+    roles = {name for name, one in given.items() if one is value}
+    tolerates = roles == {"out"} or (roles <= {*INPUTS, *RESULTS} and is_consistent(reader, after))
+    return Use.CURVED if tolerates else Use.EXACT
 
 
 def _use(reader: fx.Node, packet: Any) -> Use:
     if is_view(reader) or packet in _linear() or packet is operator.getitem:
         return Use.LINEAR
     return Use.CURVED if packet in _curved() else Use.EXACT
+
+
+@cache
+def _attentions() -> frozenset[Any]:
+    names = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention"
+    return ops_named(" ".join(f"_scaled_dot_product_{name}" for name in names.split()))
 
 
 @cache

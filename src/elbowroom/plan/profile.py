@@ -40,7 +40,7 @@ from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
 # What an attention's gradients in one pass take on a CPU beyond torch's own backward, of a forward
-# (`runtime/direct/attention/one_pass.py`). Of long sequences they take less.
+# (`kernels/attention.py`). Of long sequences they take less.
 ONE_PASS = 0.5
 
 

@@ -2,7 +2,6 @@
 
 node       the autograd node: which calls it fits, forward, and forward again in backward
 dropout    what dropout draws, so that it is drawn again
-one_pass   gradients of fused attention without a forward
 math_path  torch's math path with dropout, written out, so that forward need not run again
 levels     how fine a code of q, k and v must be
 """

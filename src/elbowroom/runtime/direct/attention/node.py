@@ -20,7 +20,7 @@ dimensions. There the node is used in exact contexts, too: the same op on the sa
 same random numbers, gives the same bits. The fused kernels save few additional bytes, so an exact
 context leaves them to torch.
 
-(*) None of float32 or float64 on a CPU: gradients take no forward there (`one_pass`).
+(*) None of float32 or float64 on a CPU: gradients take no forward there (`kernels/attention.py`).
 """
 
 from contextlib import ExitStack, nullcontext
@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elbowroom.codecs.base import FLOATS
+from elbowroom.kernels import attention as one_pass
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.attention import one_pass
 from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
 from elbowroom.runtime.direct.node import Node

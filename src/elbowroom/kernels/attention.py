@@ -14,6 +14,7 @@ q, k, v, g of (batch, heads, tokens, width), causal, one thread, thread CPU ms (
     ( 8, 12, 128, 64)   17.1, 11.8, 11.1        (2, 8, 1024, 64)    124,   89,   70
 """
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -59,16 +60,22 @@ class Given(NamedTuple):
         return 1 / sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
 
-def gradients(given: Given, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, each with the strides of its tensor; grad [B, H, T, F]."""
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def gradients(given: Given, grad: Tensor, into: Three | None = None) -> Three:
+    """The gradients of q, k and v; grad [B, H, T, F].
+
+    into: what they are written to; None: fresh memory with the strides of q, k and v
+    """
     q, k, v, mask, *_ = given
     (B, H, T, _), (_, G, S, _) = q.shape, k.shape
-    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    found = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     of_q, of_k, of_v = found
-    mask = None if mask is None else mask.expand(B, H, T, S)
-    least, most = _WEIGHTS
-    heads = min(max(q.numel() // 2, least), most) // max(1, min(T, _ROWS) * S)
-    of_batch, of_heads = max(1, heads // G), min(G, max(1, heads))
+    hidden = None if mask is None else _hidden_rows(mask)
+    seen = _seen(given)
+    mask, hidden = (None if x is None else x.expand(B, H, T, -1) for x in (mask, hidden))
+    of_batch, of_heads = _at_once(B, H, T, q.shape[3], G, S)
     for b in range(0, B, of_batch):
         for h in range(0, G, of_heads):
             part = slice(b, b + of_batch), slice(h, h + of_heads)
@@ -77,11 +84,32 @@ def gradients(given: Given, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             for i in range(H // G):
                 own = part[0], slice(h * (H // G) + i, (h + of_heads) * (H // G), H // G)
                 some = _flat(q[own]), keys, values, _flat(grad[own])
-                dq = _of_heads(given, some, None if mask is None else mask[own], sums)
+                masked = [None if x is None else x[own] for x in (mask, hidden)]
+                dq = _of_heads(given, some, masked, seen, sums)
                 of_q[own] = dq.view(of_q[own].shape)
+                del some, dq  # before the next ones are made
             for whole, total in zip((of_k, of_v), sums, strict=True):
                 whole[part] = total.view(whole[part].shape)
+            del keys, values, sums, total
     return found
+
+
+def _at_once(B: int, H: int, T: int, E: int, G: int, S: int) -> tuple[int, int]:
+    """Returns how many samples, and how many heads of k and v, are computed at once."""
+    least, most = _WEIGHTS
+    heads = min(max(B * H * T * E // 2, least), most) // max(1, min(T, _ROWS) * S)
+    return min(B, max(1, heads // G)), min(G, max(1, heads))
+
+
+def workspace_nbytes(q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int) -> int:
+    """Bytes that `gradients` takes beside its results, of q, k and v of these shapes."""
+    (B, H, T, E), (_, G, S, F) = q, (*k[:3], v[3])
+    samples, heads = _at_once(B, H, T, E, G, S)
+    weights = 2 * min(T, _ROWS) * S
+    each = weights + S * (E + F) + T * E
+    if samples > 1:  # their heads do not lie in order
+        each += (S + T) * (E + F)
+    return itemsize * samples * heads * each
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -90,46 +118,82 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _of_heads(
-    given: Given, some: tuple[Tensor, ...], mask: Tensor | None, sums: tuple[Tensor, Tensor]
+    given: Given,
+    some: tuple[Tensor, ...],
+    masked: Sequence[Tensor | None],
+    seen_keys: Sequence[int],
+    sums: tuple[Tensor, Tensor],
 ) -> Tensor:
     """The gradient of q of some heads; those of k and v are added to sums.
 
-    some: q [n, T, E], k [n, S, E], v [n, S, F], g [n, T, F]; mask [b, h, T, S], n = b h
+    some: q [n, T, E], k [n, S, E], v [n, S, F], g [n, T, F]
+    masked: a mask [b, h, T, S], n = b h, and the rows of which it leaves nothing [b, h, T, 1]
+    seen_keys: of each run of `_ROWS` queries, how many keys it may see
     """
+    mask, hidden = masked
     q, k, v, g = some
-    T, S, f = q.shape[1], k.shape[1], given.factor
+    T, f = q.shape[1], given.factor
     (dk, dv), dq = sums, torch.empty_like(q)
     k_t, v_t = k.transpose(1, 2), v.transpose(1, 2)
     future = None
     if given.is_causal:
         rows = min(T, _ROWS)
         future = torch.full((rows, rows), -torch.inf, dtype=q.dtype).triu_(1)
-    for first in range(0, T, _ROWS):
+    for first, seen in zip(range(0, T, _ROWS), seen_keys, strict=True):
         last = min(first + _ROWS, T)
-        seen = S if future is None else min(S, last)
         some_q, some_g = q[:, first:last], g[:, first:last]
         p = q.new_empty(q.shape[0], last - first, seen)
         torch.baddbmm(p, some_q, k_t[..., :seen], beta=0, alpha=f, out=p)
         if future is not None and seen > first:
             p[..., first:] += future[: last - first, : seen - first]
-        if mask is None:
-            torch._softmax(p, -1, False, out=p)
-        else:
-            p = _masked(p, mask[..., first:last, :seen])
+        if mask is not None:
+            _hide(p, mask[..., first:last, :seen])
+        torch._softmax(p, -1, False, out=p)
+        if hidden is not None:
+            p.view(*hidden.shape[:2], -1, seen).masked_fill_(hidden[..., first:last, :], 0.0)
         ds = torch.bmm(some_g, v_t[..., :seen])
         dv[:, :seen].baddbmm_(p.transpose(1, 2), some_g)
         torch._softmax_backward_data(ds, p, -1, p.dtype, grad_input=ds)
         some_dq = dq[:, first:last]
         torch.baddbmm(some_dq, ds, k[:, :seen], beta=0, alpha=f, out=some_dq)
         dk[:, :seen].baddbmm_(ds.transpose(1, 2), some_q, alpha=f)
+        del p, ds
     return dq
 
 
-def _masked(logits: Tensor, mask: Tensor) -> Tensor:
-    """The softmax of masked logits [n, t, s]; 0 in rows of which nothing is left."""
+def _hidden_rows(mask: Tensor) -> Tensor | None:
+    """The rows of a mask [..., T, S] that hide everything, [..., T, 1]; None: there are none.
+
+    Attention gives them a result of 0.
+    """
+    is_hidden = mask.logical_not() if mask.dtype is torch.bool else mask == -torch.inf
+    rows = is_hidden.all(-1, keepdim=True)
+    return rows if bool(rows.any()) else None
+
+
+def _seen(given: Given) -> list[int]:
+    """The number of keys that each run of `_ROWS` queries may see; those behind have a weight of 0.
+
+    Of masks, the largest negative number hides as infinity does, but for rows that it fills.
+    """
+    mask, T, S = given.mask, given.q.shape[2], given.k.shape[2]
+    ends = [min(first + _ROWS, T) for first in range(0, T, _ROWS)]
+    if mask is None:
+        return [min(S, end) if given.is_causal else S for end in ends]
+    sees = mask
+    if mask.dtype is not torch.bool:
+        sees = mask > torch.finfo(mask.dtype).min / 2
+        sees = sees | (sees.any(-1, keepdim=True).logical_not_() & (mask > -torch.inf))
+    each = sees.flatten(0, -3).any(0) if sees.dim() > 2 else sees
+    each = each.expand(T, S)
+    found = [each[end - 1 - (end - 1) % _ROWS : end].any(0).nonzero() for end in ends]
+    return [int(columns[-1]) + 1 if len(columns) else 1 for columns in found]
+
+
+def _hide(logits: Tensor, mask: Tensor) -> None:
+    """Puts a mask [b, h, t, s] on logits [n, t, s]."""
     by_head = logits.view(mask.shape)
     if mask.dtype is torch.bool:
         by_head.masked_fill_(mask.logical_not(), -torch.inf)
     else:
         by_head += mask
-    return torch._safe_softmax(logits, -1)
