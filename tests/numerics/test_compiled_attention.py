@@ -11,7 +11,7 @@ from elbowroom.compiled import attention as compiled_attention
 from elbowroom.compiled import lossy, ops
 from elbowroom.compiled.decide import Search
 from elbowroom.compiled.joint import Step
-from elbowroom.compiled.partition import Decision, Partitioner, told
+from elbowroom.compiled.partition import Decision, Partitioner, listening
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.kernels import attention
 from uncompiled import without_codegen
@@ -57,7 +57,7 @@ def gradient(net: nn.Module, x: Tensor, **settings: Any) -> tuple[Tensor, Decisi
     given = {"room_nbytes": None, "exact": True} | settings
     found: list[Decision] = []
     net.zero_grad()
-    with told(found.append):
+    with listening(found.append):
         torch.compile(net, backend=without_codegen(Partitioner(**given)))(
             x
         ).square().mean().backward()
