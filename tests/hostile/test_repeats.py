@@ -327,3 +327,42 @@ def test_an_undone_forward_leaves_no_cached_weights():
         before = layer.weight
         undo.back()
         assert layer.weight is not before
+
+
+class ReadsOne(nn.Module):
+    """A block that is given a list of tensors, of which it reads, or changes, one."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x, cache):
+        shapes = [one.shape for one in cache]
+        if self.change is not None:
+            self.change(cache[1])
+        one = torch.cat([cache[1], x])[-len(x) :]
+        return x * one + len(shapes), [*cache, x]
+
+
+def tried(change, given=8, shape=(512, 512)):
+    """Returns why a block may not run again, and what its trial takes of memory."""
+    block, cache = ReadsOne(change), [torch.randn(shape) for _ in range(given)]
+    before, found = [one.clone() for one in cache], []
+    x = torch.randn(shape, requires_grad=True)
+    arguments = Arguments((x * 1, cache), {})
+    taken = peak(lambda: found.append(why_not_again(block, block.__call__, arguments)))
+    assert all(map(torch.equal, cache, before))
+    return found[0], taken
+
+
+def test_a_trial_copies_no_tensors_that_a_block_does_not_read():
+    """Those of all blocks were copied: 30 of 147 MiB of a GPT-2 with a cache, in its last one."""
+    why, many = tried(None)
+    assert why == ""
+    assert many <= tried(None, given=2)[1] + 4096
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.relu_, lambda one: one.data.add_(1)])
+def test_a_trial_that_changes_a_tensor_of_a_list_changes_a_copy(change):
+    assert "in place" in tried(torch.Tensor.relu_)[0]
+    tried(change)

@@ -90,11 +90,6 @@ class Arguments:
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def copies(self) -> list[Tensor]:
-        """Returns copies of the tensors, which the callee may change."""
-        with torch._C.DisableTorchFunction():
-            return [_copied(x) for x in self.tensors]
-
     @property
     def shared(self) -> list[Any]:
         """Objects among the arguments that are passed by reference, the same in each call."""
@@ -207,9 +202,10 @@ def _filled(simple: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ..
     )
 
 
-def _copied(x: Tensor) -> Tensor:
+def copied(x: Tensor) -> Tensor:
     """Returns a copy that may be changed in place, as x may.
 
     A parameter, and a tensor without strides, is returned as it is.
     """
-    return x if isinstance(x, nn.Parameter) or x.layout is not torch.strided else x.clone()
+    with torch._C.DisableTorchFunction():
+        return x if isinstance(x, nn.Parameter) or x.layout is not torch.strided else x.clone()

@@ -30,9 +30,14 @@ from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
-from elbowroom.runtime.storage import version_of
 from elbowroom.runtime.transforms import is_transformed
-from elbowroom.runtime.unread import Reads, never_leave_out, note_unread, with_stand_ins
+from elbowroom.runtime.unread import (
+    Reads,
+    may_be_unread,
+    never_leave_out,
+    note_unread,
+    with_stand_ins,
+)
 
 TESTED_CALLS = 2  # calls
 _PART = 2**16  # elements of a tensor that are cast at once to be summed
@@ -117,27 +122,29 @@ def _tested(
 ) -> tuple[str, bool]:
     """Runs the module twice on copies; returns in words why it cannot run again, or "".
 
-    leave: the second time without tensors that it did not read in the first. Also returns whether
-    there were any.
+    leave: tensors in objects that it is given are copied once an op reads them, for the keys and
+    values of all blocks may be large; those that are not read are no arguments the second time.
+    Also returns whether there were any.
     """
     state = State(module, arguments.sources)
     state.take(all_of_them=True)
-    unread: frozenset[int] = frozenset()
+    candidates = may_be_unread(arguments) if leave else frozenset[int]()
+    unread = frozenset[int]()
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
     with _put_back(module, arguments) as parameters:
         for _ in range(2):
-            tensors = with_stand_ins(arguments.copies(), unread if leave else (), module)
-            versions = list(map(version_of, tensors))
-            reads = Reads(arguments, tensors)
+            tensors: list[Tensor] = []  # without those of the run before
+            tensors = with_stand_ins(arguments.tensors, candidates, module)
+            reads = Reads(arguments, tensors, candidates - unread)
             reach = Reach([*behind_calls(module), *arguments.shared])
             try:
                 with torch.random.fork_rng(devices), state.again(), _holding_nothing():
                     args, kwargs = arguments.again(tensors)
                     with reads:
                         out = call(*args, **kwargs)
-                    unread = unread | reads.unread(out)
-                    given.append(_bits_of(out))
+                    unread |= reads.unread(out)
+                    given.append(_bits_of(out, reads))
                     del out
             except NothingHeld:
                 return "", False  # no trial is possible; the plan decides what may be recomputed
@@ -145,10 +152,12 @@ def _tested(
                 if is_out_of_memory(error):
                     raise
                 kind = type(error).__name__
-                return f"it raised {kind} when it was tried on copies of its inputs", bool(unread)
+                return f"it raised {kind} when it was tried on copies of its inputs", bool(
+                    candidates
+                )
             if parameters.first:
                 return f"it changes its parameter '{parameters.first}'", False
-            if versions != list(map(version_of, tensors)):
+            if reads.has_changed:
                 return "it changes a tensor in place that it is given", False
             if state.changed_buffer:
                 return f"it changes its buffer '{state.changed_buffer}', which is large", False
@@ -156,7 +165,7 @@ def _tested(
     if changed:
         return f"it changes what outlives its call (a '{changed[0]}')", False
     if given[0] != given[1]:
-        return _ANOTHER, bool(unread)
+        return _ANOTHER, bool(candidates)
     if leave:
         note_unread(module, arguments, unread)
     return "", False
@@ -202,12 +211,12 @@ def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
-def _bits_of(out: Any) -> list[Any]:
+def _bits_of(out: Any, reads: Reads) -> list[Any]:
     """Returns a digest of a module's result: of each tensor's bits, and their positions."""
     nested = Arguments((out,), {})
     tensors = nested.tensors if not nested.why_not else tree_leaves(out)
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        return [nested.structure, *map(_digest, tensors)]
+        return [nested.structure, *map(_digest, map(reads.real, tensors))]
 
 
 def _digest(leaf: Any) -> Any:

@@ -19,11 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from elbowroom.errors import RestoreError
-from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.arguments import Arguments, copied
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.storage import version_of
 
+_QUESTIONS = frozenset(  # which a stand-in can answer
+    (
+        *(Tensor.dim, Tensor.size, Tensor.numel),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
+        ),
+    )
+)
 _MAX_KEYS = 64  # of one module: lengths of sequences, say
 _Unread = dict[Any, dict[int, Tensor]]  # stand-ins, by the indices of unread tensors
 _kept: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -73,13 +84,19 @@ class StandIn(Tensor):
 class Reads(TorchFunctionMode):
     """Function mode that notes which tensors ops are given, to find those that are not.
 
-    tensors: those of the arguments, or copies of them
+    tensors: those of the arguments, or copies of them. late: those of them that are stand-ins, and
+    are copied once an op is given one, by index
     """
 
-    def __init__(self, arguments: Arguments, tensors: list[Tensor]) -> None:
+    def __init__(
+        self, arguments: Arguments, tensors: list[Tensor], late: Collection[int] = ()
+    ) -> None:
         super().__init__()
         self._direct, self.tensors = arguments.direct, tensors
         self._found = set[int]()
+        self._late = {id(tensors[i]): arguments.tensors[i] for i in late}
+        self._copies: dict[int, Tensor] = {}
+        self._versions = list(map(version_of, tensors))
 
     def __torch_function__(
         self,
@@ -88,12 +105,36 @@ class Reads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self._found.update(map(id, tensors_in((args, kwargs or {}))))
+        given = {id(x) for x in tensors_in((args, kwargs or {}))}
+        self._found |= given
+        if func not in _QUESTIONS and not given.isdisjoint(self._late):
+            args, kwargs = tree_map(self._copied, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _copied(self, x: Any) -> Any:
+        """Returns the copy of a tensor of the arguments for its stand-in, and other values."""
+        at = id(x)
+        if at in self._late and at not in self._copies:
+            self._copies[at] = copied(self._late[at])
+        return self._copies.get(at, x)
+
+    def real(self, x: Any) -> Any:
+        """Returns the tensor that a stand-in stands for, copied or not, and other values."""
+        at = id(x)
+        return self._copies.get(at, self._late.get(at, x))
+
+    @property
+    def has_changed(self) -> bool:
+        """True if an op has changed one of the tensors, or a late copy, in place."""
+        changed = self._versions != list(map(version_of, self.tensors))
+        return changed or any(map(version_of, self._copies.values()))
 
     def unread(self, out: Any) -> frozenset[int]:
         """Returns the indices of tensors that no op was given, as the call has given `out`."""
-        return _unread(self.tensors, self._direct, lambda x: id(x) in self._found, out)
+        found = _unread(self.tensors, self._direct, lambda x: id(x) in self._found, out)
+        given = set(map(id, Arguments((out,), {}).tensors)) if self._late else set()
+        late = (i for i, x in enumerate(self.tensors) if id(x) in self._late)
+        return found | {i for i in late if id(self.tensors[i]) not in self._found | given}
 
 
 def unread(arguments: Arguments, is_read: Callable[[Tensor], bool], out: Any) -> frozenset[int]:
@@ -113,6 +154,12 @@ def _unread(
 
 def _may_be_left(x: Tensor) -> bool:
     return type(x) is Tensor and x.layout is torch.strided and not x.is_quantized
+
+
+def may_be_unread(arguments: Arguments) -> frozenset[int]:
+    """Returns the indices of tensors that lie in objects, of which a call may read none."""
+    given = enumerate(arguments.tensors)
+    return frozenset(i for i, x in given if i not in arguments.direct and _may_be_left(x))
 
 
 def leave_out_unread(module: nn.Module, arguments: Arguments) -> bool:
@@ -144,9 +191,9 @@ def noting_unread(
 def with_stand_ins(
     tensors: list[Tensor], places: Collection[int], reader: nn.Module
 ) -> list[Tensor]:
-    """Returns the tensors, with stand-ins at some places for a run of `reader`."""
+    """Returns copies of the tensors, with stand-ins at some places for a run of `reader`."""
     with torch._C.DisableTorchFunction():
-        return [StandIn.of(x, reader) if i in places else x for i, x in enumerate(tensors)]
+        return [StandIn.of(x, reader) if i in places else copied(x) for i, x in enumerate(tensors)]
 
 
 def never_leave_out(module: nn.Module) -> None:
