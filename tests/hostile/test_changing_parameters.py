@@ -179,3 +179,27 @@ def test_a_fitted_model_goes_on_and_settles(change: str, *, in_forward: bool) ->
     assert all(map(torch.equal, plain, ours))
     assert all(x.isfinite().all() for x in plain)
     assert "recompute" in str(er.summary(fitted[0]))
+
+
+def test_a_bias_that_first_changes_in_a_settled_step_is_copied_from_the_next_step_on() -> None:
+    net, x = Net(), torch.randn(2048, WIDTH)
+
+    def step(*, changes: bool) -> list[Tensor]:
+        net.zero_grad()
+        loss = net(x).square().mean()
+        if changes:
+            with torch.no_grad():
+                for block in net.blocks:
+                    block.up.bias.mul_(1.0)  # a change by its version
+        loss.backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    plain = step(changes=False)
+    er.fit(net, budget=int(0.6 * er.peak(lambda: step(changes=False))), exact=True)
+    for _ in range(8):
+        step(changes=False)
+    with pytest.raises(RestoreError, match="run this step again: it is copied from now on"):
+        step(changes=True)
+    for _ in range(6):  # the next one is examined, and finds the other blocks' biases, too
+        assert all(map(torch.equal, step(changes=True), plain))
+    er.release(net)

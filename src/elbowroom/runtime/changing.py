@@ -144,7 +144,10 @@ class ParametersAsRead:
         copy, now = self._copies.get(i), version_of(p)
         if now != version and copy is None:
             self._learn(i)
-            raise changed_in_place(tuple(p.shape), p.dtype, version, now)
+            error = changed_in_place(tuple(p.shape), p.dtype, version, now)
+            if not is_small(p):
+                raise error
+            raise RestoreError(f"{error} Or run this step again: it is copied from now on.")
         if now != version:
             return copy
         if copy is not None and storage_nbytes(p) >= p.nbytes:  # FSDP may have freed its memory

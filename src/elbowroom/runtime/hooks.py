@@ -428,7 +428,9 @@ class Saving(NodeChoice):
 
         What is rebuilt from them is made at once, and kept.
         """
-        free = [x for x in changed if is_touchable(x) and x.grad_fn is None]
+        # Counters of batch norms are integers, and many.
+        touchable = filter(is_touchable, changed)
+        free = [x for x in touchable if x.grad_fn is None and x.is_floating_point()]
         if not free:
             return
         storages = {x.untyped_storage()._cdata for x in free}
