@@ -1,6 +1,7 @@
 """Outputs of the forward before, which the program holds until the next one ends, are counted."""
 
 import copy
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,9 @@ import elbowroom as er
 from elbowroom.fitting.previous_outputs import PreviousOutputs
 from elbowroom.measure.interval import Interval
 
+needs_a_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
+)
 CPU = torch.device("cpu")
 MB = 1 << 20
 
@@ -170,3 +174,52 @@ def test_a_view_of_what_others_hold_does_not_go() -> None:
     del kept
     assert peak is not None
     assert peak >= 4 * MB
+
+
+class Detached(nn.Module):
+    """Blocks whose keys no gradient reaches, so that backward holds nothing in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(10))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        given = []
+        for block in self.blocks:
+            x, keys = block(x)
+            given.append(keys.detach())
+        return x.square().mean(), given
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("share", [0.85, 0.75, 0.65])
+def test_compiled_steps_count_them(share: float) -> None:
+    """Of the same shapes: the second forward is compiled anew, before it runs."""
+    torch.manual_seed(0)
+    model, x = Detached(), torch.randn(2048, 64)
+    plain = copy.deepcopy(model)
+    owned_nbytes = sum(p.nbytes for p in model.parameters())
+    gradients: list[list[Tensor]] = [[], []]
+
+    def peak(one: nn.Module, told: list[Tensor]) -> int:
+        out = None
+
+        def steps() -> None:
+            nonlocal out
+            for _ in range(2):
+                out = one(x)
+                one.zero_grad()
+                out[0].backward()
+
+        steps()
+        told.extend(p.grad.clone() for p in one.parameters())
+        one.zero_grad()
+        return owned_nbytes + er.peak(steps, device="cpu")
+
+    budget = int(share * peak(torch.compile(plain), gradients[0]))
+    fitted = er.fit(torch.compile(model), budget=budget, exact=True)
+    assert peak(fitted, gradients[1]) <= 1.01 * budget
+    assert all(map(torch.equal, *gradients))

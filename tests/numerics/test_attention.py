@@ -402,6 +402,8 @@ def test_zeros_of_relu_survive_the_copies_that_a_product_makes(seed, scale):
 def _mask(kind: str, T: int, S: int) -> Tensor | None:
     if kind == "none":
         return None
+    if kind == "rows":  # one value for all keys of a query
+        return torch.ones(T, 1, dtype=torch.bool)
     mask = torch.ones(T, S, dtype=torch.bool).tril(S // 2)
     mask[0] = False  # nothing is left of it
     least = -torch.inf if kind == "float" else torch.finfo(torch.float64).min
@@ -410,7 +412,7 @@ def _mask(kind: str, T: int, S: int) -> Tensor | None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("lies_by_head", [True, False])
-@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float", "finite"])
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "rows", "float", "finite"])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize(
     ("B", "H", "G", "T", "S", "E", "F"),

@@ -56,6 +56,7 @@ class Settings:
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
     menu           the names of codes to choose from; None: all that are registered
+    standing_nbytes  of outputs of the forward before, which stand until the next one has ended
     """
 
     room_nbytes: int | None = None
@@ -66,6 +67,7 @@ class Settings:
     noise: float | None = None
     offloads: bool = False
     menu: tuple[str, ...] | None = None
+    standing_nbytes: int = 0
 
     @property
     def limit(self) -> float | None:
@@ -169,11 +171,20 @@ class Regions:
         return (frame, self._buckets), True
 
     def restrict(
-        self, room_nbytes: int, *, counts_inputs: bool = False, offloads: bool = False
+        self,
+        room_nbytes: int,
+        *,
+        counts_inputs: bool = False,
+        offloads: bool = False,
+        standing_nbytes: int = 0,
     ) -> None:
         """Sets the bytes that regions may take from now on, and whether values may be moved."""
         self.settings = replace(
-            self.settings, room_nbytes=room_nbytes, counts_inputs=counts_inputs, offloads=offloads
+            self.settings,
+            room_nbytes=room_nbytes,
+            counts_inputs=counts_inputs,
+            offloads=offloads,
+            standing_nbytes=standing_nbytes,
         )
 
     def decided(self, decision: "Decision") -> None:
@@ -259,8 +270,10 @@ def _corrected(
     tight, raises, lowest = room, True, 0
     fills = _FILLED if regions.settings.exact is False else 0
     while True:
-        check = Check(room, regions.settings.counts_inputs, raises=raises)
-        given = regions.settings, tight, held, options, check
+        settings = regions.settings
+        stands = settings.standing_nbytes
+        check = Check(room, settings.counts_inputs, raises=raises, standing_nbytes=stands)
+        given = settings, tight, held, options, check
         try:
             compiled = _compiled(gm, example_inputs, *given, fills=fills > 0)
             break
@@ -337,6 +350,7 @@ def _compiled(
         settings.offloads,
         settings.menu,
         fills,
+        settings.standing_nbytes,
         () if room is None else _hints_of(example_inputs),
     )
 

@@ -27,6 +27,7 @@ class Decision:
 
     peak_nbytes         of forward and backward, gradients included, parameters and inputs not
     saved_nbytes        held between forward and backward
+    forward_nbytes      the peak of forward, without what stands beside it
     plain_nbytes        the peak of plain torch.compile
     plain_saved_nbytes  what plain torch.compile would hold
     inputs_nbytes       of parameters, buffers and other inputs that the region reads
@@ -45,6 +46,7 @@ class Decision:
     inputs_nbytes: int
     recomputed: int
     plain_saved_nbytes: int = 0
+    forward_nbytes: int = 0
     is_lossy: bool = False
     is_plain: bool = True
     fuses_alike: bool = False

@@ -32,6 +32,7 @@ class Step:
 
     peak_nbytes   bytes of both at the worst moment; parameters and other inputs are not counted
     saved_nbytes  bytes that are held between forward and backward
+    forward_nbytes  bytes of forward at its worst moment
     seconds       an estimate, to compare two choices
     """
 
@@ -41,6 +42,7 @@ class Step:
     again: tuple[fx.Node, ...]  # nodes that backward recomputes
     peak_nbytes: int
     saved_nbytes: int
+    forward_nbytes: int
     seconds: float
 
 
@@ -73,9 +75,15 @@ class Joint:
         required: Collection[fx.Node],
         inputs: Sequence[fx.Node],
         n_forward_outputs: int,
+        standing_nbytes: int = 0,
     ) -> None:
-        """Takes a graph apart. required: the nodes that forward's outputs need."""
+        """Takes a graph apart.
+
+        required  the nodes that forward's outputs need
+        standing_nbytes  bytes beside the graph's own that stand until forward has ended
+        """
         self.graph = graph
+        self._standing_nbytes = standing_nbytes
         self.inputs = list(inputs)
         self.required = set(required)
         self._n_forward_outputs = n_forward_outputs
@@ -164,8 +172,10 @@ class Joint:
             forward=forward,
             backward=backward,
             again=tuple(n for n in self._in_order(after) if n in before),
-            peak_nbytes=max(forward.peak_nbytes, backward.peak_nbytes) + states,
+            peak_nbytes=states
+            + max(forward.peak_nbytes + self._standing_nbytes, backward.peak_nbytes),
             saved_nbytes=self._held_nbytes(used) + states,
+            forward_nbytes=forward.peak_nbytes + states,
             seconds=self.clock.seconds(forward.kernels) + self.clock.seconds(backward.kernels),
         )
 

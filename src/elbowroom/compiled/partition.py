@@ -94,6 +94,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     offloads       whether saved values may leave the device's memory
     menu           the names of codes to choose from (`lossy.ladder`); None: all
     fills          whether codes hold as much besides as the simulation says that there is room for
+    standing_nbytes  of outputs of the forward before, which stand until the next one has ended
     sizes          those that are symbols, in the call that is compiled. Inductor's cache finds a
                    graph with symbols for calls of any size, but its plan is for these
     """
@@ -108,6 +109,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     offloads: bool = False
     menu: tuple[str, ...] | None = None
     fills: bool = False
+    standing_nbytes: int = 0
     sizes: tuple[int, ...] = ()
 
     def __call__(
@@ -160,7 +162,8 @@ class _Answer:
         self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1
     ) -> list[fx.Node]:
         required = node_info.required_fw_nodes
-        joint = Joint(joint_graph, required, node_info.inputs, self._n_forward_outputs)
+        standing = self._settings.standing_nbytes
+        joint = Joint(joint_graph, required, node_info.inputs, self._n_forward_outputs, standing)
         inputs_nbytes = sum(nbytes_of(node) for node in joint.inputs)
         room = self._settings.room_nbytes
         if room is not None and self._settings.counts_inputs:
@@ -376,6 +379,7 @@ def _report_decision(
     decision = Decision(
         peak_nbytes=step.peak_nbytes,
         saved_nbytes=step.saved_nbytes,
+        forward_nbytes=step.forward_nbytes,
         plain_nbytes=plain.peak_nbytes,
         inputs_nbytes=inputs_nbytes,
         recomputed=len(step.again),

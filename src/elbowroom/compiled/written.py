@@ -131,8 +131,17 @@ class Check:
     over_nbytes  what that is above the room, once it has raised
     """
 
-    def __init__(self, room_nbytes: int | None, counts_inputs: bool, *, raises: bool) -> None:
+    def __init__(
+        self,
+        room_nbytes: int | None,
+        counts_inputs: bool,
+        *,
+        raises: bool,
+        standing_nbytes: int = 0,
+    ) -> None:
+        """standing_nbytes: bytes beside the region's own that stand until forward has ended."""
         self._room_nbytes, self._counts_inputs = room_nbytes, counts_inputs
+        self._standing_nbytes = standing_nbytes
         self.raises = raises
         self.made: list[Any] = []
         self.peak_nbytes = self.over_nbytes = 0
@@ -149,6 +158,8 @@ class Check:
             return
         held = self.made[-1].held if graph.is_backward else None
         peak = peak_of(lines, graph, held) if self.is_needed() else None
+        if peak is not None and not graph.is_backward:
+            peak += self._standing_nbytes
         store(self.made[-1], peak, is_backward=graph.is_backward)
         if peak is None:
             return

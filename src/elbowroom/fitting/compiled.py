@@ -13,6 +13,9 @@ Each shape that Dynamo compiles gets a plan of its own. A graph with symbols in 
 many: its plan holds for calls of N elements as long as peak * (N / planned)^2 stays inside the
 room. For larger calls another twin is compiled, for 1.5 times their size if that fits.
 
+Outputs of the forward before that the program still holds stand until the next one has ended. Where
+plans have no room for them, all twins are compiled anew before that forward runs.
+
 A forward that begins while gradients stand (micro-batches, `zero_grad(set_to_none=False)`) runs
 through a twin of its own, whose room is less by these. Forwards that begin before earlier ones had
 their backward share the room with them: after such a step all twins are compiled anew.
@@ -44,8 +47,9 @@ from elbowroom.fitting.compiled_loss import CompiledLoss
 from elbowroom.fitting.guests import next_forward
 from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
 from elbowroom.fitting.loss import succeed
-from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.previous_outputs import PreviousOutputs
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary, summary_of_regions
@@ -104,6 +108,8 @@ class CompiledFitting:
         self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (
             weakref.WeakKeyDictionary()
         )
+        self._previous = PreviousOutputs()
+        self.standing_nbytes = 0  # of these, the most that was seen
         self.reserved_nbytes = 0  # that a loss needs beside what the model holds
         self._held_nbytes = 0  # the most that a forward holds for backward
         self._uncompiled_nbytes = 0  # of that, by code between the regions
@@ -187,6 +193,7 @@ class CompiledFitting:
         stands = any(p.grad is not None for p in self._probes)
         if self._eager is None:
             self._counts_waiting()
+            self._counts_previous(model, (args, kwargs))
         is_known = (kind, stands) in self._kinds
         twin = self._twin_for(kind.numel, stands) if is_known else None
         if twin is not None and not self._is_full:
@@ -284,6 +291,7 @@ class CompiledFitting:
 
     def _waits(self, out: Any) -> Any:
         """Notes that a forward waits for its backward; returns what it gave."""
+        self._previous.note(out)
         node = next((n for x in tensors_in(out) if (n := x.grad_fn) is not None), None)
         if isinstance(node, torch._C._FunctionBase):  # that of a compiled region
             self._waiting.append(weakref.ref(node))
@@ -307,6 +315,23 @@ class CompiledFitting:
             "compiled again for such steps.",
             stacklevel=5,
         )
+
+    def _counts_previous(self, model: nn.Module, given: Any) -> None:
+        """Compiles anew where plans have no room for outputs that the program still holds.
+
+        Those of forwards that wait for backward are a part of what these hold.
+        """
+        held = self._previous.alive()
+        if self._waiting or storage_nbytes(held) <= self.standing_nbytes:
+            return
+        beside = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+        stands = storage_nbytes([*beside, *held]) - storage_nbytes(beside)
+        if stands <= self.standing_nbytes:
+            return
+        self.standing_nbytes = stands
+        if not all(twin.leaves_room(stands) for twin in self._twins):
+            self._twins.clear()
+            self._kinds.clear()
 
     def _first(
         self,

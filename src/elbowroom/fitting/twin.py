@@ -59,12 +59,14 @@ class Controller(Protocol):
     forwards           that wait for their backward at the same time
     reserved_nbytes    that a loss needs beside what the model holds
     uncompiled_nbytes  that code between compiled regions holds for backward
+    standing_nbytes    of outputs of the forward before, which stand until the next one has ended
     """
 
     options: FitOptions
     how: CompileSettings
     forwards: int
     reserved_nbytes: int
+    standing_nbytes: int
 
     @property
     def uncompiled_nbytes(self) -> int: ...
@@ -170,6 +172,12 @@ class Twin:
         room = self._fitting.room_nbytes() + self.regions.above_nbytes
         return self._fitting.forwards * sum(self.ran) + spent - room
 
+    def leaves_room(self, standing_nbytes: int) -> bool:
+        """Returns whether so many bytes may stand beside the forward graphs of its plans."""
+        most = max((one.forward_nbytes for one in self.regions.decisions), default=0)
+        beside = standing_nbytes + self.regions.elsewhere_nbytes
+        return most + beside <= self._fitting.room_nbytes()
+
     def fits(self, room_nbytes: int) -> bool:
         """Returns whether its plans are known to need no more than this."""
         peaks = [one.peak_nbytes for one in self.regions.decisions]
@@ -199,7 +207,10 @@ class Twin:
     def _compiled(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], room: int
     ) -> Callable[..., Any]:
-        self.regions.restrict(room, offloads=self._fitting.offloads)
+        fitting = self._fitting
+        self.regions.restrict(
+            room, offloads=fitting.offloads, standing_nbytes=fitting.standing_nbytes
+        )
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
         return counted(compile_region(gm, example_inputs, self.regions, options, True))

@@ -74,7 +74,8 @@ def gradients(given: Given, grad: Tensor, into: Three | None = None) -> Three:
     of_q, of_k, of_v = found
     hidden = None if mask is None else _hidden_rows(mask)
     seen = _seen(given)
-    mask, hidden = (None if x is None else x.expand(B, H, T, -1) for x in (mask, hidden))
+    mask = None if mask is None else mask.expand(B, H, T, S)
+    hidden = None if hidden is None else hidden.expand(B, H, T, 1)
     of_batch, of_heads = _at_once(B, H, T, q.shape[3], G, S)
     for b in range(0, B, of_batch):
         for h in range(0, G, of_heads):
