@@ -21,6 +21,7 @@ from elbowroom.fitting.commands import (
     ForgetCalls,
     ForgetScripts,
     HoldAsGiven,
+    LetRowsWait,
     Line,
     MakePlan,
     MakeRoomToWatch,
@@ -118,6 +119,8 @@ def execute(planning: "Planning", command: Command) -> Observation | None:
         case RunLayersAgain(rounds):
             planning.context.runs_again, planning.context.keeps_bits = True, not rounds
             planning.forward_profile = None
+        case LetRowsWait():
+            planning.context.rows_wait, planning.forward_profile = True, None
         case TakeSmall():
             planning.context.takes_small, planning.forward_profile = True, None
         case StartMeter(predicts):
@@ -247,6 +250,7 @@ def fallbacks_of(planning: "Planning") -> Fallbacks:
         layers=gains and fits and not context.runs_again,
         stretches=not (planning.options.exact or context.rounds),
         small=not context.takes_small,
+        rows=context.gathers and not context.rows_wait,
     )
 
 
@@ -272,6 +276,9 @@ def repeatable(planning: "Planning", profile: Profile) -> Profile:
     """
     context = planning.context
     repeats = profile.never_again(context.unrepeatable, alike=context.blames_classes)
+    repeats = repeats.never_again_around(
+        context.waited_in, "in backward, rows that it gathers would be made at once"
+    )
     return repeats.exact_at(context.needs_exact)
 
 

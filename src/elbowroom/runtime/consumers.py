@@ -33,11 +33,13 @@ from elbowroom.plan.site import (
     Reads,
     SiteName,
 )
+from elbowroom.runtime.gathered import here
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import PLAIN, version_of
+from elbowroom.runtime.waiting import ready
 
 # Functions that are recognized immediately -> arguments (position, name) that may carry an error.
 _FIRST = ((0, "input"),)
@@ -60,6 +62,7 @@ _TORCH_MODULES = (
     "torch.nn.functional",
     "torch._tensor",
     "torch._C._nn",
+    "elbowroom.runtime.gathered",  # in place of one of torch's own
 )
 RESHAPES = (
     *(
@@ -255,6 +258,8 @@ class Consumers(Observing):
     ) -> Any:
         if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
+        if here.alive:
+            func, args, kwargs = ready(func, args, kwargs, self.__torch_function__)
         outer = self.call
         self.call = Call(func, args, kwargs or {}, _name(func))
         try:

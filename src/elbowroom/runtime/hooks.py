@@ -76,6 +76,7 @@ from elbowroom.runtime.storage import (
     untouchable,
     version_of,
 )
+from elbowroom.runtime.waiting import SUMS_OF_ROWS, end_waiting
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
@@ -193,6 +194,8 @@ class Saving:
     ) -> None:
         if self._open is None:
             return
+        if kind is None:
+            end_waiting()
         self._open.close()
         self._open = self._consumers = self._hook = None
         if not self.idle:
@@ -328,6 +331,7 @@ class Saving:
             return call(*args, **kwargs)
         if not self._is_innermost():  # inside a checkpoint of the user, or of ours
             return call(*args, **kwargs)
+        end_waiting()
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
         why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
@@ -391,6 +395,8 @@ class Saving:
                     pieces.end()
                 elif pieces.calls(call):
                     listener.compares()
+            if call.name in SUMS_OF_ROWS:
+                self.context.waited_in.add(self._module)
             direct = direct_of(call) if call.func in REPLACED else None
             run = call.func if direct is None else self._direct_run(call, direct)
             listener.runs(call, run, direct)
@@ -424,6 +430,8 @@ class Saving:
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
+        if direct.late:
+            self.context.waited_in.add(self._module)
         if direct.coded is None or self._keeps_bits(direct, call):
             return direct.run
         if direct.in_parts:
@@ -442,6 +450,8 @@ class Saving:
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may be used in this context."""
+        if direct.late:
+            return self.context.rows_wait
         if direct.always:
             return True
         # Nodes that read a code gain nothing where none is lossy; those of ReLU and dropout read
@@ -621,6 +631,7 @@ class Saving:
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
+            slot.is_source |= call.name == "scale_rows" and x is call.first
             call.note_saved(slot, x)
             # In a recomputed module, no op of the graph reads it that could be probed; a probe
             # exchanges a whole tensor.

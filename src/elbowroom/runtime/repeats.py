@@ -33,6 +33,7 @@ from elbowroom.runtime.recompute import State
 from elbowroom.runtime.storage import version_of
 from elbowroom.runtime.transforms import is_transformed
 from elbowroom.runtime.unread import Reads, never_leave_out, note_unread, with_stand_ins
+from elbowroom.runtime.waiting import end_waiting
 
 TESTED_CALLS = 2  # calls
 _PART = 2**16  # elements of a tensor that are cast at once to be summed
@@ -85,6 +86,7 @@ class Observing(TorchFunctionMode):
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Takes the modes that examine the forward off the stack; the user's stay, in their order."""
+    end_waiting()
     modes = _all_popped()
     for mode in modes:
         if not isinstance(mode, Observing):
