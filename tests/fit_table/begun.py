@@ -7,6 +7,7 @@ from elbowroom.fitting.commands import (
     BlameNoClasses,
     ForgetCalls,
     HoldAsGiven,
+    LetRowsWait,
     Line,
     MakePlan,
     PlanByForward,
@@ -34,6 +35,7 @@ from elbowroom.fitting.observations import (
     OutputsHeld,
     Rehearsed,
     RehearsedInVain,
+    RowsTakeTooMuch,
     StepBegan,
     UnexpectedStep,
 )
@@ -378,6 +380,8 @@ ROWS = {
         {},
         (say(Line.RUNS_AGAIN, rounds=True), RunLayersAgain(rounds=True)),
     ),
+    "rows that take too much": Row(FRESH, RowsTakeTooMuch(), {}, (LetRowsWait(),)),
+    "rows that take too much under a plan": Row(VERIFYING, RowsTakeTooMuch(), {}),
     "layers that hold too much under a plan": Row(VERIFYING, LayersHeldTooMuch(MORE), {}),
     "layers that hold too much under exact=True": Row(
         replace(FRESH, options=FitOptions(1000, exact=True)), LayersHeldTooMuch(MORE), {}
@@ -495,6 +499,12 @@ ROWS = {
     ),
     "more plans than leave out whole classes": Row(
         replace(FRESH, infeasible=True), NoPlanLeft(MORE), FRESH, (FORGET, BlameNoClasses())
+    ),
+    "more plans once rows wait": Row(
+        replace(WRITING, is_recurrent=True),
+        NoPlanLeft(Fallbacks(layers=True, rows=True)),
+        replace(FRESH, is_recurrent=True),
+        (FORGET, LetRowsWait()),
     ),
     "more plans once layers run again": Row(
         replace(WRITING, is_recurrent=True),

@@ -224,6 +224,10 @@ class Rest:
         """Returns False: other forwards of this step have run without running layers again."""
         return False
 
+    def lets_rows_wait(self) -> bool:
+        """Returns False: likewise, rows were made at once."""
+        return False
+
     def surely_allowed_nbytes(self) -> int:
         return sys.maxsize
 

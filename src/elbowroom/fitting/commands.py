@@ -138,6 +138,11 @@ class RunLayersAgain:
 
 
 @dataclass(frozen=True)
+class LetRowsWait:
+    """Command: make large rows that are gathered when they are read, from now on."""
+
+
+@dataclass(frozen=True)
 class TakeSmall:
     """Command: plan tensors below min_nbytes, too, from now on."""
 
@@ -196,6 +201,7 @@ Command = (
     | ReadMeter
     | BlameNoClasses
     | RunLayersAgain
+    | LetRowsWait
     | TakeSmall
     | Refuse
     | RefusePresets

@@ -21,6 +21,7 @@ from elbowroom.fitting.commands import (
     ForgetCalls,
     ForgetScripts,
     HoldAsGiven,
+    LetRowsWait,
     Line,
     MakePlan,
     MakeRoomToWatch,
@@ -118,6 +119,8 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
         case RunLayersAgain(rounds):
             planner.context.runs_again, planner.context.keeps_bits = True, not rounds
             planner.forward_profile = None
+        case LetRowsWait():
+            planner.context.rows_wait, planner.forward_profile = True, None
         case TakeSmall():
             planner.context.takes_small, planner.forward_profile = True, None
         case StartMeter(predicts):
@@ -247,6 +250,7 @@ def fallbacks_of(planner: "Planner") -> Fallbacks:
         layers=gains and fits and not context.runs_again,
         stretches=not (planner.options.exact or context.rounds),
         small=not context.takes_small,
+        rows=context.gathers and not context.rows_wait,
     )
 
 
@@ -272,6 +276,9 @@ def repeatable(planner: "Planner", profile: Profile) -> Profile:
     """
     context = planner.context
     repeats = profile.never_again(context.unrepeatable, alike=context.blames_classes)
+    repeats = repeats.never_again_around(
+        context.waited_in, "in backward, rows that it gathers would be made at once"
+    )
     return repeats.exact_at(context.needs_exact)
 
 

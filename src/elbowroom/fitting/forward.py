@@ -18,7 +18,7 @@ from elbowroom.plan.rehearsal import SAFE, USUAL
 from elbowroom.plan.site import Site, SiteName
 from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.direct import Direct
+from elbowroom.runtime.direct import Direct, rows_nbytes
 from elbowroom.runtime.direct.recurrent import layers_of, saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
 from elbowroom.runtime.hooks import Saving
@@ -28,6 +28,9 @@ from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import is_parameter, is_touchable, storage_nbytes
+
+# Rows, their product with a factor and a gradient of it may stand at once.
+_TIMES = 3
 
 
 class Fit(Protocol):
@@ -52,6 +55,7 @@ class Fit(Protocol):
     def may_refuse(self) -> bool: ...
     def diverge(self, held_nbytes: int) -> None: ...
     def lets_layers_run_again(self) -> bool: ...
+    def lets_rows_wait(self) -> bool: ...
 
 
 class FittedSaving(Saving):
@@ -204,6 +208,11 @@ class FittedSaving(Saving):
             held = self.ledger.held_nbytes + saved_nbytes(call)
             if held > self._fit.surely_allowed_nbytes():
                 self._fit.lets_layers_run_again()
+        if direct.late and not self.context.rows_wait:
+            self.context.gathers = True
+            held = self.ledger.held_nbytes + _TIMES * rows_nbytes(call)
+            if held > self._fit.surely_allowed_nbytes():
+                self._fit.lets_rows_wait()
         return super()._may_stand(direct, call)
 
     @property

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Fallbacks:
     """Relaxations that are still possible where no plan fits.
 
+    rows            large rows that are gathered may be made when they are read
     blamed_classes  modules that cannot be recomputed exclude all others of their class
     layers          recurrent layers may be recomputed in backward, each as a whole: exactly
     stretches       they may be recomputed a few time steps after the other: sums are rounded
@@ -33,6 +34,7 @@ class Fallbacks:
     layers: bool = False
     stretches: bool = False
     small: bool = False
+    rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,11 @@ class LayersHeldTooMuch:
     """Observation: recurrent layers would hold too much in a forward that was never profiled."""
 
     fallbacks: Fallbacks
+
+
+@dataclass(frozen=True)
+class RowsTakeTooMuch:
+    """Observation: rows that are gathered do not fit into the rest of the budget."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +325,7 @@ Observation = (
     | CodesWithdrawn
     | UnexpectedStep
     | LayersHeldTooMuch
+    | RowsTakeTooMuch
     | NoPlanLeft
     | ForwardEnded
     | StepMeasured

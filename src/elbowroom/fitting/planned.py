@@ -21,6 +21,7 @@ from elbowroom.fitting.commands import (
     Command,
     ForgetCalls,
     ForgetScripts,
+    LetRowsWait,
     Line,
     MakeRoomToWatch,
     MakeSmallest,
@@ -189,6 +190,8 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     """Relaxes a restriction where no plan fits, and learns again; None: none is left."""
     if fallbacks.blamed_classes:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
+    if fallbacks.rows:
+        return state.fresh(), (ForgetScripts(), LetRowsWait())
     if state.is_recurrent and fallbacks.layers:
         return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=False))
     if state.has_many_small and fallbacks.small:

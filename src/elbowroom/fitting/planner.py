@@ -76,6 +76,7 @@ from elbowroom.fitting.observations import (
     Observation,
     OptionsChanged,
     OutputsHeld,
+    RowsTakeTooMuch,
     StepBegan,
     UnexpectedStep,
 )
@@ -334,6 +335,11 @@ class Planner(StateView):
         """Returns whether recurrent layers may be recomputed; called inside a forward."""
         self._tell(LayersHeldTooMuch(fallbacks_of(self)))
         return self.context.runs_again
+
+    def lets_rows_wait(self) -> bool:
+        """Returns whether large rows may be made when they are read; called inside a forward."""
+        self._tell(RowsTakeTooMuch())
+        return self.context.rows_wait
 
     def join(self, memory: MemoryState) -> None:
         """Counts another model, which runs in this step.

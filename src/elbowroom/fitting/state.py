@@ -199,9 +199,10 @@ class FitState:
         return self.small_nbytes > _MANY_SMALL * self.options.budget_nbytes
 
     def may_gain(self, fallbacks: "Fallbacks") -> bool:
-        """Returns whether layers that run again, or small tensors that are planned, may help."""
+        """Returns whether layers that run again, rows that wait, or small tensors may help."""
         layers = fallbacks.layers or fallbacks.stretches
-        return (layers and self.is_recurrent) or (fallbacks.small and self.has_many_small)
+        small = fallbacks.small and self.has_many_small
+        return fallbacks.rows or small or (layers and self.is_recurrent)
 
     @property
     def settled(self) -> bool:

@@ -15,6 +15,7 @@ from elbowroom.fitting.commands import (
     Command,
     ForgetScripts,
     HoldAsGiven,
+    LetRowsWait,
     Line,
     MakePlan,
     PlanByForward,
@@ -49,6 +50,7 @@ from elbowroom.fitting.observations import (
     Rehearsed,
     RehearsedInVain,
     RoomToWatch,
+    RowsTakeTooMuch,
     SmallestMade,
     StepBegan,
     StepMeasured,
@@ -121,6 +123,8 @@ def _advanced(state: FitState, seen: Observation) -> Step:
             return _diverged(state, held_nbytes)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state, seen.fallbacks)
+        case RowsTakeTooMuch():
+            return state, () if state.is_learned else (LetRowsWait(),)
         case NoPlanLeft(fallbacks):
             return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():

@@ -78,7 +78,7 @@ _PASS = (  # their gradient is what came in, or a view of it
     *("AddBackward", "AliasBackward", "CatBackward", "CloneBackward", "ExpandBackward"),
     *("PermuteBackward", "ReshapeAliasBackward", "SqueezeBackward", "StackBackward"),
     *("SubBackward", "TBackward", "TransposeBackward", "UnsafeViewBackward"),
-    *("UnsqueezeBackward", "ViewBackward"),
+    *("UnsqueezeBackward", "ViewBackward", "_SumOfRowsBackward", "_RowsBackward"),
 )
 _VIEWS = (  # what they make lies in the memory of what they read
     *("AliasBackward", "AsStridedBackward", "ChunkBackward", "DetachBackward", "DiagonalBackward"),
@@ -88,7 +88,12 @@ _VIEWS = (  # what they make lies in the memory of what they read
     *("UnsqueezeBackward", "ViewBackward"),
 )
 _PARTS = ("CatBackward", "StackBackward")  # each gets a part of what came in
-_EMPTY = ("_NegativeLogLikelihoodBackward",)  # what they hand on has no memory
+_EMPTY = {  # nodes of ours: the input whose gradient has no memory
+    "_NegativeLogLikelihoodBackward": 0,
+    "_ScaleRowsBackward": 0,
+    "_SumOfRowsBackward": 1,
+}
+_ROWS = "_RowsBackward"  # hands on what has no memory, too
 _REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole product, then its sum
 _NONE = (-1, 0)  # an input that needs no gradient
 _DIFFERENCE = "SubBackward"  # its second input gets what came in with the other sign
@@ -292,13 +297,14 @@ class _Backward:
     def _made(self, node: Node, nth: int, to: int, which: int, came: dict[int, int]) -> int:
         if to < 0:
             return -1
-        if node.name in _EMPTY:
+        if _EMPTY.get(node.name) == nth:
             return self._gradients.make(0)
         nbytes, name = self._nodes[to].takes[which], _stripped(node.name)
         is_new = nth == 1 and name == _DIFFERENCE
         if len(came) == 1 and name in _PASS and not is_new:
             (one,) = came.values()
-            if self._gradients.size(one) == nbytes or node.name.startswith(_PARTS):
+            sizes = (nbytes, 0) if node.name == _ROWS else (nbytes,)
+            if self._gradients.size(one) in sizes or node.name.startswith(_PARTS):
                 return self._gradients.hold(one)
         return self._gradients.make(nbytes)
 

@@ -302,13 +302,18 @@ class Profile:
             floor=tuple(one + nbytes * (at < self.backward) for at, one in enumerate(floors)),
         )
 
-    def never_again(self, names: Collection[str], *, alike: bool = False) -> "Profile":
+    def never_again(
+        self,
+        names: Collection[str],
+        *,
+        alike: bool = False,
+        why: str = "it, or one of its class, gives another result when it runs again",
+    ) -> "Profile":
         """Returns the same step, with these modules excluded from recomputation.
 
         alike: also excludes other modules of their class, which run the same code. Otherwise each
         would cost a step to find out. Containers run the code of others, and are not excluded.
         """
-        why = "it, or one of its class, gives another result when it runs again"
         if not names:
             return self
         kinds = {one.kind for one in self.modules if alike and one.name in names} - _CONTAINERS
@@ -317,6 +322,15 @@ class Profile:
             for one in self.modules
         )
         return replace(self, modules=tuple(kept))
+
+    def never_again_around(self, inner: Collection[str], why: str) -> "Profile":
+        """Returns the same step, with modules that are or contain one of these excluded."""
+        around = {
+            one.name
+            for one in self.modules
+            if any(name == one.name or name.startswith(f"{one.name}.") for name in inner)
+        }
+        return self.never_again(around, why=why)
 
     def exact_at(self, known: Mapping[SiteKey, str]) -> "Profile":
         """Returns the same step, with what these sites save kept as it is, or in 16 bits.

@@ -33,11 +33,13 @@ from elbowroom.plan.site import (
     Reads,
     SiteName,
 )
+from elbowroom.runtime.gathered import here
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import PLAIN, version_of
+from elbowroom.runtime.waiting import ready
 
 if TYPE_CHECKING:
     from elbowroom.runtime.sources import Source, Sources
@@ -63,6 +65,7 @@ _TORCH_MODULES = (
     "torch.nn.functional",
     "torch._tensor",
     "torch._C._nn",
+    "elbowroom.runtime.gathered",  # in place of one of torch's own
 )
 RESHAPES = (
     *(
@@ -272,6 +275,8 @@ class Consumers(Observing):
     ) -> Any:
         if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
+        if here.alive:
+            func, args, kwargs = ready(func, args, kwargs, self.__torch_function__)
         outer = self.call
         self.call = Call(func, args, kwargs or {}, _name(func))
         try:

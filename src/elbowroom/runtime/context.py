@@ -47,6 +47,10 @@ class Context:
                   (`recurrent.py`)
     keeps_bits    whether each recurrent layer is then recomputed as a whole, so that sums are
                   rounded as in plain autograd
+    gathers       whether a forward has gathered large rows
+    rows_wait     whether large rows that are gathered are made when they are read, in every forward
+                  (`gathered.py`)
+    waited_in     names of the modules in which rows waited, or were summed
     takes_small   whether a fit also plans tensors below its min_nbytes
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
@@ -70,7 +74,8 @@ class Context:
         self.unrepeatable: frozenset[str] = frozenset()
         self.blames_classes = True
         self.recurrent_layers = self.layer_nbytes = 0
-        self.runs_again = False
+        self.waited_in: set[str] = set()
+        self.runs_again = self.gathers = self.rows_wait = False
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
         self.survivors: set[SiteName] = set()

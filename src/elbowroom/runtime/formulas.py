@@ -348,6 +348,7 @@ OURS = {
     "_ProbabilitiesBackward": ("SoftmaxBackward0", "result"),
     "_PReLUBackward": ("LinearBackward0", "input"),  # x, for the weight's gradient
     "_ProductBackward": ("MulBackward0", "self"),
+    "_ScaleRowsBackward": ("MulBackward0", "self"),
 }
 # Norms -> where the node has their exponent.
 _LENGTHS = {

@@ -79,6 +79,7 @@ from elbowroom.runtime.storage import (
     untouchable,
     version_of,
 )
+from elbowroom.runtime.waiting import SUMS_OF_ROWS, end_waiting
 
 _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
@@ -199,6 +200,8 @@ class Saving(NodeChoice):
     ) -> None:
         if self._open is None:
             return
+        if kind is None:
+            end_waiting()
         self._open.close()
         self._open = self._consumers = self._hook = None
         if not self.idle:
@@ -335,6 +338,7 @@ class Saving(NodeChoice):
             return call(*args, **kwargs)
         if not self._is_innermost():  # inside a checkpoint of the user, or of ours
             return call(*args, **kwargs)
+        end_waiting()
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
         why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
@@ -402,6 +406,8 @@ class Saving(NodeChoice):
                     pieces.end()
                 elif pieces.calls(call):
                     listener.compares()
+            if call.name in SUMS_OF_ROWS:
+                self.context.waited_in.add(self._module)
             direct = direct_of(call) if call.func in REPLACED else None
             run = call.func if direct is None else self._run_of(call, direct)
             listener.runs(call, run, direct)
@@ -601,6 +607,7 @@ class Saving(NodeChoice):
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
+            slot.is_source |= call.name == "scale_rows" and x is call.first
             call.note_saved(slot, x)
             # In a recomputed module, no op of the graph reads it that could be probed; a probe
             # exchanges a whole tensor.

@@ -38,6 +38,7 @@ from elbowroom.runtime.unread import (
     note_unread,
     with_stand_ins,
 )
+from elbowroom.runtime.waiting import end_waiting
 
 TESTED_CALLS = 2  # calls
 _PART = 2**16  # elements of a tensor that are cast at once to be summed
@@ -90,6 +91,7 @@ class Observing(TorchFunctionMode):
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Takes the modes that examine the forward off the stack; the user's stay, in their order."""
+    end_waiting()
     modes = _all_popped()
     for mode in modes:
         if not isinstance(mode, Observing):

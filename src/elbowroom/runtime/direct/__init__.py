@@ -15,6 +15,7 @@
     prelu        anything, and bits  the bits, and what is decoded, in a sum
     mul          anything            each factor where its product will be, one by one (CPU)
     lstm, gru    input and states    what is decoded, from which forward runs again (CPU; likewise)
+    index_select the index           the index: rows wait for a sum over them (gathered.py)
 
 A restored tensor is written once and read once or twice, by an op that does little with it; on a
 CPU its memory is often fresh, too, and costs more than decoding. So inside a context these ops run
@@ -62,8 +63,10 @@ from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
 from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
 from elbowroom.runtime.direct.softmax import fits_softmax, softmax
+from elbowroom.runtime.gathered import gather_later
 from elbowroom.runtime.storage import PLAIN, untouchable
 from elbowroom.runtime.transforms import is_transformed
+from elbowroom.runtime.waiting import may_wait
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Direct:
     any_first  `fits` alone decides: its first argument may require no gradient, and have any layout
     coded  the replacement of `run` where its saved tensors may get lossy codes; in_parts: it saves
            them in parts
+    late   its result has no memory yet: only contexts whose room is short use it
     swaps  it saves another tensor in place of its input, which may have any layout: contexts that
            follow a profiled step do not use it either
     """
@@ -91,9 +95,22 @@ class Direct:
     always: bool = False
     again: bool = False
     swaps: bool = False
+    late: bool = False
     any_first: bool = False
     coded: Callable[..., Any] | None = None
     in_parts: bool = False
+
+
+def _gathers(call: Call, x: Tensor) -> bool:
+    fits = len(call.args) + len(call.kwargs) == 3
+    return fits and may_wait(call.arg(1, "dim"), call.arg(2, "index"), x)
+
+
+def rows_nbytes(call: Call) -> int:
+    """Bytes of the rows that a call gathers; it is one that may return rows that wait."""
+    x, index = call.args[0], call.arg(2, "index")
+    nbytes: int = len(index) * x.shape[1:].numel() * x.itemsize
+    return nbytes
 
 
 def _always(call: Call, x: Tensor) -> bool:
@@ -121,6 +138,7 @@ _EXTREMES, _EXTREMES_ = (
     Direct(run, Reads.RESTORED, fits_extremes, always=True, any_first=True)
     for run in (scatter_reduce, scatter_reduce_)
 )
+_ROWS = Direct(gather_later, Reads.RESTORED, _gathers, always=True, any_first=True, late=True)
 _OPS: dict[Callable[..., Any], Direct] = {
     F.relu: _RELU,
     torch.relu: _RELU,
@@ -148,6 +166,7 @@ _OPS: dict[Callable[..., Any], Direct] = {
     **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _SOFTMAX),
     **dict.fromkeys((torch.scatter_reduce, Tensor.scatter_reduce), _EXTREMES),
     Tensor.scatter_reduce_: _EXTREMES_,
+    **dict.fromkeys((torch.index_select, Tensor.index_select), _ROWS),
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
     F.conv3d: _CONVOLUTION,

@@ -49,6 +49,8 @@ class NodeChoice(ABC):
             return call.func
         call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
+        if direct.late:
+            self.context.waited_in.add(self._module)
         if direct.coded is None or self._keeps_bits(direct, call):
             return direct.run
         if direct.in_parts:
@@ -67,6 +69,8 @@ class NodeChoice(ABC):
 
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may be used in this context."""
+        if direct.late:
+            return self.context.rows_wait
         if direct.always:
             return True
         # Nodes that read a code gain nothing where none is lossy; those of ReLU and dropout read

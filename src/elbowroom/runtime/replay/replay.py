@@ -34,6 +34,7 @@ from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
+from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import NOT_COUNTED
@@ -45,6 +46,7 @@ from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torc
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import covering
+from elbowroom.runtime.waiting import end_waiting, ready
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -215,6 +217,8 @@ class Replay(Observing):
     ) -> None:
         if self._open is None:
             return
+        if kind is None:
+            end_waiting()
         self._open.close()
         self._open = None
         if self.saving is not None:
@@ -232,6 +236,8 @@ class Replay(Observing):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if here.alive:
+            func, args, kwargs = ready(func, args, kwargs, self.__torch_function__)
         if self.saving is None:
             kwargs = kwargs or {}
             act = self._acts[self._at]
@@ -358,6 +364,7 @@ class Replay(Observing):
         act = self._act()
         if act.module is None or act.module() is not module:
             return call(*args, **kwargs)
+        end_waiting()
         arguments = Arguments(args, kwargs)
         fits = torch.is_grad_enabled() and self.is_innermost()
         if not fits or why_not_again(module, call, arguments):
