@@ -85,6 +85,18 @@ _log = logging.getLogger("elbowroom")
 _kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
 
 
+def _can_be_probed(request: Request) -> bool:
+    """Returns whether the reader of a tensor that may carry an error can be probed.
+
+    In a recomputed module, no op of the graph reads it; a probe exchanges a whole tensor; and what
+    is divided by has an error that is a share of each element.
+    """
+    call, reading = request.call, request.reading
+    if call is None or call.name in AGAIN or call.in_parts:
+        return False
+    return reading.need is Need.LOSSY and reading.formula is not Formula.RELATIVE
+
+
 class Saving(NodeChoice):
     """Context manager: tensors that autograd saves inside go through `policy`.
 
@@ -594,7 +606,8 @@ class Saving(NodeChoice):
         half = reading.by_size and self._serving.takes_half(x.dtype)
         request = classify(slot, x, geometry, call, reading, name, origin, takes_half=half)
         noted = None if self.recorder is None else self._noted(request)
-        request = self._serving.as_decided(request)
+        if request.reading.formula is Formula.RELATIVE:
+            request = self._serving.as_decided(request)
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:
             self._note_fine(None if origin is None else origin.root(), call)
@@ -609,11 +622,7 @@ class Saving(NodeChoice):
         if call is not None:
             slot.is_source |= call.name == "scale_rows" and x is call.first
             call.note_saved(slot, x)
-            # In a recomputed module, no op of the graph reads it that could be probed; a probe
-            # exchanges a whole tensor.
-            by_size = request.reading.formula is Formula.RELATIVE
-            readable = not (call.name in AGAIN or call.in_parts or by_size)
-            if self._watch is not None and need is Need.LOSSY and readable:
+            if self._watch is not None and _can_be_probed(request):
                 self._watch.saved(Use(call, view, name.module), x)
         return view
 

@@ -182,15 +182,12 @@ class Serving:
     def as_decided(self, request: Request) -> Request:
         """Returns the request, as one for the tensor itself if the policy has no code for it.
 
-        What is divided by is then an exact source, too, or is made of exact ones.
+        For what is divided by: it is then an exact source, too, or is made of exact ones.
         """
-        reading = request.reading
-        if reading.formula is not Formula.RELATIVE or reading.need is not Need.LOSSY:
-            return request
         action = self._policy(replace(site_of(request, None), rebuildable=Rebuildable.NO))
         if isinstance(action, Encode):
             return request
-        exact = reading._replace(need=Need.EXACT, formula=Formula.SINGULAR)
+        exact = request.reading._replace(need=Need.EXACT, formula=Formula.SINGULAR)
         return request._replace(reading=exact)
 
     def _half_serves(self, slot: Slot, site: Site) -> bool:
