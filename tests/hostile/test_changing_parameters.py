@@ -203,3 +203,15 @@ def test_a_bias_that_first_changes_in_a_settled_step_is_copied_from_the_next_ste
     for _ in range(6):  # the next one is examined, and finds the other blocks' biases, too
         assert all(map(torch.equal, step(changes=True), plain))
     er.release(net)
+
+
+def test_the_update_of_a_step_inside_the_context_teaches_nothing() -> None:
+    """All parameters were copied in every later forward of a module that runs again."""
+    net, context = Net(), Context(learns=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    learned = context.learned
+    for _ in range(2):
+        with Saving(Exact(), min_nbytes=0, context=context, recompute=frozenset({"blocks.0"})):
+            net(torch.randn(8, WIDTH)).sum().backward()
+            optimizer.step()
+    assert context.learned == learned

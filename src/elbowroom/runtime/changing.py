@@ -19,6 +19,7 @@ Which ones are known is noted in `storage.py`, and here for the modules that run
 """
 
 import weakref
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,9 @@ from elbowroom.runtime.storage import (
 _STRIDE = 61  # elements: no power of two, as rows have
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _modules: "weakref.WeakKeyDictionary[nn.Module, frozenset[int]]" = weakref.WeakKeyDictionary()
+# The last copies of a module's parameters, which its next call shares while they are in use.
+_Copies: TypeAlias = "weakref.WeakValueDictionary[int, Tensor]"
+_latest: "weakref.WeakKeyDictionary[nn.Module, _Copies]" = weakref.WeakKeyDictionary()
 
 
 def has_same_values(x: Tensor, copy: Tensor) -> bool:
@@ -72,7 +76,7 @@ class ParametersAsRead:
     """
 
     __slots__ = (
-        *("_all", "_copies", "_lent", "_memory", "_module", "_samples"),
+        *("_all", "_copies", "_has_run", "_lent", "_memory", "_module", "_samples"),
         *("_versions", "_wants"),
     )
 
@@ -81,6 +85,7 @@ class ParametersAsRead:
     ) -> None:
         """is_examined: what is not known to change is copied, too, if it is small."""
         self._module, self._all = weakref.ref(module), parameters
+        self._has_run = False  # again: what is changed from then on is the update of the step
         self._versions = versions_of(parameters)
         self._wants = [p.requires_grad for p in parameters]
         self._copies: dict[int, Tensor] = {}
@@ -104,14 +109,26 @@ class ParametersAsRead:
 
     def _copy(self, i: int) -> None:
         p = self._all[i]
-        if i not in self._copies and is_touchable(p):
-            self._copies[i] = torch.empty_like(p, requires_grad=False).copy_(p.detach())
+        if i in self._copies or not is_touchable(p):
+            return
+        module, copy = self._module(), None
+        if module is None or would_wait(p):  # a GPU's values are not compared
+            known = weakref.WeakValueDictionary[int, Tensor]()
+        else:
+            known = _latest.setdefault(module, weakref.WeakValueDictionary())
+            copy = known.get(i)
+        alike = copy is not None and (copy.shape, copy.dtype) == (p.shape, p.dtype)
+        if copy is None or not alike or not has_same_values(p, copy):
+            copy = known[i] = torch.empty_like(p, requires_grad=False).copy_(p.detach())
+        self._copies[i] = copy
 
     def keep(self, storages: set[int]) -> bool:
         """Copies the parameters that lie in these storages, which are about to be changed.
 
-        Returns whether there are any.
+        Returns whether there are any. There are none once the module has run again.
         """
+        if self._has_run:
+            return False
         mine = [
             i
             for i, p in enumerate(self._all)
@@ -180,7 +197,7 @@ class ParametersAsRead:
         """Undoes `lend`. wants: whether each parameter wants a gradient now."""
         for p, now, *_ in self._lent.values():
             p.data = now
-        self._lent = {}
+        self._lent, self._has_run = {}, True
         self._set_wants(wants)
 
     @property
