@@ -215,3 +215,59 @@ def test_the_update_of_a_step_inside_the_context_teaches_nothing() -> None:
             net(torch.randn(8, WIDTH)).sum().backward()
             optimizer.step()
     assert context.learned == learned
+
+
+@pytest.mark.parametrize("parts", [lambda p: p.chunk(2), lambda p: p.unbind(), lambda p: list(p)])
+def test_views_of_a_parameter_may_change_one_after_the_other(parts: Callable[..., Any]) -> None:
+    """torch refuses to say what the graph of the second view is, once the first was changed."""
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for part in parts(self.weight):
+                    part.clamp_(-1, 1)
+            return F.linear(x, self.weight).relu()
+
+    x, gradients = torch.randn(256, WIDTH), []
+    for around in (nullcontext, lambda: er.saving(min_nbytes=0)):
+        torch.manual_seed(0)
+        net = Clamped()
+        with around():
+            net(x).sum().backward()
+        gradients.append(net.weight.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("share", [2.0, 0.8])
+def test_a_forward_that_replaces_a_parameter_does_so_once(share: float) -> None:
+    """A trial of it left the parameter that it had made."""
+
+    class Replaces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.down(F.gelu(self.up(x))) + self.shift
+            self.shift = nn.Parameter(self.shift.detach() + 0.1)
+            return y
+
+    def losses(budget: int | None) -> list[float]:
+        torch.manual_seed(0)
+        net, found = nn.Sequential(*(Replaces() for _ in range(4))), []
+        if budget is not None:
+            er.fit(net, budget=budget, exact=True)
+        for _ in range(5):
+            loss = net(x).square().mean()
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    x = torch.randn(1024, WIDTH)
+    peak = er.peak(lambda: losses(None))
+    assert losses(round(share * peak)) == losses(None)

@@ -126,3 +126,48 @@ def test_what_a_program_does_with_its_rows_has_plains_bits(way, budget, monkeypa
         assert len(found) == len(expected)
     assert all(map(torch.equal, found[-6:], expected[-6:]))
     assert bool(made) == (budget < 100 << 20)  # rows wait where their budget is short, only
+
+
+class Reversed(torch.autograd.Function):
+    """Changes the gradient that it gets, which plain autograd allows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.neg_()
+
+
+class Shared(nn.Module):
+    """A sum over rows whose gradient another function gets, too, and changes in place."""
+
+    def __init__(self, *, is_weighted: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_weighted = is_weighted
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        rows = self.one(x).index_select(0, edges[0])
+        if self.is_weighted:
+            rows = torch.linspace(0, 1, EDGES)[:, None] * rows
+        other = Reversed.apply(self.other(x))
+        return torch.tanh(torch.zeros(NODES, WIDTH).index_add_(0, edges[1], rows) + other)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_gradient_that_others_change_in_place_is_that_of_plain_autograd(is_weighted):
+    x, edges = torch.randn(NODES, WIDTH), torch.randint(NODES, (2, EDGES))
+
+    def gradients(**given) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Shared(is_weighted=is_weighted)
+        if given:
+            er.fit(model, **given)
+        for _ in range(4):
+            model.zero_grad()
+            (model(x, edges) - 1).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(torch.equal, gradients(), gradients(budget="12 MiB", exact=True)))

@@ -143,3 +143,31 @@ def test_the_same_budget_is_held_exactly_where_nothing_is_divided() -> None:
     true, peak = step(net), er.peak(lambda: step(net))
     net = er.fit(net, budget=round(0.75 * peak), exact=True)
     assert all(torch.equal(step(net), true) for _ in range(8))
+
+
+def test_a_plan_watches_what_is_divided_by_rows_that_are_kept() -> None:
+    """What is made of exact tensors has no code whose noise could be measured."""
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(10)), torch.randn(1024, 64)
+    net = nn.Module()
+    net.layers = layers
+
+    def forward(y: Tensor) -> Tensor:
+        for layer in layers:
+            h = layer(y)
+            y = F.cosine_similarity(h.unsqueeze(1), h.roll(1, 0).unsqueeze(1), dim=-1) * h
+        return y
+
+    net.forward = forward
+
+    def run() -> None:
+        net.zero_grad()
+        net(x).square().mean().backward()
+
+    run()
+    peak = er.peak(run)
+    for share in (0.55, 0.5):
+        er.fit(net, budget=round(share * peak) + 2 * sum(p.nbytes for p in net.parameters()))
+        for _ in range(5):
+            run()
+        er.release(net)

@@ -191,10 +191,13 @@ class StepWatch:
 
     def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
         """Measures the error of x, which lies in the slot's tensor where `geometry` says."""
+        sites = slot.root().sites
+        if not sites:  # of what is read exactly, nothing is counted
+            return
         restored = slot.restore_value(private=True)
         error = geometry.within(slot.base, restored) - x
         op.folded = None if op.form is None else op.form.fold(error)
-        source = slot.root().sites[-1].name
+        source = sites[-1].name
         op.energies[source] = op.energies.get(source, 0) + energy(error)
         if op.name.consumer in CHANNEL_NORMS:
             upper = slot.restore_side()

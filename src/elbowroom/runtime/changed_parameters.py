@@ -10,6 +10,8 @@ user shows in the parameter's version alone, and cannot be undone.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class ChangedParameters(TorchFunctionMode):
         self._parameters = [
             (name, p, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
+        self._owned = [(one._parameters, dict(one._parameters)) for one in module.modules()]
         self._lies_at: dict[int, list[Tensor]] = {}
         for _, p, memory, _ in self._parameters:
             if _has_memory(p):
@@ -74,17 +77,27 @@ class ChangedParameters(TorchFunctionMode):
 
     @property
     def first(self) -> str | None:
-        """The first parameter that was written to, or has other memory, if any."""
+        """The first parameter that was written to or replaced, or has other memory, if any."""
         found = (
             name
             for name, p, memory, _ in self._parameters
             if self._is_copied(memory) or _has_moved(p, memory)
         )
-        return next(found, None)
+        replaced = (
+            name
+            for held, before in self._owned
+            for name in {**before, **held}
+            if held.get(name) is not before.get(name)
+        )
+        return next(chain(found, replaced), None)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Makes the parameters what they were, their versions too."""
+        """Makes the parameters what they were, their versions too; new ones are removed."""
+        for held, before in self._owned:
+            if [*held] != [*before] or not all(map(is_, held.values(), before.values())):
+                held.clear()
+                held.update(before)
         for _, p, memory, _ in self._parameters:
             if _has_moved(p, memory):
                 p.data = memory

@@ -51,11 +51,8 @@ class Sources(NamedTuple):
     factor: Tensor | None
     versions: tuple[int, ...]
 
-    def part(self, part: slice = slice(None)) -> Tensor:
-        """Returns a new copy of some of the rows, outside of the graph.
-
-        Raises RestoreError if a source was changed in place since.
-        """
+    def check(self) -> None:
+        """Raises RestoreError if a source was changed in place since."""
         x, at, factor, versions = self
         if _versions(x, at, factor) != versions:
             raise RestoreError(
@@ -63,6 +60,14 @@ class Sources(NamedTuple):
                 "place before that, by code that elbowroom does not see. Change it after they are "
                 "read, or copy it first (x.clone())"
             )
+
+    def part(self, part: slice = slice(None)) -> Tensor:
+        """Returns a new copy of some of the rows, outside of the graph.
+
+        Raises RestoreError if a source was changed in place since.
+        """
+        self.check()
+        x, at, factor, _ = self
         with torch.inference_mode(False), torch.no_grad():
             at = at[part]
             rows = x.index_select(0, at) if at.dim() == 1 else x.gather(0, at)
@@ -346,6 +351,7 @@ def gather_later(input: Tensor, dim: int, index: Tensor) -> Gathered:
 def scale_rows(x: Tensor, index: Tensor, factor: Tensor) -> Gathered:
     """Computes factor * x[index] of the handed rows, when it is read."""
     given = here.taken()
+    given.sources.check()
     rows = _ScaleRows.apply(given, x, index, factor, given.state.mark)  # type: ignore[no-untyped-call]
     return _wait(rows, x, index, factor)
 
@@ -483,6 +489,7 @@ class _ScaleRows(torch.autograd.Function):
                     of_factor[part] = own.sum_to_size(factor[part].shape)
             if not ctx.mark.is_whole:
                 summed, at, *_ = grad.sources
+                grad.sources.check()
                 of_rows = Gathered.like(summed, at).of(summed, at, factor)
         elif x is not None:
             of_factor = (grad * x.index_select(0, index)).sum_to_size(factor.shape)
@@ -512,7 +519,8 @@ class _SumOfRows(torch.autograd.Function):
         if shares or torch.is_grad_enabled() or type(grad) is not Tensor or ctx.mark.is_whole:
             of_rows = grad.gather(0, at) if at.dim() > 1 else grad.index_select(0, at)
         else:
-            of_rows = Gathered.like(grad, at).of(grad, at, None)
+            # A copy: another function may get the same gradient, and change it in place.
+            of_rows = Gathered.like(grad, at).of(grad.clone(), at, None)
         return grad, of_rows, None, None
 
 

@@ -448,7 +448,7 @@ class Saving(NodeChoice):
         """
         # Counters of batch norms are integers, and many.
         touchable = filter(is_touchable, changed)
-        free = [x for x in touchable if x.grad_fn is None and x.is_floating_point()]
+        free = [x for x in touchable if x.is_floating_point() and (x._is_view() or x.is_leaf)]
         if not free:
             return
         storages = {x.untyped_storage()._cdata for x in free}
