@@ -18,7 +18,8 @@ which calls read in parts).
 3. A sum gives the rows a gradient without memory only if nobody could look at it: the rows are
    gone, and were never used in another way than by sums, and backward is not differentiated.
 4. x, the index and the factor are held as they were: what may change them in place makes the rows
-   first. What changes them unseen is found by their versions, and raises RestoreError.
+   first. What changes them unseen is found by their versions, and raises RestoreError; a numpy
+   array that shares their memory has none.
 """
 
 import threading
