@@ -326,6 +326,7 @@ def chosen_by_forward(
         steps[MIDDLE] = step(MIDDLE)
     more = fallbacks_of(planning)
     may_gain = planning.state.may_gain(more)
+    goes_on = planning.tries_more and (may_gain or more.blamed_classes)
     chosen = plan_by_forward(
         steps,
         partial(step, turns=True),
@@ -333,6 +334,7 @@ def chosen_by_forward(
         planning,
         settings_of(planning),
         measures=not may_gain,
+        names_least=not goes_on,
         leaves_room=planning.leaves_room,
         gradient_nbytes=planning.model_state.largest_gradient_nbytes(),
     )
