@@ -24,13 +24,16 @@ from elbowroom.plan.problem import (
     keep_all,
     levels,
     recomputed_items,
+    summed,
 )
 from elbowroom.plan.solve import BASELINES, SOLVERS, solve
 from elbowroom.plan.solve.greedy import _move as moved_by
+from elbowroom.plan.solve.least_levels import least_levels
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model
 from elbowroom.plan.solve.partial import PartialSolution
+from elbowroom.plan.solve.program import Program
 from elbowroom.plan.solve.rounding import NEAR
 from sampling import Some
 
@@ -621,6 +624,74 @@ def test_the_least_peak_is_known_at_that_budget(monkeypatch: pytest.MonkeyPatch)
     assert found.feasible
     assert found.choice == least.choice
     assert not solve(problem, least.peak - 1, least=None).feasible
+
+
+def _with_extras(problem: Problem, random: Random) -> Problem:
+    """The problem, in which options have all that a profile may give them."""
+
+    def way(option: Option, item: Item) -> Option:
+        if option.name == "keep":
+            return option
+        direct = tuple((need, random.choice([-MB, 0, MB])) for need, _ in item.needs)
+        beside = random.choice([0, MB, 3 * MB]) if option.name == "rebuild" else 0
+        travels = MB if option.link and random.random() < 0.5 else None
+        direct = direct if random.random() < 0.3 else ()
+        return replace(option, direct=direct, beside=beside, travels=travels)
+
+    items = []
+    for item in problem.items:
+        spared = tuple((need, random.choice([-MB, 2 * MB])) for need, _ in item.needs)
+        ways = tuple(way(option, item) for option in item.options)
+        spared = spared if random.random() < 0.3 else ()
+        items.append(replace(item, options=ways, spared=spared))
+    return replace(problem, items=tuple(items))
+
+
+def test_no_choice_comes_below_the_least_levels(some: Some) -> None:
+    """Nor is the bound idle: often it is the least peak itself."""
+    tight = 0
+    for seed in some(range(120), share=3):
+        problem, limits = binding_case(seed)
+        problem = _with_extras(problem, Random(seed))
+        least = least_levels(problem, limits)
+        obeying = [choice for choice in all_choices(problem) if obeys(problem, choice, limits)]
+        for choice in obeying:
+            assert (levels(problem, choice) >= least).all(), (seed, choice)
+        tight += min(peak(problem, choice) for choice in obeying) == least.max()
+    assert tight > 10
+
+
+def test_what_an_input_is_made_of_may_stand_elsewhere_than_at_its_need() -> None:
+    """A region that starts from it has it made earlier; then nothing stands beside it later."""
+    made = Option("rebuild", 0, beside=8 * MB)
+    item = Item(MB, 0, 0, ((6, 6),), 6, (Option("keep", MB), made))
+    inner = Item(MB, 1, 1, ((5, 5),), 5, (Option("keep", MB),))
+    region = Region("a", (1,), (0,), 1e-3, 0, 0, born=1, start=5)
+    starts_s = tuple(t / 1e3 for t in range(8))
+    problem = Problem((0,) * 8, starts_s, 4, 8e-3, (item, inner), (region,))
+    choice = Choice((1, 0), frozenset({0}))
+    assert obeys(problem, choice, Limits(0))
+    assert levels(problem, choice)[6] == MB < summed(problem.spans(0, 1), 8)[6]
+    assert (least_levels(problem, Limits(0)) <= levels(problem, choice)).all()
+
+
+def test_many_items_have_the_same_least_levels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _blocks(8, 6)
+    whole = least_levels(problem, Limits(0))
+    monkeypatch.setattr(sys.modules[least_levels.__module__], "_AT_ONCE", 1)
+    assert (least_levels(problem, Limits(0)) == whole).all()
+
+
+@pytest.mark.parametrize("solver", ["auto", "milp", "rounding", "greedy"])
+def test_a_budget_that_no_item_leaves_room_for_is_not_searched_for(
+    solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = _blocks(4, 6)
+    bound = int(least_levels(problem, Limits(0)).max())
+    monkeypatch.setattr(Program, "solve", lambda *given, **named: pytest.fail("a program"))
+    monkeypatch.setitem(SOLVERS, solver, lambda problem, limits: pytest.fail("a search"))
+    for least in (None, False):
+        assert not solve(problem, bound - 1, solver=solver, least=least).feasible
 
 
 def test_an_unknown_solver() -> None:

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting import planning, rehearse
+from elbowroom.fitting.commands import TakeSmall
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
@@ -359,4 +361,31 @@ def test_recurrent_layers_are_not_run_as_a_whole_where_one_alone_exceeds_the_bud
     budget = 2 * weights_nbytes + int(0.4 * room)
     er.fit(model, budget=budget, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
     assert weights_nbytes + peak(step) <= 1.05 * budget
+    er.release(model)
+
+
+def test_no_least_budget_is_searched_for_where_small_tensors_are_planned_next(monkeypatch):
+    """A refusal would name it, but the forward is planned again, and nobody reads the refusal."""
+    asked, commands = [], []
+    refusal, execute = rehearse._refusal, planning.execute
+    monkeypatch.setattr(rehearse, "_refusal", lambda *given: asked.append(1) or refusal(*given))
+    monkeypatch.setattr(
+        planning, "execute", lambda *given: commands.append(given[1]) or execute(*given)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(64)))
+    x = torch.randn(192, 64)  # each layer saves 48 KiB, less than is planned at first
+
+    def step():
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    weights_nbytes = sum(p.nbytes for p in model.parameters())
+    budget = weights_nbytes + int(0.8 * peak(step))
+    er.fit(model, budget=budget)
+    for _ in range(2):
+        step()
+    assert TakeSmall() in commands
+    assert not asked
     er.release(model)

@@ -331,6 +331,7 @@ def chosen_by_forward(
         steps[MIDDLE] = step(MIDDLE)
     more = fallbacks_of(planner)
     may_gain = planner.state.may_gain(more)
+    goes_on = planner.tries_more and (may_gain or more.blamed_classes)
     chosen = plan_by_forward(
         steps,
         partial(step, turns=True),
@@ -338,6 +339,7 @@ def chosen_by_forward(
         planner,
         settings_of(planner),
         measures=not may_gain,
+        names_least=not goes_on,
         leaves_room=planner.leaves_room,
         gradient_nbytes=planner.model_state.largest_gradient_nbytes(),
     )

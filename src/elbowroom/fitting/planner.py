@@ -113,6 +113,7 @@ class Planner(StateView):
     calls   the forwards of a step
     meter   measures the noise of codes, or what predicts it; None: neither
     redoes  the current forward can begin again, if the plan turns out not to fit
+    tries_more   where no plan of a rehearsal fits, restrictions are relaxed and it is planned again
     leaves_room  other models, of which nothing is known yet, may share this step: it is planned for
                  the least memory
     said    the setting that was logged last, and whether it is exact
@@ -137,7 +138,7 @@ class Planner(StateView):
         self.model_state, self.context = model_state, context
         self.calls = Calls()
         self.meter: NoiseMeter | ReachMeter | None = None
-        self.redoes = self.leaves_room = False
+        self.redoes = self.leaves_room = self.tries_more = False
         self.said: tuple[str, bool] | None = None
         self.forward_profile: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
@@ -314,6 +315,7 @@ class Planner(StateView):
         Raises BudgetTooSmall if no plan fits.
         """
         while True:
+            self.tries_more = True
             try:
                 return self.rehearse(forward, is_inside=is_inside)
             except NothingHeld:
@@ -323,6 +325,7 @@ class Planner(StateView):
                     raise
                 without_frames(error)
             finally:
+                self.tries_more = False
                 undo.back()
 
     def _tries_more(self) -> bool:

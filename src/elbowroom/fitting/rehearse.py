@@ -26,7 +26,7 @@ from elbowroom.fitting.state_formats import CHOICES, States
 from elbowroom.measure.background import Background
 from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
-from elbowroom.plan.make import AT_LEAST, plain_peak
+from elbowroom.plan.make import AT_LEAST, plain_peak, unplanned
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LEAST, LIKELY, MIDDLE, Care, ForwardProfile
 from elbowroom.runtime.storage import is_touchable
@@ -136,6 +136,7 @@ def plan_by_forward(
     settings: PlannerSettings,
     *,
     measures: bool,
+    names_least: bool = True,
     leaves_room: bool = False,
     gradient_nbytes: int = 0,
 ) -> Chosen:
@@ -145,6 +146,7 @@ def plan_by_forward(
     in_turns         the same, if convolutions take turns, as they do once it is settled
     owner            the planner it is for
     measures         the smallest is worth a step
+    names_least      somebody reads what a refusal says, so the least budget is searched for
     leaves_room      the smallest exact plan is taken if it fits: others share the step
     gradient_nbytes  of the largest gradient of a parameter
 
@@ -171,6 +173,8 @@ def plan_by_forward(
         if might and profile.forward_peak <= _FIRST * budget_nbytes:
             _warn_optimistic(settings, owner)
             return smallest
+    if not names_least:
+        raise unplanned(settings.options.budget_nbytes, steps[LEAST].peak)
     error = _refusal(steps, in_turns, states, owner, settings, gradient_nbytes)
     raise _with_forward(error, steps[LEAST].forward_peak, settings.options.budget_nbytes)
 

@@ -106,7 +106,7 @@ def make_plan(
     margin += in_flight  # of what is moved, one tensor or code is on its way at any time
     if not found.feasible:
         if not asks:  # nobody reads what it says
-            raise _unplanned(budget, found.peak + margin)
+            raise unplanned(budget, found.peak + margin)
         least_nbytes = found.peak
         if solver not in BASELINES:
             search = partial(
@@ -142,7 +142,7 @@ def make_plan(
     return _plan(profile, built, found, budget - margin + in_flight, in_flight, variance)
 
 
-def _unplanned(budget: int, peak: int) -> BudgetTooSmall:
+def unplanned(budget: int, peak: int) -> BudgetTooSmall:
     """Returns the error for who asks for a plan and for nothing else: it names no least budget."""
     said = f"no plan was found with which this step fits into {show_nbytes(budget)}"
     return BudgetTooSmall(said, least_nbytes=peak)

@@ -188,6 +188,20 @@ class Problem:
         """Answers of solvers, by solver and limits: the same plan is often asked for again."""
         return {}
 
+    @cached_property
+    def _spans(self) -> dict[tuple[int, int], list[Span]]:
+        return {}
+
+    def spans(self, i: int, option: int) -> list[Span]:
+        """Returns `option_spans` of an item that no recomputed region starts from; kept, as asked.
+
+        Every search asks for those of all items, many times.
+        """
+        known = self._spans.get((i, option))
+        if known is None:
+            known = self._spans[i, option] = option_spans(self.items[i], option)
+        return known
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -304,8 +318,10 @@ def levels(problem: Problem, choice: Choice) -> NDArray[np.int64]:
     starts = region_starts(problem, choice.recomputed)
     spans = [s for r in choice.recomputed for s in region_spans(problem, problem.regions[r])]
     for i, (item, option) in enumerate(zip(problem.items, choice.options, strict=True)):
-        if i not in gone:
-            spans += option_spans(item, option, starts.get(i, ()))
+        if i in starts and i not in gone:
+            spans += option_spans(item, option, starts[i])
+        elif i not in gone:
+            spans += problem.spans(i, option)
     return np.array(problem.base, np.int64) + summed(spans, len(problem.base))
 
 

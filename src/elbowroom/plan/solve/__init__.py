@@ -9,7 +9,8 @@
               the last two take no codes
 
 Where no choice fits, the first four give none, and the one with the least peak of all takes its
-place (`least.py`); the baselines give what they have.
+place (`least.py`); the baselines give what they have. Most budgets that are too small are so by a
+bound that takes no search (`least_levels.py`), and no solver runs for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from elbowroom.plan.solve.least import known_least
 from elbowroom.plan.solve.least import least_bound as least_bound
 from elbowroom.plan.solve.least import least_peak as least_peak
 from elbowroom.plan.solve.least import lowered as lowered
+from elbowroom.plan.solve.least_levels import cannot_fit
 from elbowroom.plan.solve.limits import Limits as Limits
 from elbowroom.plan.solve.limits import fits as fits
 from elbowroom.plan.solve.limits import peak as peak
@@ -76,13 +78,15 @@ def solve(
     check_solver(solver)
     limits = Limits(budget, variance, exact)
     start = perf_counter()
+    in_vain = solver not in BASELINES and cannot_fit(problem, limits)
     if (solver, limits) not in problem.answers:
-        problem.answers[solver, limits] = SOLVERS[solver](problem, limits)
+        problem.answers[solver, limits] = None if in_vain else SOLVERS[solver](problem, limits)
+    searches = bool(least) or (least is not None and not in_vain)
     choice = (
         problem.answers[solver, limits]
         or lowest
         or known_least(problem, limits)
-        or (None if least is None else least_peak(problem, limits, fitting=not least))
+        or (least_peak(problem, limits, fitting=not least) if searches else None)
         or keep_all(problem)
     )
     solve_s = perf_counter() - start

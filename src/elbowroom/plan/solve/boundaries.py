@@ -32,13 +32,22 @@ def best_start(problem: Problem, limits: Limits, *, least: bool = False) -> Choi
 
     least  returns the one of the least peak in any case
     """
-    found = [choice for choice in uniform_from_codes(problem) if obeys(problem, choice, limits)]
-    peaks = [peak(problem, choice) for choice in found]
-    fitting = [c for c, held in zip(found, peaks, strict=True) if held <= limits.budget]
+    found = _with_peaks(problem, limits)
+    fitting = [choice for choice, held in found if held <= limits.budget]
     if fitting and not least:
         return min(fitting, key=lambda choice: cost(problem, choice))
-    lowest = min(range(len(found)), key=peaks.__getitem__, default=None)
-    return None if lowest is None else found[lowest]
+    lowest = min(found, key=lambda one: one[1], default=None)
+    return None if lowest is None else lowest[0]
+
+
+def _with_peaks(problem: Problem, limits: Limits) -> list[tuple[Choice, int]]:
+    """Returns the uniform choices that obey all limits but the budget, each with its peak."""
+    asked = "uniform from codes", replace(limits, budget=0)
+    if asked not in problem.answers:
+        every = (choice for choice in uniform_from_codes(problem) if obeys(problem, choice, limits))
+        problem.answers[asked] = [(choice, peak(problem, choice)) for choice in every]
+    found: list[tuple[Choice, int]] = problem.answers[asked]
+    return found
 
 
 def uniform_from_codes(problem: Problem) -> Iterator[Choice]:

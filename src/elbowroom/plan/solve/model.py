@@ -153,7 +153,7 @@ class Model:
         option = self.problem.items[i].options[a]
         ms = _MS * option.cost_s + _CHANGED_MS * (a > 0)
         column = self.program.column(0.0 if self.least else ms, whole=True)
-        self._add_spans(column, option_spans(self.problem.items[i], a))
+        self._add_spans(column, self.problem.spans(i, a))
         return column
 
     def _region(self, r: int) -> int:
@@ -256,7 +256,7 @@ class Model:
             option, regions = item.options[a], self.problem.regions
             starts = {r: s for r, s in starts.items() if regions[r].takes(option)}
             if starts:
-                plain = summed(option_spans(item, a), moments)
+                plain = summed(self.problem.spans(i, a), moments)
                 more = {r: summed(option_spans(item, a, (s,)), moments) for r, s in starts.items()}
                 for enough, span in _steps({r: level - plain for r, level in more.items()}):
                     alike[i, enough, span].append(a)

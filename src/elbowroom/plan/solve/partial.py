@@ -85,7 +85,6 @@ class PartialSolution:
             for n in option.shared:
                 self._named[n] += 1
         self._stall_s = {name: self._stalls(name, {}) for name in problem.links}
-        self._spans: dict[tuple[int, int], list[Span]] = {}  # of options that no region starts from
         self._made = 0  # moves
         # After so many moves, by item, and by region behind them.
         self._changed = np.zeros(len(problem.items) + len(problem.regions), np.int64)
@@ -282,11 +281,7 @@ class PartialSolution:
             effect.shared[n] = effect.shared.get(n, 0) + sign
         if chosen.link:
             effect.traffic[chosen.link, i] = (item.travels(chosen), starts) if sign > 0 else None
-        if starts:
-            return option_spans(item, option, starts)
-        if (i, option) not in self._spans:
-            self._spans[i, option] = option_spans(item, option)
-        return self._spans[i, option]
+        return option_spans(item, option, starts) if starts else self.problem.spans(i, option)
 
     def _agrees(self, i: int, option: int, recomputed: frozenset[int]) -> bool:
         """Returns whether an item may be held so, or inside, beside these regions."""
