@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting import planning, rehearse
+from elbowroom.fitting import planner, rehearse
 from elbowroom.fitting.commands import TakeSmall
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
@@ -367,10 +367,10 @@ def test_recurrent_layers_are_not_run_as_a_whole_where_one_alone_exceeds_the_bud
 def test_no_least_budget_is_searched_for_where_small_tensors_are_planned_next(monkeypatch):
     """A refusal would name it, but the forward is planned again, and nobody reads the refusal."""
     asked, commands = [], []
-    refusal, execute = rehearse._refusal, planning.execute
+    refusal, execute = rehearse._refusal, planner.execute
     monkeypatch.setattr(rehearse, "_refusal", lambda *given: asked.append(1) or refusal(*given))
     monkeypatch.setattr(
-        planning, "execute", lambda *given: commands.append(given[1]) or execute(*given)
+        planner, "execute", lambda *given: commands.append(given[1]) or execute(*given)
     )
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(64)))
