@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from elbowroom.fitting.model_state import ModelState
 
 _log = logging.getLogger("elbowroom")
+# A limit of noise is kept once the noise of codes was measured.
+_NOISIER = (
+    ", and their codes may add more noise to gradients than noise= allows, or than later steps have"
+)
 _UNNOTICED = 0.1  # of mini-batch variance
 MEASURED = "that the best plan of this step takes (measured)"
 OFFLOAD_HELPS = "move tensors to a file with offload='file'"
@@ -80,8 +84,9 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
     """
     _log.warning(
         "budget %s: no plan has kept to it yet (the lowest measured peak is %s), so fit tries the "
-        "smallest plans, one step each; these steps may exceed the budget, too",
+        "smallest plans, one step each; these steps may exceed the budget, too%s",
         *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
+        "" if options.exact else _NOISIER,
     )
 
 
@@ -89,8 +94,9 @@ def warn_near(options: FitOptions, plan: Plan) -> None:
     """Warns that the smallest plan is measured, which is predicted a little above the budget."""
     _log.warning(
         "budget %s: even the smallest plan needs %s by its estimate, so the smallest plans are "
-        "measured, one step each; these steps may exceed the budget",
+        "measured, one step each; these steps may exceed the budget%s",
         *map(show_nbytes, (options.budget_nbytes, plan.peak)),
+        "" if options.exact else _NOISIER,
     )
 
 
