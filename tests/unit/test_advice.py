@@ -59,3 +59,15 @@ def test_an_empty_ledger_says_why_it_may_be():
     with er.saving("dither") as saved, torch.no_grad():
         nn.Linear(8, 8)(torch.randn(2, 8))
     assert "none. Forward ran without gradients, inside a compiled function" in str(saved.ledger)
+
+
+def test_a_context_that_acts_in_a_compiled_graph_alone_says_nothing() -> None:
+    torch._dynamo.reset()
+    net = torch.compile(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)))
+    x, weights = torch.randn(2048, 256), torch.randn(2048, 256)  # the loss saves 2 MiB, outside
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with er.saving("dither", levels=16) as saved:
+            loss = (net(x) * weights).sum()
+    loss.backward()
+    assert "in its graph" in saved.ledger.totals("action")

@@ -315,7 +315,7 @@ class SavingContext:
         tracer, part.tracer = part.tracer, None
         if tracer is not None and scripts is not None:
             scripts.add(tracer, part.called)
-        if kind is None and self._warns:
+        if kind is None and self._warns and not _acts(self._in_graphs):
             warn_if_useless(part.ledger, part.policy, stacklevel=3)
 
     def error_report(self) -> Any:
@@ -330,14 +330,15 @@ _WORTH_A_WORD = 1 << 20  # below, there was nothing to gain
 _MAX_REASONS = 3
 
 
+def _acts(ledger: Ledger) -> bool:
+    """Returns whether anything but keeping was done."""
+    return bool(set(ledger.totals("action")) - {"", "keep"})
+
+
 def warn_if_useless(ledger: Ledger, policy: Policy, stacklevel: int) -> None:
     """Warn if 1 MiB or more was saved, all of it was kept, and the policy wanted otherwise."""
     before = ledger.before_nbytes
-    if (
-        before < _WORTH_A_WORD
-        or isinstance(policy, KeepAll)
-        or set(ledger.totals("action")) - {""} != {"keep"}
-    ):
+    if before < _WORTH_A_WORD or isinstance(policy, KeepAll) or _acts(ledger):
         return
     reasons = sorted(ledger.totals("why").items(), key=lambda item: -item[1][0])
     listed = "; ".join(f"{show_nbytes(size)}: {why}" for why, (size, _) in reasons[:_MAX_REASONS])
