@@ -337,7 +337,7 @@ def test_a_file_is_measured_only_where_tensors_may_be_moved(
 def test_the_least_budget_is_searched_for_only_where_it_is_named(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no planner is asked the same twice."""
+    """And none where a bound says that nothing fits."""
     asked: list[object] = []
     for name in ("relaxed", "least_peak"):
         before = getattr(solve_module if name == "least_peak" else auto_module, name)
@@ -355,7 +355,7 @@ def test_the_least_budget_is_searched_for_only_where_it_is_named(
         return caught.value
 
     refused(inf)
-    assert asked == ["relaxed"] * 2  # exact, and with codes
+    assert not asked
     coarse = refused(1 << 20)
     assert asked.count("least_peak") >= 1
     fine = refused(1)

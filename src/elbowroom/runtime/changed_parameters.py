@@ -31,7 +31,11 @@ class ChangedParameters(TorchFunctionMode):
         self._parameters = [
             (name, p, p.detach(), version_of(p)) for name, p in module.named_parameters()
         ]
-        self._owned = [(one._parameters, dict(one._parameters)) for one in module.modules()]
+        self._owned = [
+            (one._parameters, dict(one._parameters))
+            for one in module.modules()
+            if type(one._parameters) is dict
+        ]
         self._lies_at: dict[int, list[Tensor]] = {}
         for _, p, memory, _ in self._parameters:
             if _has_memory(p):
