@@ -45,7 +45,7 @@ class Clock(Protocol):
 
 @dataclass
 class StorageNotes:
-    """What is noted of one saved storage; `plan.profile.Storage` explains most fields."""
+    """Notes on one saved storage; `plan.profile.Storage` explains most fields."""
 
     nbytes: int
     born: int
@@ -104,7 +104,7 @@ MAX_SPANS = 16  # ops; no recipe is as long (`handles/rebuild.py`)
 
 @dataclass
 class ModuleNotes:
-    """What is noted of one call of a module; `plan.profile.ModuleCall` explains most fields."""
+    """Notes on one call of a module; `plan.profile.ModuleCall` explains most fields."""
 
     name: str
     kind: str

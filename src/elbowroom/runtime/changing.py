@@ -202,7 +202,7 @@ class ParametersAsRead:
 
     @property
     def wants(self) -> list[bool]:
-        """Whether each parameter wants a gradient."""
+        """For each parameter, True if it wants a gradient."""
         return [p.requires_grad for p in self._all]
 
     def _set_wants(self, wants: list[bool]) -> None:

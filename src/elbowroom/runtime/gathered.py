@@ -42,7 +42,7 @@ _lock = threading.RLock()  # two threads may read the same rows
 
 
 class Sources(NamedTuple):
-    """What rows are gathered from, and the versions at which they are.
+    """Tensors that rows are gathered from, with the versions that they had then.
 
     at: the index, [E], or [E, ...] as in `torch.gather`
     """
@@ -77,7 +77,7 @@ class Sources(NamedTuple):
 
 @dataclass(eq=False)
 class Mark:
-    """What nodes know of the rows that they gave or have read.
+    """Knowledge that nodes share of rows: of those that they gave or have read.
 
     ref    the rows, unless nothing refers to them any more
     used   whether they were used in another way than by sums, or by somebody who looks at gradients

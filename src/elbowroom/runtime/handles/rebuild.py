@@ -403,9 +403,10 @@ class Ready:
                 check_parameters((x,), (version,))
                 continue
             note_changing(x)
-            lent.append((x, x.detach()))
+            lent.append((x, x.detach(), copy))
+        for x, _, copy in lent:  # once none has raised
             x.data = copy
-        return lent
+        return [(x, now) for x, now, _ in lent]
 
     def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
         """Returns a slot, an affine and its bits if the tensor is that affine of that slot.
