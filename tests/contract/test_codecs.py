@@ -51,6 +51,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"to": "fp16"},
         {"to": "fp8_e4m3", "group_size": 32},
         {"to": "fp8_e5m2", "group_size": 256},
+        {"to": "fp8_e4m3", "sparse": True},
     ],
     "group": [{}, {"bits": 1, "group_size": 32}, {"bits": 3}, {"bits": 8, "group_size": 64}],
     "dither": [

@@ -25,11 +25,11 @@ UNSERVED = {  # by now: the reference serves them
     "triton": {
         *("places_pack", "places_unpack", "advance", "beyond", "batch_norm_backward"),
         *("layer_norm_backward", "times_bits", "row_statistics", "head_spread"),
-        *CONVERSIONS,
+        *("sparse_pack", *CONVERSIONS),
     },
     "numba": {  # on a CPU payloads are as long as they must be: nothing waits
         *("nonzero_quantize_into", "sided_quantize_into", "comet_quantize_into"),
-        *("sparse_pack_into", "sparse_unpack"),
+        "sparse_pack_into",
         *CONVERSIONS,
     },
 }
@@ -99,6 +99,7 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "nonzero_quantize_into": lambda: (x.relu(), 1, 4, 64, *into),
         "sided_quantize_into": lambda: (x, bits, 1, 4, 2, 64, 8, *into),
         "comet_quantize_into": lambda: (x, grid, 1, "dither", True, 0, 0, 0, *into),
+        "sparse_pack": lambda: (x.relu().view(torch.int32),),
         "sparse_pack_into": lambda: (x.relu().view(torch.int32), kept, spill, into[2]),
         "sparse_unpack": lambda: (bits, kept.zero_(), spill, out.view(torch.int32)),
         "fp8_quantize": lambda: (x, 64, "e4m3"),
@@ -208,7 +209,7 @@ def equal_bits(one, other):
 # --- what waits for a GPU ---
 
 LOOK = {  # whose payloads are as long as they must be: in training others take their place
-    *("nonzero_quantize", "sided_quantize", "comet_quantize"),
+    *("nonzero_quantize", "sided_quantize", "comet_quantize", "sparse_pack"),
     *CONVERSIONS,  # of a file's states
     "advance",  # counters of steps are the host's
 }

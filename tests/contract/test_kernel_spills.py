@@ -158,6 +158,32 @@ def test_elements_that_are_not_zero_come_back(backend, dtype):
         assert torch.equal(out, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 2047, 2049, 40001])
+def test_elements_that_are_not_zero_in_memory_of_their_number(backend, dtype, n):
+    """In runs, as behind a causal mask, and one here and one there."""
+    draw = torch.Generator().manual_seed(n)
+    for density in (0.0, 0.1, 0.5, 1.0):
+        x = torch.randint(1, 100, (n,), generator=draw).to(dtype)
+        x[torch.rand(n, generator=draw) >= density] = 0
+        x[n // 4 : n // 2] = 0
+        x[n // 2 : n // 4 * 3] = 3
+        bits, kept = ops.sparse_pack(x)
+        assert torch.equal(bits, reference.pack_bits(x))
+        assert torch.equal(kept, x[x != 0])
+        for make in (*backend, ops):
+            out = torch.empty_like(x)
+            make.sparse_unpack(bits, kept, kept[:0], out)
+            assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("make", [ops, reference], ids=["ops", "reference"])
+def test_too_few_elements_are_said(make):
+    bits, kept = ops.sparse_pack(torch.arange(5000))
+    with pytest.raises(ValueError, match="expected 4999 non-zeros, as the bitmap says; got 4998"):
+        make.sparse_unpack(bits, kept[1:], kept[:0], torch.empty(5000, dtype=torch.int64))
+
+
 def test_of_a_tensor_without_elements_nothing_is_written():
     empty, used = torch.empty(0, dtype=torch.uint8), torch.ones(1, dtype=torch.int64)
     bits, bounds = ops.nonzero_quantize_into(torch.empty(0), 1, 4, 64, empty, empty, used)

@@ -88,6 +88,7 @@ def goldens() -> list[Golden]:
         Golden("cast-fp16", {"id": "cast", "to": "fp16"}, x),
         Golden("cast-fp8_e4m3", {"id": "cast", "to": "fp8_e4m3"}, x),
         Golden("cast-fp8_e5m2", {"id": "cast", "to": "fp8_e5m2", "group_size": 32}, x),
+        Golden("cast-sparse", {"id": "cast", "to": "fp8_e4m3", "sparse": True}, x.relu()),
         Golden("group", {"id": "group"}, x),
         Golden("group-3-64", {"id": "group", "bits": 3, "group_size": 64}, x.half()),
         Golden("dither", {"id": "dither"}, x),

@@ -459,3 +459,37 @@ def test_gradients_of_codes_run_no_forward_again(frozen):
         out.sum().backward()
     assert [x.grad is None for x in (q, k, v)] == [i == frozen for i in range(3)]
     assert not any("flash" in event.key for event in seen.key_averages())
+
+
+def written_out(mask: Tensor | None, context: Any) -> tuple[list[Tensor], Any]:
+    """Attention as models write it, with an additive mask."""
+    leaves = [x.clone().requires_grad_() for x in drawn(0.5)]
+    with context as saved:
+        q, k, v = (x * 1 for x in leaves)
+        scores = q @ k.transpose(-1, -2) * 32**-0.5
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+        out = weights @ v
+    return list(torch.autograd.grad(out.square().sum(), leaves)), saved
+
+
+@pytest.mark.parametrize("hidden", [None, 0.1, 0.5, 1.0])
+def test_weights_that_a_mask_hides_are_not_held(hidden: float | None) -> None:
+    """hidden: the share of keys that are hidden; 1: of a causal mask, a half."""
+    mask = None
+    if hidden is not None:
+        mask = torch.zeros(128, 128)
+        if hidden == 1.0:
+            mask.fill_(torch.finfo(torch.float32).min).triu_(1)
+        else:
+            mask[:, : int(128 * hidden)] = float("-inf")
+    coded = er.saving("dither", levels=16, min_nbytes=0, seed=0)
+    for _ in range(3):  # examined, and replayed
+        true, _ = written_out(mask, nullcontext())
+        got, saved = written_out(mask, coded)
+        for one, other in zip(got, true, strict=True):
+            assert float((one - other).square().sum()) <= BAR * float(other.square().sum())
+    (row,) = (row for row in saved.ledger.rows if row.consumer == "softmax")
+    is_sparse = hidden is not None and hidden >= 0.5
+    nbytes = 1 / 2 + 1 / 8 if is_sparse else 1  # of an element; and a scale for 128
+    assert row.action == "cast"
+    assert row.after_nbytes == pytest.approx(row.before_nbytes / 4 * (nbytes + 2 / 128), rel=0.02)

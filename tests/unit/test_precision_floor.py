@@ -16,9 +16,11 @@ from elbowroom.plan.site import Formula
 ABSOLUTE = er.codec("comet", bound=0.1, relative=False)
 
 
-def site(consumer, formula=Formula.SUMMED, shape=(4, 8, 64, 32)):
+def site(consumer, formula=Formula.SUMMED, shape=(4, 8, 64, 32), **more):
     nbytes = 4 * prod(shape)
-    return Site("m", consumer, "", shape, torch.float32, nbytes, Need.LOSSY, formula=formula)
+    return Site(
+        "m", consumer, "", shape, torch.float32, nbytes, Need.LOSSY, formula=formula, **more
+    )
 
 
 FINE = [
@@ -105,6 +107,15 @@ def test_probabilities_have_relative_codes_and_log_probabilities_fine_ones(id):
     assert at_precision_floor(er.codec("cast"), site("softmax", Formula.PROBABILITY)) == er.codec(
         "cast"
     )
+
+
+@pytest.mark.parametrize("id", ["dither", "division"])
+def test_probabilities_with_zeros_hold_the_others_alone(id):
+    masked = site("softmax", Formula.PROBABILITY, facts=er.Facts(has_zeros=True))
+    codec = er.codec("cast", to="fp8_e4m3", sparse=True)
+    assert at_precision_floor(er.codec(id), masked) == codec
+    assert at_precision_floor(codec, masked) == codec
+    assert at_precision_floor(er.codec("sparse_lossless"), masked).id == "sparse_lossless"
 
 
 def test_a_sided_code_suffices_where_both_of_its_codes_have_the_levels():

@@ -145,6 +145,8 @@ def test_an_unknown_field_is_answered_with_the_fields():
         ),
         ("cast", {"to": 1}, "to=1 is not possible"),
         ("cast", {"to": "fp8_e4m3", "group_size": 1}, "group_size=1 is not possible"),
+        ("cast", {"sparse": True}, "sparse=True is not possible with to='bf16'"),
+        ("cast", {"to": "fp8_e5m2", "sparse": 1}, "sparse=1 is not possible"),
     ],
 )
 def test_an_impossible_value_names_the_possible_ones(id, settings, message):

@@ -8,6 +8,10 @@
 
 Rounding to nearest, ties to even: biased for one value, by at most half a step. What an 8-bit float
 decodes to is rounded once more where x itself is bf16 or fp16.
+
+sparse=True: beside a bitmap, only the 8-bit codes that are not zero are held. That is
+1 + 8 * density + 16 / group_size bits an element: of attention weights behind a causal mask, half
+are exactly 0.
 """
 
 from dataclasses import dataclass
@@ -17,9 +21,13 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of
+from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.graph_form import GraphForm, converted
+from elbowroom.codecs.room import Space
+from elbowroom.codecs.sparse_lossless import packed_into, unpack
+from elbowroom.errors import UnknownField
 from elbowroom.kernels import aten, ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import GROUP_SIZES, groups
@@ -41,13 +49,20 @@ class Cast(Codec):
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
     is_relative: ClassVar[bool] = True
+    takes_room: ClassVar[bool] = True
 
     to: str = "bf16"
     group_size: int = 128
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         one_of(self.id, "to", self.to, _TARGETS)
         one_of(self.id, "group_size", self.group_size, GROUP_SIZES)
+        if type(self.sparse) is not bool or (self.sparse and self.to in _HALVES):
+            raise UnknownField(
+                f"codec 'cast': sparse={self.sparse!r} is not possible with to={self.to!r}. "
+                "It is True or False, and True with an 8-bit float alone"
+            )
 
     @classmethod
     def settings(cls) -> tuple[Codec, ...]:
@@ -57,10 +72,16 @@ class Cast(Codec):
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         if self.to in _HALVES:
             return (Expected(_HALVES[self.to], (n,)),)
-        return Expected(torch.uint8, (n,)), Expected(torch.bfloat16, (groups(n, self.group_size),))
+        scale = Expected(torch.bfloat16, (groups(n, self.group_size),))
+        if self.sparse:
+            kept = Expected(torch.uint8, (n,), at_most=True)
+            return Expected(torch.uint8, (-(-n // 8),)), kept, scale
+        return Expected(torch.uint8, (n,)), scale
 
-    def graph_form(self, facts: Facts) -> GraphForm:
-        """See `Codec.graph_form`."""
+    def graph_form(self, facts: Facts) -> GraphForm | None:
+        """See `Codec.graph_form`. None where its size depends on the values."""
+        if self.sparse:
+            return None
         if self.to in _HALVES:
             return converted(_HALVES[self.to])
         how = self.group_size, self.to.removeprefix("fp8_")
@@ -81,10 +102,23 @@ class Cast(Codec):
             half = flat.to(_HALVES[self.to], copy=True)
             return None if on_cpu and not finite(half, flat.dtype) else (half,)
         codes, scale = ops.fp8_quantize(flat, self.group_size, self.to.removeprefix("fp8_"))
-        return None if on_cpu and not finite(scale) else (codes, scale)
+        if on_cpu and not finite(scale):
+            return None
+        return (*ops.sparse_pack(codes), scale) if self.sparse else (codes, scale)
+
+    def _encode_into(
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
+    ) -> Buffers | None:
+        flat = flat if affine is None else affine.of(flat)
+        codes, scale = ops.fp8_quantize(flat, self.group_size, self.to.removeprefix("fp8_"))
+        return (*packed_into(codes, space), scale)
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
         if self.to in _HALVES:
             out.copy_(encoded.buffers[0])
         else:
-            ops.fp8_dequantize(*encoded.buffers, self.group_size, self.to.removeprefix("fp8_"), out)
+            codes, scale = encoded.buffers[-2:]
+            if self.sparse:
+                codes = torch.empty(out.numel(), dtype=torch.uint8, device=out.device)
+                unpack(encoded, codes)
+            ops.fp8_dequantize(codes, scale, self.group_size, self.to.removeprefix("fp8_"), out)

@@ -17,6 +17,7 @@ from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Lay
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.room import Space
 from elbowroom.kernels import ops
+from elbowroom.kernels.fakes import would_wait
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,29 +43,43 @@ class SparseLossless(Codec):
         return Expected(torch.uint8, (-(-n // 8),)), Expected(dtype, (n,), at_most=True)
 
     def _encode(self, flat: Tensor, seed: Seed, facts: Facts) -> Buffers | None:
-        words = flat.view(_WORDS[flat.element_size()])
-        return ops.pack_bits(words), flat[words != 0]
+        bits, kept = ops.sparse_pack(flat.view(_WORDS[flat.element_size()]))
+        return bits, kept.view(flat.dtype)
 
     def _encode_into(
         self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, space: Space
     ) -> Buffers | None:
         flat = flat if affine is None else affine.of(flat)
         words = _WORDS[flat.element_size()]
-        kept, spill = space.payload.view(words), space.spill.memory.view(words)
-        bits = ops.sparse_pack_into(flat.view(words), kept, spill, space.used)
+        bits, kept = packed_into(flat.view(words), space)
         return bits, kept.view(flat.dtype)
 
     def _decode_into(self, encoded: Encoded, out: Tensor) -> None:
-        bits, kept = encoded.buffers
-        if encoded.spill is not None:
-            words = _WORDS[out.element_size()]
-            ops.sparse_unpack(
-                bits, kept.view(words), encoded.spill.memory.view(words), out.view(words)
-            )
-            return
-        present = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-        ops.unpack_bits(bits, 1.0, present)
-        n = int(present.count_nonzero())
-        if n != len(kept):
-            raise encoded.damaged(f"{n} non-zeros, as the bitmap says", str(len(kept)))
-        out.zero_().masked_scatter_(present, kept)
+        unpack(encoded, out.view(_WORDS[out.element_size()]))
+
+
+def packed_into(words: Tensor, space: Space) -> tuple[Tensor, Tensor]:
+    """`ops.sparse_pack`, where the words that are not zero are written to memory that is given."""
+    kept, spill = space.payload.view(words.dtype), space.spill.memory.view(words.dtype)
+    return ops.sparse_pack_into(words, kept, spill, space.used), kept
+
+
+def unpack(encoded: Encoded, words: Tensor) -> None:
+    """Writes to words [N] those that the first two buffers of a code stand for."""
+    bits, kept = encoded.buffers[0], encoded.buffers[1].view(words.dtype)
+    if encoded.spill is None and would_wait(words):
+        _check(encoded, bits, kept, words.numel())
+    spill = kept[:0] if encoded.spill is None else encoded.spill.memory.view(words.dtype)
+    try:
+        ops.sparse_unpack(bits, kept, spill, words)
+    except ValueError as error:
+        raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
+
+
+def _check(encoded: Encoded, bits: Tensor, kept: Tensor, numel: int) -> None:
+    """On a GPU no kernel compares the two."""
+    present = torch.empty(numel, dtype=torch.bool, device=bits.device)
+    ops.unpack_bits(bits, 1.0, present)
+    n = int(present.count_nonzero())
+    if n != len(kept):
+        raise encoded.damaged(f"{n} non-zeros, as the bitmap says", str(len(kept)))

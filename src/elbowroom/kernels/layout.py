@@ -116,3 +116,9 @@ def check_payload(payload: Tensor, nbytes: int, *, goes_on: bool = False) -> Non
         raise ValueError(
             f"expected {nbytes} bytes of payload, as the bitmap says; got {payload.numel()}"
         )
+
+
+def check_kept(kept: Tensor, count: int) -> None:
+    """Raises ValueError if fewer elements are held than a bitmap says."""
+    if kept.numel() < count:
+        raise ValueError(f"expected {count} non-zeros, as the bitmap says; got {kept.numel()}")

@@ -5,6 +5,7 @@
     unpack_bits(bits, value, out!)
     masked(x, bits, out!)                                 x where the bit is set, else +0
     times_bits(x, bits, value, out!)                      x times value or 0
+    sparse_pack(x)                                        bits, kept: what is not zero
     sparse_pack_into(x, kept!, spill!, used!)             bits; kept is what is not zero
     sparse_unpack(bits, kept, spill, out!)
     narrow(x, dtype)                                      x as smaller integers; how many do not fit
@@ -224,6 +225,7 @@ division_quantize = cast(
     Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], _by_seed("division_quantize")
 )
 division_dequantize = cast(Callable[..., None], _by_seed("division_dequantize"))
+sparse_pack = cast(Callable[..., tuple[Tensor, Tensor]], _calls.sparse_pack.default)
 sparse_pack_into = cast(Callable[..., Tensor], _calls.sparse_pack_into.default)
 sparse_unpack = cast(Callable[..., None], _calls.sparse_unpack.default)
 sided_quantize = cast(Callable[..., tuple[Tensor, Tensor]], _by_seed("sided_quantize"))

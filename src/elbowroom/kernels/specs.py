@@ -25,6 +25,11 @@ def _dynamic(x: Tensor) -> Tensor:
     return outputs.bytes_of(x, torch.library.get_ctx().new_dynamic_size())
 
 
+def _some(x: Tensor) -> Tensor:
+    """Allocates those elements of x that values pick."""
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
 def _lost(x: Tensor) -> Tensor:
     """Allocates the count of values that did not fit."""
     return x.new_empty((), dtype=torch.int64)
@@ -105,6 +110,7 @@ SPECS: dict[str, OpSpec] = {
         f"{_INTO}, {_CHANNELS}) -> Tensor",
         lambda x, *_: outputs.bounds(x, 2),
     ),
+    "sparse_pack": OpSpec("(Tensor x) -> (Tensor, Tensor)", lambda x: (outputs.bits(x), _some(x))),
     "sparse_pack_into": OpSpec(
         "(Tensor x, Tensor(a!) kept, Tensor(b!) spill, Tensor(c!) used) -> Tensor",
         lambda x, *_: outputs.bits(x),

@@ -116,6 +116,7 @@ _FLOORS = {
     Formula.TAIL: _TAIL,
 }
 _PROBABILITIES, _RELATIVE = Cast("fp8_e4m3"), Cast("bf16")
+_MASKED_PROBABILITIES = replace(_PROBABILITIES, sparse=True)
 _LEVELS = 16, 32, 64, 128, MAX_LEVELS
 _GROUP = 64  # elements that share a step
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
@@ -165,7 +166,9 @@ def at_precision_floor(codec: Codec, site: Site) -> Codec:
     if site.consumer == ATTENTION:
         return at_least(codec, site.least_levels)
     if site.formula is Formula.PROBABILITY:
-        return codec if codec.lossless or isinstance(codec, Cast) else _PROBABILITIES
+        if codec.lossless or isinstance(codec, Cast):
+            return codec
+        return _MASKED_PROBABILITIES if site.facts.has_zeros else _PROBABILITIES
     floor = _floor_of(site)
     if not floor:
         return codec

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Facts
+from elbowroom.codecs.base import memory_order
 from elbowroom.codecs.facts import NOTHING
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
@@ -321,6 +322,18 @@ def _node_of(x: Tensor) -> str:
     return ""
 
 
+def _weight_facts(x: Tensor, call: Call) -> Facts:
+    """Of attention weights behind a mask many are exactly 0; of others hardly any.
+
+    A sample is counted. On a GPU the host waits for it, in a step that is examined alone.
+    """
+    if x.is_meta or type(x) is not Tensor or not x.numel():
+        return NOTHING
+    flat, _ = memory_order(x.detach())
+    some = flat[:: x.numel() // _SAMPLE | 1]
+    return _ZEROS if int(some.count_nonzero()) < _FULL * len(some) else NOTHING
+
+
 def _dropout_facts(x: Tensor, call: Call) -> Facts:
     """Dropout saves its factors: 0, and one other value."""
     if x.grad_fn is not None or not x.is_floating_point():
@@ -397,6 +410,8 @@ _CHANNELS_FIRST = frozenset(
 )
 _MADE_CHANNELS_LAST = ("Addmm", "Mm", "Bmm", "Linear", "NativeLayerNorm", "FusedRmsNorm")
 _MADE_CHANNELS_FIRST = ("Convolution", "NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
+_ZEROS = Facts(has_zeros=True)
+_SAMPLE, _FULL = 4096, 0.75  # elements; a share of them: above, the bitmap takes what zeros save
 _RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Clone")
 _MAX_RESHAPES = 3
 _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
@@ -422,5 +437,6 @@ def _if_indices(find: Callable[[Call], Facts]) -> Callable[[Tensor, Call], Facts
 
 _FACTS: dict[str, Callable[[Tensor, Call], Facts]] = {
     "dropout": _dropout_facts,
+    **dict.fromkeys(("softmax", "_safe_softmax"), _weight_facts),
     **{name: _if_indices(find) for name, find in _INDEX_FACTS.items()},
 }

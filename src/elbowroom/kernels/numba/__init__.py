@@ -38,5 +38,7 @@ from elbowroom.kernels.numba.places import places_unpack as places_unpack
 from elbowroom.kernels.numba.row_statistics import row_statistics as row_statistics
 from elbowroom.kernels.numba.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.numba.sided import sided_quantize as sided_quantize
+from elbowroom.kernels.numba.sparse import sparse_pack as sparse_pack
+from elbowroom.kernels.numba.sparse import sparse_unpack as sparse_unpack
 from elbowroom.kernels.numba.step import advance as advance
 from elbowroom.kernels.numba.step import optimizer_step as optimizer_step

@@ -40,6 +40,7 @@ from elbowroom.kernels.reference.row_statistics import row_statistics as row_sta
 from elbowroom.kernels.reference.sided import sided_dequantize as sided_dequantize
 from elbowroom.kernels.reference.sided import sided_quantize as sided_quantize
 from elbowroom.kernels.reference.sided import sided_quantize_into as sided_quantize_into
+from elbowroom.kernels.reference.sparse import sparse_pack as sparse_pack
 from elbowroom.kernels.reference.sparse import sparse_pack_into as sparse_pack_into
 from elbowroom.kernels.reference.sparse import sparse_unpack as sparse_unpack
 from elbowroom.kernels.reference.step import advance as advance

@@ -1,7 +1,7 @@
-"""A bitmap and the elements that are not zero, in memory of a fixed size (`spill.py`).
+"""A bitmap and the elements that are not zero, also in memory of a fixed size (`spill.py`).
 
     x [N] integers --> bits [ceil(N / 8)] uint8, kept [C] of x's dtype: those of a tile after the
-    other, and what does not fit in the spill
+    other, and what does not fit in the spill, which is empty where C is their number
 
 Floats are taken as integers of their size, so that -0.0 is no zero and NaN comes back as it was.
 """
@@ -9,9 +9,14 @@ Floats are taken as integers of their size, so that -0.0 is no zero and NaN come
 import torch
 from torch import Tensor
 
-from elbowroom.kernels.layout import TILE
+from elbowroom.kernels.layout import TILE, check_kept
 from elbowroom.kernels.reference.bits import flags, pack_bits
 from elbowroom.kernels.reference.spill import divide, unite
+
+
+def sparse_pack(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the bits, and all elements that are not zero."""
+    return pack_bits(x), x[x != 0]
 
 
 def sparse_pack_into(x: Tensor, kept: Tensor, spill: Tensor, used: Tensor) -> Tensor:
@@ -24,9 +29,15 @@ def sparse_pack_into(x: Tensor, kept: Tensor, spill: Tensor, used: Tensor) -> Te
 
 
 def sparse_unpack(bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor) -> None:
-    """Inverse of `sparse_pack`: out [N] is written."""
+    """Inverse of both: out [N] is written.
+
+    Raises ValueError if there is no spill, and kept is shorter than the bitmap says.
+    """
     present = flags(bits, out.numel())
-    whole = unite(kept, spill, _counts(bits, out.numel()), TILE)
+    counts = _counts(bits, out.numel())
+    if not spill.numel():
+        check_kept(kept, sum(counts))
+    whole = unite(kept, spill, counts, TILE)
     out.zero_().masked_scatter_(present, whole)
 
 
