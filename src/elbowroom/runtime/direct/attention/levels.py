@@ -27,6 +27,7 @@ from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_argument
 from elbowroom.runtime.direct.attention.node import given_to
 from elbowroom.runtime.normal import var_mean
 from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.storage import untouchable
 
 _GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
 _CANCELS = 1e-3  # of v's square: below that, no difference of two sums is its variance
@@ -150,7 +151,7 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = 
 def _by_address(*tensors: Tensor) -> Any:
     """Returns kernels that take such q, k or v by their addresses; None: ops must serve them."""
     for x in tensors:
-        if x.dim() != 4 or x.stride(-1) != 1 or not x.numel():
+        if untouchable(x) or x.dim() != 4 or x.stride(-1) != 1 or not x.numel():
             return None
         kernels = ops.by_address(x)
         if kernels is None or x.numel() > kernels.SERIAL:  # a launch takes no time beside that

@@ -24,9 +24,8 @@ context leaves them to torch.
 """
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,7 @@ _MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"
 _Grads = tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     """Arguments of attention besides tensors, and the backend that it ran on."""
 
     dropout_p: float
