@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import numba, reference
+from elbowroom.runtime.direct.attention import levels
 
 # batch, channels, elements of a map: tiles of 2048 begin and end inside runs, rows and maps
 SHAPES = ((2, 1, 3), (3, 5, 1), (7, 700, 1), (5000, 2, 1), (4, 3, 7), (2, 3, 4096), (9, 64, 49))
@@ -197,6 +198,31 @@ def test_the_spread_of_a_head_with_a_row_beyond_all_numbers_is_none(value):
         found = by.head_spread(*given)
         assert found[:, 0, 0].eq(0).all()
         assert found[:, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "T", "S", "D"), [(4, 4, 16, 16, 16), (6, 2, 9, 30, 64), (1, 1, 1, 2, 3)]
+)
+@pytest.mark.parametrize("odd", [None, "nan", "zeros", "constant"])
+def test_spreads_by_address_are_those_of_ops(H, G, T, S, D, odd, monkeypatch, one_thread):
+    q, k, v = (
+        drawn(2 * n * h * D, i).view(2, n, h, D) for i, h, n in ((1, H, T), (2, G, S), (3, G, S))
+    )
+    v = v * 0.1 + 5
+    if odd == "nan":
+        q[1, 0, 0, 1] = v[1, 0, 0, 1] = float("nan")
+    if odd in ("zeros", "constant"):
+        for x in (q, k, v):
+            x[0] = 0.0 if odd == "zeros" else 7.0
+    given = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def looks() -> Tensor:
+        return torch.tensor([levels.spread(*given[:2]), levels.spread_of_values(given[2])])
+
+    assert levels._by_address(*given) is not None
+    found = looks()
+    monkeypatch.setattr(levels, "_by_address", lambda *_: None)
+    torch.testing.assert_close(found, looks(), rtol=1e-4, atol=0.0, equal_nan=True)
 
 
 def test_no_statistic_depends_on_how_many_threads_there_are():

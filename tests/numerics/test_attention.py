@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom as er
 from elbowroom.codecs import Dither
@@ -408,6 +409,26 @@ def _mask(kind: str, T: int, S: int) -> Tensor | None:
     mask[0] = False  # nothing is left of it
     least = -torch.inf if kind == "float" else torch.finfo(torch.float64).min
     return mask if kind == "bool" else torch.zeros(T, S).double().masked_fill_(~mask, least)
+
+
+def test_gradients_of_few_rows_are_taken_without_cutting_them() -> None:
+    q, k, v = torch.randn(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    grad = torch.randn(2, 4, 16, 8)
+    with ProfiledOps() as seen:
+        one_pass.gradients(one_pass.Given(q, k, v, None, True, None), grad)
+    assert not seen.names & {"aten.slice.Tensor", "aten.narrow.default", "aten.select.int"}
+
+
+class ProfiledOps(TorchDispatchMode):
+    """Collects the names of the ops that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.sampled(4)

@@ -11,6 +11,7 @@ from torch import nn
 import elbowroom as er
 from elbowroom.codecs import Facts
 from elbowroom.plan import Encode, Keep, Need
+from elbowroom.runtime.normal import Statistics
 from programs import looking
 
 
@@ -231,3 +232,38 @@ def test_a_layout_without_order_is_kept():
     with er.saving("dither", bits=2, min_nbytes=0) as saved:
         F.layer_norm((x * 1).permute(0, 2, 4, 1, 3), (6, 8))
     assert "the input of a norm, in no order that is known" in str(saved.ledger)
+
+
+@pytest.mark.parametrize("kind", ["layer", "two dimensions", "no weight", "batch", "batch, ReLU"])
+def test_the_output_of_a_norm_is_decoded_from_its_normalized_input(kind, monkeypatch, one_thread):
+    """By the norm's own weight and bias, in one pass: the code is not turned into its input."""
+    torch.manual_seed(0)
+    norm: nn.Module = {
+        "layer": nn.LayerNorm(32),
+        "two dimensions": nn.LayerNorm((4, 8)),
+        "no weight": nn.LayerNorm(32, elementwise_affine=False),
+    }.get(kind, nn.BatchNorm1d(32))
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.copy_(torch.randn(p.shape) + 1)
+    # A bias before a batch norm has a gradient of zero.
+    parts: list[nn.Module] = [nn.Linear(32, 32, bias=False), norm, nn.Linear(32, 4)]
+    if kind == "two dimensions":
+        parts[1:2] = [nn.Unflatten(1, (4, 8)), norm, nn.Flatten()]
+    if kind == "batch, ReLU":
+        parts.insert(2, nn.ReLU())
+    model, x = nn.Sequential(*parts), torch.randn(64, 32)
+    model(x).square().mean().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    undone = []
+    undo = Statistics.undo
+    monkeypatch.setattr(Statistics, "undo", lambda *a, **b: undone.append(1) or undo(*a, **b))
+    for _ in range(3):  # examined, then replayed
+        model.zero_grad()
+        with er.saving("dither", levels=256, min_nbytes=0) as saved:
+            loss = model(x).square().mean()
+        assert "rebuild" in saved.ledger.totals("action")
+        loss.backward()
+        for p, right in zip(model.parameters(), plain, strict=True):
+            assert (p.grad - right).norm() <= 0.02 * right.norm() + 1e-6
+    assert not undone

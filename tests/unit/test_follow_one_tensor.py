@@ -11,12 +11,12 @@ from following import Entered, Tracer, total
 
 # The most files and lines of each way so far. Goals: 12 and 600; in a settled step 4 and 200.
 CEILINGS = {
-    "`er.saving()`, the first step: rebuilt": (13, 669),
-    "`er.saving()`, later steps: rebuilt": (4, 118),
-    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (14, 610),
-    '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (4, 143),
-    "`er.fit`, a step that learns: rebuilt": (13, 603),
-    "`er.fit`, a settled step: rebuilt": (4, 118),
+    "`er.saving()`, the first step: rebuilt": (13, 660),
+    "`er.saving()`, later steps: rebuilt": (4, 116),
+    '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (14, 600),
+    '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (4, 141),
+    "`er.fit`, a step that learns: rebuilt": (13, 594),
+    "`er.fit`, a settled step: rebuilt": (4, 116),
 }
 
 

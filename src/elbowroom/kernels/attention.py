@@ -77,6 +77,12 @@ def gradients(given: Given, grad: Tensor, into: Three | None = None) -> Three:
     mask = None if mask is None else mask.expand(B, H, T, S)
     hidden = None if hidden is None else hidden.expand(B, H, T, 1)
     of_batch, of_heads = _at_once(B, H, T, q.shape[3], G, S)
+    if of_batch >= B and of_heads >= G == H:  # all of it: no part is cut, summed or put in place
+        some = _flat(q), _flat(k), _flat(v), _flat(grad)
+        of_all = _of_heads(given, some, (mask, hidden), seen, None)
+        for whole, all_of_it in zip(found, of_all, strict=True):
+            whole.copy_(all_of_it.view(whole.shape))
+        return found
     for b in range(0, B, of_batch):
         for h in range(0, G, of_heads):
             part = slice(b, b + of_batch), slice(h, h + of_heads)
@@ -86,7 +92,7 @@ def gradients(given: Given, grad: Tensor, into: Three | None = None) -> Three:
                 own = part[0], slice(h * (H // G) + i, (h + of_heads) * (H // G), H // G)
                 some = _flat(q[own]), keys, values, _flat(grad[own])
                 masked = [None if x is None else x[own] for x in (mask, hidden)]
-                dq = _of_heads(given, some, masked, seen, sums)
+                dq, *_ = _of_heads(given, some, masked, seen, sums)
                 of_q[own] = dq.view(of_q[own].shape)
                 del some, dq  # before the next ones are made
             for whole, total in zip((of_k, of_v), sums, strict=True):
@@ -123,18 +129,20 @@ def _of_heads(
     some: tuple[Tensor, ...],
     masked: Sequence[Tensor | None],
     seen_keys: Sequence[int],
-    sums: tuple[Tensor, Tensor],
-) -> Tensor:
-    """The gradient of q of some heads; those of k and v are added to sums.
+    sums: tuple[Tensor, Tensor] | None,
+) -> Three:
+    """The gradients of q, k and v of some heads.
 
     some: q [n, T, E], k [n, S, E], v [n, S, F], g [n, T, F]
     masked: a mask [b, h, T, S], n = b h, and the rows of which it leaves nothing [b, h, T, 1]
     seen_keys: of each run of `_ROWS` queries, how many keys it may see
+    sums: what the gradients of k and v are added to; None: to fresh memory
     """
     mask, hidden = masked
     q, k, v, g = some
     T, f = q.shape[1], given.factor
-    (dk, dv), dq = sums, torch.empty_like(q)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(k), torch.zeros_like(v)) if sums is None else sums
     k_t, v_t = k.transpose(1, 2), v.transpose(1, 2)
     future = None
     if given.is_causal:
@@ -142,24 +150,29 @@ def _of_heads(
         future = torch.full((rows, rows), -torch.inf, dtype=q.dtype).triu_(1)
     for first, seen in zip(range(0, T, _ROWS), seen_keys, strict=True):
         last = min(first + _ROWS, T)
-        some_q, some_g = q[:, first:last], g[:, first:last]
+        some_q, some_g, some_dq = (_cut(x, 1, first, last) for x in (q, g, dq))
         p = q.new_empty(q.shape[0], last - first, seen)
-        torch.baddbmm(p, some_q, k_t[..., :seen], beta=0, alpha=f, out=p)
+        torch.baddbmm(p, some_q, _cut(k_t, 2, 0, seen), beta=0, alpha=f, out=p)
         if future is not None and seen > first:
-            p[..., first:] += future[: last - first, : seen - first]
+            hides = _cut(_cut(future, 0, 0, last - first), 1, 0, seen - first)
+            _cut(p, 2, first, seen).add_(hides)
         if mask is not None:
             _hide(p, mask[..., first:last, :seen])
         torch._softmax(p, -1, False, out=p)
         if hidden is not None:
             p.view(*hidden.shape[:2], -1, seen).masked_fill_(hidden[..., first:last, :], 0.0)
-        ds = torch.bmm(some_g, v_t[..., :seen])
-        dv[:, :seen].baddbmm_(p.transpose(1, 2), some_g)
+        ds = torch.bmm(some_g, _cut(v_t, 2, 0, seen))
+        _cut(dv, 1, 0, seen).baddbmm_(p.transpose(1, 2), some_g)
         torch._softmax_backward_data(ds, p, -1, p.dtype, grad_input=ds)
-        some_dq = dq[:, first:last]
-        torch.baddbmm(some_dq, ds, k[:, :seen], beta=0, alpha=f, out=some_dq)
-        dk[:, :seen].baddbmm_(ds.transpose(1, 2), some_q, alpha=f)
+        torch.baddbmm(some_dq, ds, _cut(k, 1, 0, seen), beta=0, alpha=f, out=some_dq)
+        _cut(dk, 1, 0, seen).baddbmm_(ds.transpose(1, 2), some_q, alpha=f)
         del p, ds
-    return dq
+    return dq, dk, dv
+
+
+def _cut(x: Tensor, dim: int, first: int, last: int) -> Tensor:
+    """Returns elements first .. last of a dimension: x itself, without a view, if these are all."""
+    return x if last - first == x.shape[dim] else x.narrow(dim, first, last - first)
 
 
 def _hidden_rows(mask: Tensor) -> Tensor | None:

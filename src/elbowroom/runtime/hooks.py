@@ -58,6 +58,7 @@ from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
+from elbowroom.runtime.overwritten import copy_source, keep_parameters
 from elbowroom.runtime.producers import RECORDED, RECORDED_IN_EXACT, note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of, reading_by
 from elbowroom.runtime.recompute import recomputed
@@ -70,11 +71,9 @@ from elbowroom.runtime.sites import Request, classify, left_alone, site_of
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import (
-    clone_with_storage,
     dense_base,
     is_parameter,
     is_touchable,
-    note_changing,
     storage_nbytes,
     untouchable,
     version_of,
@@ -403,14 +402,14 @@ class Saving(NodeChoice):
             listener.begins(call)
             changes = call.changes_first
             if (changes or "out" in call.kwargs) and not call.name.endswith("__get__"):
-                self._keep_parameters(written(call.args[:1], call.kwargs))
+                keep_parameters(written(call.args[:1], call.kwargs), self._reading, self._sources)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
                 body = opened.opened(call.func, self._consumers)
                 if body is not None:
                     listener.runs(call, body, None)
                     return body
-            if self._sources.is_exact and changes:
-                self._copy_source(call.first)
+            if self._sources.is_exact and changes and copy_source(call.first, self._sources):
+                listener.refuse("a source of recipes is changed in place")
             if self._serving.waiting:
                 self._serving.waiting.end_known()
             if pieces.waiting:
@@ -424,45 +423,6 @@ class Saving(NodeChoice):
             run = call.func if direct is None else self._run_of(call, direct)
             listener.runs(call, run, direct)
             return run
-
-    def _copy_source(self, x: Any) -> None:
-        """Copies a source of other tensors that an op is about to change in place.
-
-        The op that saved it may not contribute to the loss: then plain autograd would allow the
-        change.
-        """
-        slot = self._sources.slot(x) if is_touchable(x) else None
-        kept = None if slot is None else slot.value
-        if slot is None or not slot.is_source or not isinstance(kept, KeepHandle):
-            return
-        if not kept.was_changed:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                copy = clone_with_storage(kept.restore())
-            slot.hold(KeepHandle(copy, "a source that has changed since"))
-        self._listener.refuse("a source of recipes is changed in place")
-
-    def _keep_parameters(self, changed: Iterable[Tensor]) -> None:
-        """Copies parameters that an op is about to change, if a module that runs again reads them.
-
-        What is rebuilt from them is made at once, and kept.
-        """
-        # Counters of batch norms are integers, and many.
-        touchable = filter(is_touchable, changed)
-        free = [x for x in touchable if x.is_floating_point() and (x._is_view() or x.is_leaf)]
-        if not free:
-            return
-        storages = {x.untyped_storage()._cdata for x in free}
-        for parameters in self._reading:
-            parameters.keep(storages)
-        for slot in self._sources.slots():
-            ready = getattr(slot.value, "ready", None)
-            fixed = () if ready is None else (x for one in ready.steps for x in one.op.fixed)
-            read = [x for x in fixed if x.untyped_storage()._cdata in storages]
-            if read:
-                why = "a parameter that it could be rebuilt from is changed"
-                with torch.no_grad(), torch._C.DisableTorchFunction():
-                    slot.hold(KeepHandle(slot.restore_value(), why))
-                    note_changing(read[0])
 
     @property
     def _may_round(self) -> bool:

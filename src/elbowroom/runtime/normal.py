@@ -15,10 +15,12 @@ A tensor whose exact zeros matter is scaled and not shifted, so that they stay. 
 bound of its own (`facts.error_bound`, in units of x) is not normalized.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +109,38 @@ class Normalized:
 
     def undo(self) -> Affine:
         return self.statistics.undo(keep_zeros=self.keep_zeros)
+
+
+class OfNormal(NamedTuple):
+    """What a norm makes of its normalized input, (x - mean) * rstd: a scale and a shift.
+
+    inner   that of the statistics
+    affine  gives the norm's own weight and bias, by the channels that these have
+    """
+
+    mean: Tensor
+    rstd: Tensor
+    inner: int
+    affine: Callable[[], Affine]
+
+    def fits(self, by: Statistics) -> bool:
+        """Returns whether these statistics are the norm's own."""
+        alike = by.rows == 1 and by.inner == self.inner
+        alike = alike and by.mean.data_ptr() == self.mean.data_ptr()
+        return alike and by.rstd.data_ptr() == self.rstd.data_ptr()
+
+
+def weight_and_bias(
+    weight: Tensor | None, bias: Tensor | None, count: int, device: torch.device, inner: int
+) -> Affine:
+    """Returns a norm's weight and bias [count] as an affine of its normalized input."""
+
+    def filled(value: float) -> Tensor:
+        return torch.full((count,), value, dtype=torch.float32, device=device)
+
+    scale = filled(1.0) if weight is None else weight.float().flatten()
+    shift = filled(0.0) if bias is None else bias.float().flatten()
+    return Affine(scale, shift, inner)
 
 
 def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:

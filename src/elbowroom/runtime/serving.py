@@ -152,19 +152,19 @@ class Serving:
 
     def serve(self, request: Request) -> None:
         """Makes the slot hold what the op needs, if it does not yet."""
-        if is_served(request):
-            if request.slot.sites and request.reading.formula is Formula.RELATIVE:
-                request.slot.sites.append(self._site(request)[0])  # for a tighter policy
-            if request.slot.sites and request.reading.part is not Part.NONE:
-                self.undecided.note(request, request.slot.sites[-1])
-            if request.slot.waits and request.reading.need is Need.LOSSY:
-                self.waiting.reads(request.slot, self._site(request)[0])
+        slot, x, _, call, _, name, _ = request
+        if (slot.sites or slot.value is not None) and is_served(request):
+            if slot.sites and request.reading.formula is Formula.RELATIVE:
+                slot.sites.append(self._site(request)[0])  # for a tighter policy
+            if slot.sites and request.reading.part is not Part.NONE:
+                self.undecided.note(request, slot.sites[-1])
+            if slot.waits and request.reading.need is Need.LOSSY:
+                self.waiting.reads(slot, self._site(request)[0])
             return
         why = left_alone(request, self._min_nbytes)
         if not why:
             self._act(request)
             return
-        slot, x, _, call, _, name, _ = request
         cast = self._cast(slot, x, call) if why is MADE_OF_PARAMETERS else None
         slot.hold(cast or KeepHandle(slot.base.on(x), why))
         self._listener.does(slot, name, Need.EXACT, Keep(why) if cast is None else None)
@@ -406,11 +406,11 @@ class Serving:
             where = f"saving {dtype} {site.shape} for '{site.consumer}' in '{site.module}'"
             raise CodecError(f"{error} ({where})") from error
         slot.hold(handle)
-        if isinstance(handle, KeepHandle) and isinstance(action, Encode):
-            action = Keep(handle.why)
+        if isinstance(handle, KeepHandle):
+            action = Keep(handle.why) if isinstance(action, Encode) else action
+            slot.drop_needless_bits()
         recipe = handle.ready if isinstance(handle, RebuildHandle) else None
         self._listener.does(slot, name, need, action, ready=recipe, norm=norm, drawn=drawn)
-        slot.drop_needless_bits()
         if self._watch is not None and not isinstance(action, Keep | Offload):
             codec = action.codec if isinstance(action, Encode) else None
             self._watch.held(slot, whole, slot.sites[-1], codec)

@@ -285,13 +285,12 @@ class Slot:
 
     def promise(self, need: Need, consumer: str) -> None:
         """Records a promise to an op, which must hold however tight the policy becomes."""
-        if need is Need.SHAPE:
-            return
-        self.lossy_views += need is Need.LOSSY
-        self.asked_exact |= need is Need.EXACT
-        if need is Need.MASK and (self.bits is not None or isinstance(self.value, KeepHandle)):
+        if need is Need.LOSSY:
+            self.lossy_views += 1
+        elif need is Need.MASK and (self.bits is not None or isinstance(self.value, KeepHandle)):
             self.mask_of = consumer
-        elif need is not Need.LOSSY:
+        elif need is not Need.SHAPE:
+            self.asked_exact |= need is Need.EXACT
             self.pin()
 
     def pin(self) -> None:

@@ -22,6 +22,8 @@ from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
 from elbowroom.kernels.numba.dither import bounds_at
 from elbowroom.kernels.numba.group import _dequantize as _group_dequantize
 from elbowroom.kernels.numba.group import _quantize as _group_quantize
+from elbowroom.kernels.numba.head_spread import _heads
+from elbowroom.kernels.numba.head_spread import _rows as _rows_of_heads
 from elbowroom.kernels.numba.launch import SERIAL as SERIAL
 from elbowroom.kernels.numba.launch import runs_serially as runs_serially
 from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
@@ -33,6 +35,9 @@ _quantize, _dequantize = _dither_quantize.serial, _dither_dequantize.serial
 _pack, _quantize_nonzero = _pack_mapped.serial, _nonzero_quantize.serial
 _dequantize_nonzero = _nonzero_dequantize.serial
 _quantize_group, _dequantize_group = _group_quantize.serial, _group_dequantize.serial
+_find_rows, _find_heads = _rows_of_heads.serial, _heads.serial
+f64 = np.float64
+_GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
 
 
 @jit
@@ -159,3 +164,86 @@ def positive(x, N, out):
         for o in range(part.shape[0]):
             found[o] = not (part[o] <= f32(0))
         pack_flags(found, u8(1), bits[start // 8 : (last + 7) // 8], b_flag)
+
+
+@counted
+def _of_heads(x, D, B, H, T, of_batch, of_head, of_token):
+    """Return the four means of `head_spread`, [4, B, H], of x [B, H, T, D] with these strides."""
+    n = D + (B - 1) * of_batch + (H - 1) * of_head + (T - 1) * of_token
+    by_row, found = np.empty((2, B, H, T), f32), np.empty((4, B, H), f32)
+    _find_rows(array_at(x, n, i32), 0, D, of_batch, of_head, of_token, by_row)
+    _find_heads(by_row, D % _GROUP != 0, found)
+    return found
+
+
+@jit
+def _larger(one, other):
+    """Return the larger one; a NaN if one is."""
+    return other if other > one or other != other else one
+
+
+@counted
+def logits_spread(
+    D, q, B, H, T, q_batch, q_head, q_token, k, k_B, k_H, S, k_batch, k_head, k_token
+):  # fmt: skip
+    """Return the largest |q|^2 range_k^2 + |k|^2 range_q^2 of a head (`head_spread`)."""
+    of_q = _of_heads(q, D, B, H, T, q_batch, q_head, q_token)
+    of_k = _of_heads(k, D, k_B, k_H, S, k_batch, k_head, k_token)
+    most = f32(0)
+    if (k_B, k_H) == (B, H):
+        for b in range(B):
+            for h in range(H):
+                most = _larger(most, of_q[0, b, h] * of_k[1, b, h] + of_k[0, b, h] * of_q[1, b, h])
+        return most
+    each = np.zeros((2, 2), f32)  # grouped queries, broadcast batches
+    for i in range(2):
+        for a in of_q[i].reshape(-1):
+            each[0, i] = _larger(each[0, i], a)
+        for a in of_k[i].reshape(-1):
+            each[1, i] = _larger(each[1, i], a)
+    return each[0, 0] * each[1, 1] + each[1, 0] * each[0, 1]
+
+
+@counted
+def values_spread(D, v, B, H, S, of_batch, of_head, of_token):
+    """Return the largest noise of a head over its variance: D range^2 / 12 of `head_spread`."""
+    found = _of_heads(v, D, B, H, S, of_batch, of_head, of_token)
+    n = D + (B - 1) * of_batch + (H - 1) * of_head + (S - 1) * of_token
+    values, most = array_at(v, n, f32), f64(0)
+    means, squares = np.empty(D, f64), np.empty(D, f64)
+    for b in range(B):
+        for h in range(H):
+            noise = f64(found[3, b, h]) * D / 12
+            if noise == 0:
+                continue
+            if not noise > 0:
+                return noise  # a NaN
+            start = b * of_batch + h * of_head
+            _spread_of_channels(values[start:], of_token, S, means, squares)
+            most = max(most, noise * S / squares.sum())
+    return most
+
+
+@jit
+def _spread_of_channels(x, step, S, means, squares):
+    """Find the mean of each channel over S tokens, and the sum of squares of what differs."""
+    D = means.shape[0]
+    means[:], squares[:] = f64(0), f64(0)
+    for s in range(S):
+        _add(x[s * step : s * step + D], means)
+    for o in range(D):
+        means[o] /= f64(S)
+    for s in range(S):
+        _add_squares(x[s * step : s * step + D], means, squares)
+
+
+@jit
+def _add(row, sums):
+    for o in range(sums.shape[0]):
+        sums[o] += f64(row[o])
+
+
+@jit
+def _add_squares(row, means, squares):
+    for o in range(squares.shape[0]):
+        squares[o] += (f64(row[o]) - means[o]) * (f64(row[o]) - means[o])

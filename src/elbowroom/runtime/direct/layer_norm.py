@@ -75,12 +75,15 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     encoded, statistics, flat = found
     if statistics.rows > 1 or statistics.inner != prod(ctx.shape):
         return None  # its rows do not lie one after another
-    weight = torch.ones(statistics.inner, dtype=torch.float32, device="cpu")
-    if ctx.dtypes[0] is not None:
-        weight = packed(saved[1]).restore().detach().float().flatten()
+    if ctx.dtypes[0] is None:
+        weight = torch.ones(statistics.inner, dtype=torch.float32, device="cpu")
+    else:
+        weight = packed(saved[1]).restore().float().flatten()
     if ctx.dtypes[1] is not None:
         packed(saved[2]).restore()  # raises torch's error if it was changed in place
     encoded.decode_own(out := torch.empty_like(flat))
     sums = ops.layer_norm_backward(flat, weight, statistics.rstd.float().flatten(), out)
-    of_parameters = wanted(tuple(total.view(tuple(ctx.shape)) for total in sums), ctx)
-    return out.as_strided(grad.shape, grad.stride()), *of_parameters
+    if len(ctx.shape) > 1:
+        of_weight, of_bias = (total.view(tuple(ctx.shape)) for total in sums)
+        sums = of_weight, of_bias
+    return out.as_strided(grad.shape, grad.stride()), *wanted(sums, ctx)

@@ -28,7 +28,14 @@ from elbowroom.plan import Action, Encode, Offload, SiteName
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.normal import Normalized, Statistics, flat_of, layout_of, of_rows
+from elbowroom.runtime.normal import (
+    Normalized,
+    OfNormal,
+    Statistics,
+    flat_of,
+    layout_of,
+    of_rows,
+)
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.storage import WeakStorage, counted, counter_of, storage_nbytes, version_of
 from elbowroom.runtime.tiers import tier_for
@@ -86,9 +93,8 @@ class EncodeHandle:
             self._version = version_of(base)
             self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
-        self.on_survived = on_survived
-        self.is_shared = True
-        self.token: object = None
+        self.on_survived, self.is_shared = on_survived, True
+        self.token: Any = None
         self.unheld: Any = None
 
     @property
@@ -147,6 +153,16 @@ class EncodeHandle:
         x = self.restore(private=True)
         affine.in_place(flat_of(x), bits)
         return x
+
+    def restore_normalized(self, norm: OfNormal, bits: Tensor | None) -> Tensor | None:
+        """Returns what a norm makes of the tensor, decoded so, in private memory.
+
+        None where the code is not one of the norm's normalized input. bits: as `restore_mapped`
+        """
+        found = self.normalized()
+        if found is None or not norm.fits(found[1]):
+            return None
+        return self._decoded(norm.affine(), bits)
 
     def parts(self, affine: Affine | None = None, bits: Tensor | None = None) -> Parts | None:
         """Returns a function that gives elements start .. start + n of the value, flat [n].

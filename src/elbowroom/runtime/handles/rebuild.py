@@ -45,7 +45,7 @@ from elbowroom.kernels import ops
 from elbowroom.plan import Need
 from elbowroom.runtime.changing import has_same_values
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
-from elbowroom.runtime.normal import flat_of
+from elbowroom.runtime.normal import OfNormal, flat_of
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.storage import (
     WeakStorage,
@@ -108,6 +108,7 @@ class Op:
     lossy(x)            on a decoded x, which it may overwrite
     in_place(x)         `exact` in the memory of x, which nobody else reads; None: in fresh memory
     affine()            the same for an op that is one by channel, so that decoding does it
+    of_normal           what a norm makes of its normalized input, so that decoding of that does it
     needs_bits          then 0, or `outside` of it, where bits [ceil(N / 8)] are not set
     fixed               parameters that both read: unchanged until backward, or RestoreError
     noise               dropout's factor, a saved tensor of its own
@@ -131,6 +132,7 @@ class Op:
     lossy: Callable[[Tensor], Tensor] | None = None
     in_place: Callable[[Tensor], Tensor] | None = None
     affine: Callable[[], Affine] | None = None
+    of_normal: OfNormal | None = None
     needs_bits: bool = False
     outside: Callable[[Tensor], Tensor] | None = None
     fixed: tuple[Tensor, ...] = ()
@@ -432,8 +434,8 @@ class Ready:
         given = self._deeper_operands() if self.others else {}
         if isinstance(self.source, Ready):
             x, private, base = self.source.make(), True, self.source.made
-        elif affine is not None and not exact and self.seen == self.source.base:
-            return self.source.restore_mapped(affine(), self.bits)
+        elif not exact and self.seen == self.source.base and (made := self._decoded()) is not None:
+            return made
         else:
             base = self.source.base
             x, private = self.source.restore_operand(exact=exact)
@@ -469,6 +471,19 @@ class Ready:
         if self.op.outside is not None and self.bits is not None:
             _replace_outside(flat_of(x), self.bits, self.op.outside)
         return x
+
+    def _decoded(self) -> Tensor | None:
+        """Returns the tensor if it is the code of its source, decoded with another scale or shift.
+
+        Of a code of a norm's normalized input, these are the norm's own weight and bias.
+        """
+        assert isinstance(self.source, Slot)
+        handle, op = self.source.value, self.op
+        if op.of_normal is not None and isinstance(handle, EncodeHandle):
+            x = handle.restore_normalized(op.of_normal, self.bits)
+            if x is not None:
+                return x
+        return None if op.affine is None else self.source.restore_mapped(op.affine(), self.bits)
 
     def _deeper_operands(self) -> dict[int, Tensor]:
         """Returns the operands that take more ops than the source does, made before it.

@@ -36,8 +36,9 @@ def in_order(op: Op, seen: Geometry, out: Tensor) -> Op:
     if op.affine is None or same_order(seen.shape, seen.stride, out.stride()):
         return op
     bound = op.bound
-    again = None if bound is None else lambda *given: bound(*given).changed(affine=None)
-    return op.changed(affine=None, bound=again)
+    none = {"affine": None, "of_normal": None}
+    again = None if bound is None else lambda *given: bound(*given).changed(**none)
+    return op.changed(**none, bound=again)
 
 
 def view_of(saved: Any) -> View | None:

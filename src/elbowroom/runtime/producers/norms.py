@@ -1,5 +1,7 @@
 """Recipes of norms, which read the statistics that forward has saved."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,8 +9,9 @@ from torch.nn import functional as F
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Op, Recipe
+from elbowroom.runtime.normal import OfNormal, weight_and_bias
 from elbowroom.runtime.producers.making import as_now, of_statistics, origin_of, present
-from elbowroom.runtime.slot import Geometry
+from elbowroom.runtime.slot import Geometry, is_in_order
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.statistics import logical_statistics, statistics_of
 from elbowroom.runtime.storage import Origin
@@ -54,8 +57,15 @@ def layer_norm(call: Call, out: Tensor, sources: Sources) -> Origin:
                 x.mul_(weight)
             return x if bias is None else x.add_(bias)
 
-        return plain.changed(lossy=lossy)
+        again = OfNormal(mean, rstd, inner, affine) if in_rows else None
+        return plain.changed(lossy=lossy, of_normal=again)
 
+    def affine() -> Affine:
+        return weight_and_bias(weight, bias, inner, device, 1)
+
+    x = call.first
+    inner, device, of_row = prod(shape), x.device, -len(shape)
+    in_rows = is_in_order(x.shape[of_row:], x.stride()[of_row:])
     statistics = logical_statistics(call, call.first)
     op = plain = Op(exact, fixed=present(weight, bias), any_size=True)
     if statistics is not None:
@@ -130,9 +140,16 @@ def batch_norm(call: Call, out: Tensor, sources: Sources) -> Origin | None:
             shift = -center * scale if bias is None else bias.float() - center * scale
             return Affine(scale, shift, inner)
 
+        of_normal = OfNormal(mean, rstd, inner, of_normalized)
         if not of_batch:
-            return again.changed(affine=affine)
-        return again.changed(exact=lambda x: of_given(x, mean, rstd), affine=affine)
+            return again.changed(affine=affine, of_normal=of_normal)
+        own = {"affine": affine, "of_normal": of_normal}
+        return again.changed(exact=lambda x: of_given(x, mean, rstd), **own)
+
+    def of_normalized() -> Affine:
+        return weight_and_bias(weight, bias, channels, device, inner)
+
+    channels, device = statistics.mean.numel(), statistics.mean.device
 
     given = statistics.mean.flatten(), statistics.rstd.flatten(), *plain.given
     op = of_statistics(bound, *given)

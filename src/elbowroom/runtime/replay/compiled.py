@@ -203,16 +203,15 @@ def _alike(wants: Sequence[tuple[int, Any]]) -> Check:
                 or x.dtype is not dtype
                 or x.requires_grad is not requires_grad
                 or x.layout is not layout
-                or x.device != device
                 or x.shape != shape
                 or x.stride() != stride
-                or x.storage_offset() != offset
+                or (
+                    x.device != device or x.storage_offset() != offset
+                    if parameter is None
+                    else x is not parameter or x.data_ptr() != address
+                )
             ):
                 return False
-            if parameter is not None:
-                if x is not parameter or x.data_ptr() != address:
-                    return False
-                continue
             if same != NOWHERE and not replay.places.has(same, x):
                 return False
             if place != NOWHERE:

@@ -173,7 +173,7 @@ class Like(NamedTuple):
     traits     dtype, device, requires_grad and layout
     same       its storage is that of this place, at that version; NOWHERE: any
     place      it becomes that place
-    parameter  it is this one, at this address
+    parameter  it is this one, at this address: compared with no place
     """
 
     kind: type

@@ -287,7 +287,7 @@ class Tracer(Listener):
         others = tuple((_gone, seen) for _, seen in op.others)
         bare = replace(op, given=(), others=others, beside=())
         if op.bound is not None:  # which makes what reads statistics
-            bare = replace(bare, lossy=None, affine=None)
+            bare = replace(bare, lossy=None, affine=None, of_normal=None)
         given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]
         return NotedRecipe(
             *(bare, tuple(makers), operand(ready.source), ready.seen, ready.made, ready.bits),

@@ -5,6 +5,7 @@ By the error of a logit for q and k, by the spread over tokens for v (`plan/prec
 
 from dataclasses import replace
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_argument
 from elbowroom.runtime.direct.attention.node import given_to
 from elbowroom.runtime.normal import var_mean
 from elbowroom.runtime.slot import Slot
+from elbowroom.runtime.storage import untouchable
 
 _GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
 _CANCELS = 1e-3  # of v's square: below that, no difference of two sums is its variance
@@ -133,6 +135,10 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = 
     """
     with torch._C.DisableTorchFunction():
         scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
+        kernels = None if of_half else _by_address(q, k)
+        if kernels is not None:
+            found = kernels.logits_spread(q.shape[-1], *_heads_at(q), *_heads_at(k))
+            return float(found) * scale**2 / 12
         heads = _of_heads_in_half if of_half else _of_heads
         (q_length, q_range, *_), (k_length, k_range, *_) = heads(q), heads(k)
         if q_length.shape != k_length.shape:  # grouped queries, broadcast batches
@@ -140,6 +146,22 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = 
                 x.amax() for x in (q_length, q_range, k_length, k_range)
             )
         return float((q_length * k_range + k_length * q_range).max()) * scale**2 / 12
+
+
+def _by_address(*tensors: Tensor) -> Any:
+    """Returns kernels that take such q, k or v by their addresses; None: ops must serve them."""
+    for x in tensors:
+        if untouchable(x) or x.dim() != 4 or x.stride(-1) != 1 or not x.numel():
+            return None
+        kernels = ops.by_address(x)
+        if kernels is None or x.numel() > kernels.SERIAL:  # a launch takes no time beside that
+            return None
+    return kernels
+
+
+def _heads_at(x: Tensor) -> tuple[int, ...]:
+    """The address of x [B, H, T, D], B, H and T, and their strides."""
+    return x.data_ptr(), *x.shape[:3], *x.stride()[:3]
 
 
 def _of_heads(x: Tensor) -> Tensor:
@@ -178,6 +200,9 @@ def spread_of_values(v: Tensor) -> float:
     with torch._C.DisableTorchFunction():
         if v.shape[-2] == 1:
             return 0.0  # the only weight is 1, whatever v is
+        kernels = _by_address(v)
+        if kernels is not None:
+            return float(kernels.values_spread(v.shape[-1], *_heads_at(v)))
         *_, norm, ranges = _of_heads(v)
         wide = torch.promote_types(v.dtype, torch.float32)
         mean = v.detach().mean(-2, dtype=wide).float().square().sum(-1)

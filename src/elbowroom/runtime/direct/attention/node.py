@@ -23,10 +23,9 @@ context leaves them to torch.
 (*) None of float32 or float64 on a CPU: gradients take no forward there (`kernels/attention.py`).
 """
 
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,7 @@ _MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"
 _Grads = tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     """Arguments of attention besides tensors, and the backend that it ran on."""
 
     dropout_p: float
@@ -56,6 +54,11 @@ class _How:
     scale: float | None
     enable_gqa: bool
     backend: int
+
+    @property
+    def settings(self) -> tuple[float, bool, float | None, bool]:
+        """The arguments of `_backend` besides tensors."""
+        return self.dropout_p, self.is_causal, self.scale, self.enable_gqa
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         out: Tensor = F.scaled_dot_product_attention(
@@ -231,7 +234,7 @@ class _Attention(Node):
         saved, drawn = tensors[:4], tensors[4:]
         whole = _of_whole_rows(ctx, saved)
         if whole is not None and not torch.is_grad_enabled():
-            with torch.autocast("cpu", enabled=False):
+            with _without_autocast():
                 of_three = one_pass.gradients(whole, grad)
             asked = zip(of_three, ctx.needs_input_grad, strict=False)
             return *(x if needed else None for x, needed in asked), None, None
@@ -239,10 +242,17 @@ class _Attention(Node):
         given = _written_out(ctx, saved)
         if given is None or len(drawn) != 1 or torch.is_grad_enabled():
             return *run(), None
-        with torch.autocast("cpu", enabled=False):
+        with _without_autocast():
             found = MATH_ATTENTION.gradients(given, drawn[0], grad, run)
         wanted = zip(found, ctx.needs_input_grad, strict=False)
         return *(x if needed else None for x, needed in wanted), None
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    """Context without autocast on a CPU: nothing is opened, which takes 6 us, if there is none."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast("cpu", enabled=False)
+    return nullcontext()
 
 
 def _of_whole_rows(ctx: Any, tensors: tuple[Any, ...]) -> one_pass.Given | None:
@@ -266,6 +276,9 @@ def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
 
 def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The result, and the random numbers drawn for it."""
+    how, is_alone = ctx.how, not torch.is_grad_enabled() and tensors[0].device.type == "cpu"
+    if is_alone and how.backend != _MATH and _backend(tensors, *how.settings) == how.backend:
+        return (how.run(*tensors),)  # a CPU's fused kernel is the same without gradients
     with saved_tensors_hooks(_nothing, _same), ctx.drawn.first():
         out = _run(ctx.how, _leaves(tensors, ctx.needs_input_grad)).detach()
     return out, *ctx.drawn.take()
@@ -294,9 +307,8 @@ def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
 
 def _run(how: _How, given: list[Any]) -> Tensor:
     """Runs the op as its caller did: with gradients and by the same kernel, since both matter."""
-    now = how.dropout_p, how.is_causal, how.scale, how.enable_gqa
     with torch.enable_grad():
-        if _backend(tuple(given), *now) == how.backend:
+        if _backend(tuple(given), *how.settings) == how.backend:
             return how.run(*given)
         with sdpa_kernel(SDPBackend(how.backend)):  # chosen by a context that is closed by now
             return how.run(*given)

@@ -1,0 +1,58 @@
+"""Copies of what an op is about to change in place, and backward will still read as it was.
+
+Plain autograd never reads the changed memory: it holds results that we recompute from it. Both
+functions are called before the op runs, in a forward that is examined.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elbowroom.runtime.changing import ParametersAsRead
+from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.storage import clone_with_storage, is_touchable, note_changing
+
+
+def keep_parameters(
+    changed: Iterable[Tensor], reading: Iterable[ParametersAsRead], sources: Sources
+) -> None:
+    """Copies the parameters among these tensors, if a module that runs again reads them.
+
+    What is rebuilt from them is made at once, and kept. reading: the parameters of such modules
+    """
+    # Counters of batch norms are integers, and many.
+    touchable = filter(is_touchable, changed)
+    free = [x for x in touchable if x.is_floating_point() and (x._is_view() or x.is_leaf)]
+    if not free:
+        return
+    storages = {x.untyped_storage()._cdata for x in free}
+    for parameters in reading:
+        parameters.keep(storages)
+    for slot in sources.slots():
+        ready = getattr(slot.value, "ready", None)
+        fixed = () if ready is None else (x for one in ready.steps for x in one.op.fixed)
+        read = [x for x in fixed if x.untyped_storage()._cdata in storages]
+        if read:
+            why = "a parameter that it could be rebuilt from is changed"
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                slot.hold(KeepHandle(slot.restore_value(), why))
+                note_changing(read[0])
+
+
+def copy_source(x: Any, sources: Sources) -> bool:
+    """Copies x if other tensors are rebuilt from it; returns whether they are.
+
+    The op that saved it may not contribute to the loss: then plain autograd would allow the change.
+    """
+    slot = sources.slot(x) if is_touchable(x) else None
+    kept = None if slot is None else slot.value
+    if slot is None or not slot.is_source or not isinstance(kept, KeepHandle):
+        return False
+    if not kept.was_changed:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            copy = clone_with_storage(kept.restore())
+        slot.hold(KeepHandle(copy, "a source that has changed since"))
+    return True
