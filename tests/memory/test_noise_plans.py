@@ -379,3 +379,30 @@ def test_a_prediction_is_no_less_than_what_is_measured(profile):
     # |dW|^2 in the place of sum |dY|^2 |x|^2 made it nearly 40 times as much.
     total = sum(predicted.of(site, 0, levels) for site, levels, share in of_sites if share)
     assert 1 < total / sum(share for *_, share in of_sites) < 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_a_tensor_that_no_code_can_hold_is_said_once_and_training_goes_on(
+    value, caplog, monkeypatch
+):
+    """It is held as it is, so the step exceeded its budget without a word."""
+    draw_prices(monkeypatch, 0)
+    training = Training(lr=0.0)
+    training.step()
+    budget = int(0.4 * er.peak(training.step))
+    er.fit(training.net, budget=budget, optimizer=training.optimizer)
+    for _ in range(16):
+        training.step()
+    assert opener_of(training.net).planner.settled
+    weights = training.net.layers
+    x, y = training.batches[0]
+    x = x.clone()
+    x[0, 0] = value
+    caplog.clear()
+    for _ in range(2):
+        gradient(training.net, x, y)
+    assert len(re.findall("does not encode", caplog.text)) == 1
+    assert re.search(r"in module 'Deep'.* held as it is, in \d+ KiB where", caplog.text)
+    training.step()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in weights)
+    er.release(training.net)
