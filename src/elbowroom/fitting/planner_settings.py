@@ -12,7 +12,6 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.shares import NoiseShares
 from elbowroom.plan.solve import BASELINES, Limits, least_bound
 
 # Of non-static bytes, what an unmeasured plan leaves free, if possible. Predictions from a measured
@@ -135,7 +134,7 @@ class PlannerSettings:
         """
         noise = None if exact else self.options.noise
         if noise is not None and profile.noise is None:
-            profile = replace(profile, noise=NoiseShares.by_size(profile.saved_nbytes))
+            profile = profile.by_size
         budget_nbytes, static = self.options.budget_nbytes, profile.static
         make = partial(
             make_plan,
