@@ -14,7 +14,6 @@ from elbowroom.fitting.commands import (
     Raise,
     ReadMeter,
     Refuse,
-    RefuseNoise,
     StartMeter,
     TakePlan,
     Then,
@@ -475,18 +474,6 @@ ROWS = {
             "predicts_noise": False,
         },
         (FORGET, MakePlan(replans=True)),
-    ),
-    # The last resort, and plans that were never measured, went by no limit.
-    "a preset that fits adds more noise than is allowed": Row(
-        replace(LAST, options=LIMITED, preset=5),
-        step(1000),
-        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
-        (RefuseNoise(LIMITED.preset_noise(5)),),
-    ),
-    "a preset that fits adds as little noise as is allowed": Row(
-        replace(LAST, options=LIMITED, preset=3),
-        step(1000),
-        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
     ),
     "noise was not told": Row(
         SETTLED,

@@ -22,6 +22,7 @@ from elbowroom.measure.reach import ReachMeter
 from elbowroom.plan import Lossy
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.profile import Profile
+from elbowroom.plan.shares import PREDICTED
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.hooks import Saving
 from prices import draw_prices, priced
@@ -278,6 +279,61 @@ def test_a_limit_holds_where_the_budget_leaves_no_room_to_measure(monkeypatch):
     assert 0 < sum(errors) / 4 <= limit
 
 
+class Maps(nn.Module):
+    """Convolutions with workspaces so large that small budgets are tried, and refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(6))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + F.relu(norm(block(x)))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.01])
+@pytest.mark.parametrize("share", [0.25, 0.3, 0.35])
+def test_no_step_runs_with_more_predicted_noise_than_is_allowed(share, limit, monkeypatch):
+    """The first steps, and those of smallest plans and of the last resort, went by no limit."""
+    draw_prices(monkeypatch, 0)
+    torch.manual_seed(0)
+    net, x, y = Maps(), torch.randn(32, 3, 24, 24), torch.randint(0, 10, (32,))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    step()
+    budget, noises, refusals = int(share * er.peak(step)), [], []
+
+    def noise() -> float:
+        state = opener_of(net).planner.state
+        if state.plan is not None:
+            return state.plan.noise
+        codec = getattr(state.options.presets[state.preset].policy, "codec", None)
+        return 0.0 if codec is None else PREDICTED / (codec.levels - 1) ** 2
+
+    er.fit(net, budget=budget, optimizer=optimizer, noise=limit)
+    handle = net.register_forward_hook(lambda *_: noises.append(noise()))
+    try:
+        for _ in range(14):
+            step()
+    except BudgetTooSmall as error:
+        refusals.append(str(error))
+    handle.remove()
+    er.release(net)
+    assert noises
+    assert max(noises) <= limit
+    assert all(re.search(f"with noise={limit:g}.*llow (more noise|noise=)", r) for r in refusals)
+
+
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.1])
 def test_what_is_refused_at_one_budget_is_refused_at_all_smaller_ones(profile, noise):
     # Shares are measured above a budget, and predicted below it, which is never less.
@@ -323,3 +379,30 @@ def test_a_prediction_is_no_less_than_what_is_measured(profile):
     # |dW|^2 in the place of sum |dY|^2 |x|^2 made it nearly 40 times as much.
     total = sum(predicted.of(site, 0, levels) for site, levels, share in of_sites if share)
     assert 1 < total / sum(share for *_, share in of_sites) < 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_a_tensor_that_no_code_can_hold_is_said_once_and_training_goes_on(
+    value, caplog, monkeypatch
+):
+    """It is held as it is, so the step exceeded its budget without a word."""
+    draw_prices(monkeypatch, 0)
+    training = Training(lr=0.0)
+    training.step()
+    budget = int(0.4 * er.peak(training.step))
+    er.fit(training.net, budget=budget, optimizer=training.optimizer)
+    for _ in range(16):
+        training.step()
+    assert opener_of(training.net).planner.settled
+    weights = training.net.layers
+    x, y = training.batches[0]
+    x = x.clone()
+    x[0, 0] = value
+    caplog.clear()
+    for _ in range(2):
+        gradient(training.net, x, y)
+    assert len(re.findall("does not encode", caplog.text)) == 1
+    assert re.search(r"in module 'Deep'.* held as it is, in \d+ KiB where", caplog.text)
+    training.step()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in weights)
+    er.release(training.net)

@@ -162,16 +162,6 @@ class RefusePresets:
 
 
 @dataclass(frozen=True)
-class RefuseNoise:
-    """Command: raise BudgetTooSmall, since the setting that fits adds more noise than is allowed.
-
-    noise: what it is predicted to add
-    """
-
-    noise: float
-
-
-@dataclass(frozen=True)
 class Raise:
     """Command: pass on an error of the planner."""
 
@@ -205,7 +195,6 @@ Command = (
     | TakeSmall
     | Refuse
     | RefusePresets
-    | RefuseNoise
     | Raise
     | Then
 )

@@ -30,7 +30,6 @@ from elbowroom.fitting.commands import (
     Raise,
     ReadMeter,
     Refuse,
-    RefuseNoise,
     RefusePresets,
     RunLayersAgain,
     Say,
@@ -141,8 +140,6 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
                 transient_nbytes,
                 later_nbytes,
             )
-        case RefuseNoise(noise):
-            raise messages.noise_refusal(planner.options, planner.plan, noise)
         case Raise(error):
             raise error
         case Then(observation):

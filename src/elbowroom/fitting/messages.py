@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.plan.make import ceiled, too_small
+from elbowroom.plan.make import MORE_NOISE, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
 from elbowroom.units import budget_argument, show_nbytes
@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from elbowroom.fitting.model_state import ModelState
 
 _log = logging.getLogger("elbowroom")
-# A limit of noise is kept once the noise of codes was measured.
-_NOISIER = (
-    ", and their codes may add more noise to gradients than noise= allows, or than later steps have"
-)
 _UNNOTICED = 0.1  # of mini-batch variance
-MEASURED = "that the best plan of this step takes (measured)"
 OFFLOAD_HELPS = "move tensors to a file with offload='file'"
 LAYERS_HELP = "let recurrent layers run again in parts, which rounds otherwise, with exact=None"
 # Transients of a step that is refused before it is measured, in multiples of its largest tensor.
@@ -86,7 +81,7 @@ def warn_smallest(options: FitOptions, least_nbytes: int) -> None:
         "budget %s: no plan has kept to it yet (the lowest measured peak is %s), so fit tries the "
         "smallest plans, one step each; these steps may exceed the budget, too%s",
         *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
-        "" if options.exact else _NOISIER,
+        _noisier(options),
     )
 
 
@@ -96,8 +91,14 @@ def warn_near(options: FitOptions, plan: Plan) -> None:
         "budget %s: even the smallest plan needs %s by its estimate, so the smallest plans are "
         "measured, one step each; these steps may exceed the budget%s",
         *map(show_nbytes, (options.budget_nbytes, plan.peak)),
-        "" if options.exact else _NOISIER,
+        _noisier(options),
     )
+
+
+def _noisier(options: FitOptions) -> str:
+    """Returns what else a warning about the smallest plans says where nothing limits codes."""
+    is_limited = options.exact or options.noise is not None
+    return "" if is_limited else ", and their codes may add more noise than those of later steps"
 
 
 def warn_runs_again(options: FitOptions, *, rounds: bool) -> None:
@@ -333,22 +334,6 @@ def say_states(
     )
 
 
-def noise_refusal(options: FitOptions, plan: Plan | None, noise: float) -> BudgetTooSmall:
-    """Returns the error for a budget that is kept only with more noise than is allowed.
-
-    noise: what codes of the plan, or of a preset if it is None, are predicted to add
-    """
-    budget_nbytes = options.budget_nbytes
-    more = f"budget={plan.plain_peak}" if plan is not None else "a larger budget"
-    return BudgetTooSmall(
-        f"within the budget {show_nbytes(budget_nbytes)}, codes are predicted to add {noise:.2g} "
-        f"of the variance of mini-batches, and noise={options.noise:g} is asked for. Allow "
-        f"noise={ceiled(noise)}, or halve the batch, or give {more}.",
-        least_nbytes=max(budget_nbytes + 1, 0 if plan is None else plan.plain_peak),
-        parts={},
-    )
-
-
 def say_unscripted(why: str) -> None:
     """Logs why a forward has no script, so that the next one is examined in full, too."""
     _log.debug("every forward is examined in full: %s", why or "it held too much")
@@ -429,7 +414,12 @@ def measured_refusal(
     ways = [lossy_helps] if lossy_helps else []
     if options.offload is None and saved > _LITTLE * least_nbytes:
         ways.append(OFFLOAD_HELPS)
-    return too_small(options.budget_nbytes, least_nbytes, parts, MEASURED, *ways, "halve the batch")
+    within = ""
+    if not plan.exact and options.noise is not None:
+        within = f" with noise={options.noise:g}"
+        ways.insert(0, MORE_NOISE)
+    least_is = f"that the best plan of this step takes{within} (measured)"
+    return too_small(options.budget_nbytes, least_nbytes, parts, least_is, *ways, "halve the batch")
 
 
 def without_frames(error: BudgetTooSmall) -> BudgetTooSmall:

@@ -1,14 +1,14 @@
 """Options of a budget, and the memory that is charged to it as a step begins."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Self
 
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import quality_of
-from elbowroom.plan.make import LOSSY_HELPS
+from elbowroom.plan.make import LOSSY_HELPS, MORE_NOISE
 from elbowroom.plan.menu import presets_for
-from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import EXACT_PRESETS, LOSSY_PRESETS, Preset
 from elbowroom.plan.registered import by_error
 from elbowroom.plan.shares import PREDICTED
@@ -41,26 +41,12 @@ class FitOptions:
 
     @property
     def presets(self) -> tuple[Preset, ...]:
-        """Presets of the ladder that these options allow."""
+        """Presets of the ladder that these options allow: none adds more noise than `noise`."""
         if self.exact:
             return EXACT_PRESETS
         lossy = LOSSY_PRESETS if self.codecs is None else presets_for(by_error(self.codecs))
-        return EXACT_PRESETS + lossy
-
-    def preset_noise(self, preset: int) -> float:
-        """Returns what a preset of the ladder is predicted to add to the gradient's variance.
-
-        All tensors have the code then, so that all of the gradient has its error.
-        """
-        one = self.presets[preset]
-        codec = None if one.exact else getattr(one.policy, "codec", None)
-        if codec is None or codec.lossless:
-            return 0.0
-        return PREDICTED / (quality_of(codec, maps=False).levels - 1) ** 2
-
-    def noise_by_size(self, plan: Plan) -> float:
-        """Returns what a plan is predicted to add that was made without knowing its noise."""
-        return PREDICTED * plan.noise
+        limit = inf if self.noise is None else self.noise
+        return EXACT_PRESETS + tuple(one for one in lossy if _noise(one) <= limit)
 
     @property
     def menu(self) -> tuple[str, ...] | None:
@@ -69,7 +55,9 @@ class FitOptions:
 
     @property
     def lossy_helps(self) -> str:
-        """The remedy that a refusal names if these options allow no lossy codes."""
+        """The remedy that a refusal names if these options forbid codes that would help."""
+        if not self.exact and self.noise is not None:
+            return MORE_NOISE
         if self.solver in WITHOUT_CODES:
             return f"leave out solver='{self.solver}', which takes no codes"
         return f"{LOSSY_HELPS} and noise=0.1" if self.noise == 0 else LOSSY_HELPS
@@ -82,6 +70,14 @@ class FitOptions:
     def within(self, budget_nbytes: int) -> Self:
         """Returns these options with another budget."""
         return replace(self, budget_nbytes=budget_nbytes)
+
+
+def _noise(preset: Preset) -> float:
+    """Returns what codes of all tensors add, so that all of the gradient has their error."""
+    codec = None if preset.exact else getattr(preset.policy, "codec", None)
+    if codec is None or codec.lossless:
+        return 0.0
+    return PREDICTED / (quality_of(codec, maps=False).levels - 1) ** 2
 
 
 @dataclass(frozen=True)

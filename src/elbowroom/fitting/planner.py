@@ -21,7 +21,8 @@
    this measurement (`measure/shares.py`). Then the noise that each code adds to the gradient is
    known, and another plan is made and verified. Where no plan leaves enough, and `noise=` limits
    it, the noise is predicted from how the gradient is distributed over the weights in as many
-   steps (`measure/reach.py`). What the limit does not allow is refused, whatever fits without it.
+   steps (`measure/reach.py`). Until then it is predicted from sizes. No plan or preset that is
+   predicted to add more than the limit is followed, not even to measure what it takes.
 
 A given plan (`er.fit(..., plan=)`) replaces 1 and 2: the first step follows it, and is measured. If
 it does not fit, or was made for another step, learning begins as above.

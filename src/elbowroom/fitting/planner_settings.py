@@ -12,7 +12,6 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.shares import NoiseShares
 from elbowroom.plan.solve import BASELINES, Limits, least_bound
 
 # Of non-static bytes, what an unmeasured plan leaves free, if possible. Predictions from a measured
@@ -130,28 +129,13 @@ class PlannerSettings:
     ) -> Plan:
         """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall.
 
-        Until the noise of codes is known it is not limited: it may turn out smaller than any
-        prediction. But a budget that is named to the user is one that the limit is predicted to
-        allow.
+        A limit of noise holds for every plan, also for one that is only tried. Until the noise of
+        codes is known, it is predicted from the sizes of tensors.
         """
-        is_limited = self.options.noise is not None and not exact
-        if profile.noise is not None or not is_limited or self.finest == inf:
-            return self._make(profile, margin, exact=exact, recompute=recompute)
-        try:
-            return self._make(profile, margin, exact=exact, recompute=recompute)
-        except BudgetTooSmall as error:
-            refusals = [without_frames(error)]
-        limited = replace(profile, noise=NoiseShares.by_size(profile.saved_nbytes))
-        try:
-            self._make(limited, margin, exact=exact, recompute=recompute)
-        except BudgetTooSmall as error:
-            refusals.append(without_frames(error))
-        refusals.sort(key=lambda error: error.least_nbytes)
-        raise refusals.pop()  # as in `_cheaper`
-
-    def _make(self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool) -> Plan:
+        noise = None if exact else self.options.noise
+        if noise is not None and profile.noise is None:
+            profile = profile.by_size
         budget_nbytes, static = self.options.budget_nbytes, profile.static
-        noise = None if profile.noise is None else self.options.noise
         make = partial(
             make_plan,
             profile,

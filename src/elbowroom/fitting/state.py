@@ -251,15 +251,6 @@ class FitState:
         return not (self.has_fit or self.settled or self.varies)
 
     @property
-    def noise(self) -> float:
-        """Share of variance that codes of the current setting add: measured, or else predicted."""
-        plan, profile = self.plan, self.profile
-        if plan is None:
-            return self.options.preset_noise(self.preset)
-        is_known = plan.watched or (profile is not None and profile.noise is not None)
-        return plan.noise if is_known else self.options.noise_by_size(plan)
-
-    @property
     def corrects(self) -> bool:
         """True if smaller plans are measured where no plan fits, rather than a budget refused."""
         return self.plan is not None and (self.rounds > 0 or self.from_rehearsal)

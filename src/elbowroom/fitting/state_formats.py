@@ -122,13 +122,10 @@ class States:
         recompute: modules may be recomputed
         """
         one, exact = self._least(profile, owner, settings), settings.options.exact
-        options = settings.options.within(1)
-        if one.profile.noise is None:  # no limit is kept until it is known
-            options = replace(options, noise=None)
         try:
             # It is measured, so the search for the least peak is near enough.
             finest = settings.options.budget_nbytes
-            replace(settings, options=options, finest=finest).make(
+            replace(settings, options=settings.options.within(1), finest=finest).make(
                 one.profile, 0, exact=exact, recompute=recompute
             )
         except BudgetTooSmall as error:

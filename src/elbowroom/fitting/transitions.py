@@ -20,9 +20,7 @@ from elbowroom.fitting.commands import (
     MakePlan,
     PlanByForward,
     Refuse,
-    RefuseNoise,
     RefusePresets,
-    TakePlan,
     say,
 )
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
@@ -80,22 +78,6 @@ _MAX_STRAYS = 3  # unexpected steps after which learning begins anew, at most
 
 def advance(state: FitState, seen: Observation) -> Step:
     """Returns the state after this observation, and the commands to execute, in order."""
-    after, commands = _advanced(state, seen)
-    return after, (*commands, *_limit_noise(state, after, commands))
-
-
-def _limit_noise(
-    before: FitState, state: FitState, commands: tuple[Command, ...]
-) -> tuple[Command, ...]:
-    """Refuses the budget where what is settled on adds more noise than is allowed."""
-    limit = state.options.noise
-    if limit is None or not state.settled or any(isinstance(one, TakePlan) for one in commands):
-        return ()
-    is_new = not before.settled or before.plan is not state.plan or before.preset != state.preset
-    return (RefuseNoise(state.noise),) if is_new and state.noise > limit else ()
-
-
-def _advanced(state: FitState, seen: Observation) -> Step:
     match seen:
         case StepBegan():
             return _step_began(state, seen)

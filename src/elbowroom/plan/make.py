@@ -36,6 +36,7 @@ from elbowroom.units import budget_argument, show_nbytes
 
 LOSSY_HELPS = "allow lossy codes with exact=None"
 _SEARCHES = 16  # for a lower least peak
+MORE_NOISE = "allow more noise"
 AT_LEAST = "that this step needs{within} at the least (estimated)"
 
 
@@ -206,7 +207,7 @@ def _refusal(
         within = f" with noise={noise:g}"
         more = solve(built.problem, budget - least + found.peak)
         enough = ceiled(added_variance(built.problem, more.choice)) if more.feasible else ""
-        ways.insert(0, f"allow noise={enough}" if enough else "allow more noise")
+        ways.insert(0, f"allow noise={enough}" if enough else MORE_NOISE)
     return too_small(budget, least, parts, least_is.format(within=within), *ways)
 
 

@@ -434,7 +434,8 @@ def _set_held(
                 held.bits_nbytes, held.zeros = 0, True
             held.forward_s += seconds_of(profile, "encode", codec, site.nbytes)
             held.restore_s += seconds_of(profile, "decode", codec, site.nbytes)
-            held.error = 0.0 if codec.lossless else error_of(codec, site, profile)
+            made_nbytes = profile.made_nbytes.get(id(storage), 0)
+            held.error = 0.0 if codec.lossless else error_of(codec, site, profile, made_nbytes)
 
 
 def _as_made(preset: Preset, site: Site) -> Site:

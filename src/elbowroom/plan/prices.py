@@ -54,14 +54,17 @@ def fixed_name(verb: str, codec: Codec) -> str:
     return f"{verb} {codec.id}"
 
 
-def error_of(codec: Codec, site: Site, profile: Profile) -> float:
+def error_of(codec: Codec, site: Site, profile: Profile, made_nbytes: int = 0) -> float:
     """Returns the gradient variance that the code adds, as a share of that of mini-batches.
+
+    made_nbytes: of what is made of the tensor, and has the error of its code, too; where shares of
+    sites are known, it is in them
 
     Where that was not measured, all tensors matter as their size: the share of all saved bytes that
     this is, times the variance of a code of a normal. What is no dither counts as one that makes as
     large an error of a normal.
     """
-    return _noise(profile, site, levels_of(codec, site))
+    return _noise(profile, site, levels_of(codec, site), made_nbytes)
 
 
 def levels_of(codec: Codec, site: Site) -> float:
@@ -78,9 +81,10 @@ def levels_of(codec: Codec, site: Site) -> float:
     return quality.levels_of_zeros if is_less else quality.levels
 
 
-def _noise(profile: Profile, site: Site, levels: float) -> float:
+def _noise(profile: Profile, site: Site, levels: float, made_nbytes: int = 0) -> float:
     if profile.noise is not None:
-        return profile.noise.of(site.name, site.nbytes, levels)
+        more = 0 if profile.noise.sites else made_nbytes
+        return profile.noise.of(site.name, site.nbytes + more, levels)
     return site.nbytes / max(profile.saved_nbytes, 1) / (levels - 1) ** 2
 
 

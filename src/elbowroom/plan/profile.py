@@ -197,6 +197,25 @@ class Profile:
         return {}
 
     @cached_property
+    def by_size(self) -> "Profile":
+        """This profile with noise that is predicted from the sizes of tensors alone."""
+        return replace(self, noise=NoiseShares.by_size(self.saved_nbytes))
+
+    @cached_property
+    def made_nbytes(self) -> dict[int, int]:
+        """Bytes of the tensors that are made of a storage, by its `id`: they have its error, too.
+
+        Tensors that are made of these in turn are left out: of a sum of many, the error of one is a
+        small part.
+        """
+        found: Counter[int] = Counter()
+        for one in self.storages:
+            if any(save.site.need in (Need.EXACT, Need.LOSSY) for save in one.saves):
+                for source in set(one.made_of):
+                    found[id(self.storages[source])] += one.nbytes
+        return dict(found)
+
+    @cached_property
     def unmeasured(self) -> "Profile":
         """This profile for questions about bytes alone: a rate that is not known stays unknown.
 

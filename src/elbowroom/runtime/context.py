@@ -38,6 +38,7 @@ class Context:
     kept          reasons for sites that are always kept
     exact         the same, by the outermost module, of contexts that learn nothing else
     learned       how often a site was added to either, or a parameter noted that changes
+    held_raw      names of modules of which a tensor was held as it is where a code was planned
     survivors     sites of which a tensor was still there, unchanged, as backward read its code
     made_again    rebuilt tensors that wait for their next readers
     planned       the same of plans, where decoded ones wait, too
@@ -78,6 +79,7 @@ class Context:
         self.runs_again = self.gathers = self.rows_wait = False
         self.takes_small = self.drops_codecs = False
         self.kept: dict[SiteKey, str] = {}
+        self.held_raw: set[str] = set()
         self.survivors: set[SiteName] = set()
         self._learned = 0
         self._remembered: dict[Hashable, Any] = {}

@@ -16,7 +16,8 @@ warning says so, as the gradient of this step is wrong. Public models have 0.02 
 docs/log.md).
 
 It is measured where errors go on element by element: in products and in smooth functions. In a sum
-over many elements they average out.
+over many elements they average out. What the next nodes let through of a result, as a clamp does,
+may be mostly error although the result is not: so it is measured behind them, too (`_Carried`).
 
 It takes no room that plans would have to know of: samples are freed before the node itself runs. Of
 a code alone, a few parts are decoded. What is rebuilt, or lies in memory in another order, is
@@ -24,8 +25,9 @@ restored once more, as the node will do; meanwhile only a sample of single eleme
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -39,7 +41,7 @@ from elbowroom.codecs.base import PART
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import error_of_dither, quality_of
 from elbowroom.plan import Need
-from elbowroom.plan.site import Formula, HalfSuffices, key_of
+from elbowroom.plan.site import Formula, HalfSuffices, Site, key_of
 from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.kept import Deferred, Given
@@ -55,6 +57,16 @@ _PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
 _TIMES = 4.0
 _EACH, _MIN, _MAX = 16, 2, 4  # parts that are compared: one of so many; at least, and at most
 _FAR, _FEW = 64, 256  # of single elements: one of so many, but as many
+_MAX_FOLLOWED = 6  # ops that a result goes on through
+# Nodes that work element by element, and may let through but a part, or enlarge it.
+_CARRIES = frozenset(
+    (
+        *("abs", "add", "clamp", "clampmax", "clampmin", "div", "elu", "exp", "exp2", "expm1"),
+        *("gelu", "hardshrink", "hardsigmoid", "hardtanh", "leakyrelu", "log", "log1p", "mul"),
+        *("neg", "pow", "product", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid", "silu"),
+        *("softplus", "softshrink", "sqrt", "sub", "tanh", "threshold", "where"),
+    )
+)
 _EVERY = 8  # of so many examined forwards of a model, a code is measured in the first
 _looks: "weakref.WeakKeyDictionary[object, dict[object, int]]" = weakref.WeakKeyDictionary()
 
@@ -147,12 +159,18 @@ class _Reading:
             share = _share(made, other)
             if share > 0:
                 self._forward.has_found(model, root)
-            if share > max(MOST, _TIMES * error_of_dither(codec.levels)):
-                self._keep(root, model)
+            most = max(MOST, _TIMES * error_of_dither(codec.levels))
+            if share > most:
+                self._keep(root.sites[-1])
+                continue
+            carried = _Carried(sample, partial(self._keep, root.sites[-1]), most)
+            for x, y in zip(made, other, strict=True):
+                if x is not None and y is not None:
+                    carried.follow(node, x, y, _MAX_FOLLOWED)
 
-    def _keep(self, slot: Slot, model: nn.Module | None) -> None:
-        """Keeps the tensor of a slot from the next step on."""
-        site = slot.sites[-1]
+    def _keep(self, site: Site) -> None:
+        """Keeps the tensors of a site from the next step on."""
+        model = None if self._model is None else self._model()
         if self._forward.context.learn_exact(model, key_of(site), WHY):
             self._forward.late_warnings.warn(site.consumer, site.module, WHY)
 
@@ -196,6 +214,62 @@ class _Sample(NamedTuple):
             return torch.cat([flat[at] for at in self.places])
         ranges = [torch.arange(at.start, at.stop, at.step or 1) for at in self.places]
         return x[torch.unravel_index(torch.cat(ranges).to(x.device), self.shape)]
+
+
+class _Carried:
+    """Measures noise again behind the ops that a result goes on through, element by element.
+
+    These may let through but a part of it, as a clamp does, or enlarge a part. What they do to an
+    element is what they do to its gradient, which is known once they have run: so nothing is run
+    for this. A sum of several gradients is not followed.
+    """
+
+    def __init__(self, sample: _Sample, keep: Callable[[], None], most: float) -> None:
+        """keep: called once if more than `most` of what is let through is noise."""
+        self._sample, self._keep, self._most = sample, keep, most
+        self._is_kept = False
+
+    def follow(self, node: Any, made: Tensor, other: Tensor, steps: int) -> None:
+        """Follows a result of a node, and what it would have been with other noise."""
+        for below, _ in node.next_functions:
+            name = "" if below is None else below.name().partition("Backward")[0]
+            if steps and name.lstrip("_").lower() in _CARRIES:
+                self._await(below, made, other, steps - 1)
+
+    def _await(self, node: Any, made: Tensor, other: Tensor, steps: int) -> None:
+        def ran(grads_in: Sequence[Tensor | None], grads_out: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            with torch.no_grad(), torch._C.DisableTorchFunction(), suppress(RuntimeError):
+                if not self._is_kept and not second_pass.runs:
+                    self._go_on(node, made, other, steps, grads_in, grads_out)
+
+        handle = node.register_hook(ran)
+
+    def _go_on(
+        self,
+        node: Any,
+        made: Tensor,
+        other: Tensor,
+        steps: int,
+        grads_in: Sequence[Tensor | None],
+        grads_out: Sequence[Tensor | None],
+    ) -> None:
+        shape, grad = self._sample.shape, grads_out[0]
+        if grad is None or tuple(grad.shape) != shape:
+            return
+        grad = self._sample.taken(grad)
+        if not torch.allclose(grad, made, rtol=1e-3):  # of another result, or a sum
+            return
+        for passed in grads_in:
+            if passed is None or tuple(passed.shape) != shape:
+                continue
+            passed = self._sample.taken(passed)
+            noise = torch.where(grad == 0, 0, (other - made) * (passed / grad))
+            if _share([passed], [passed + noise]) > self._most:
+                self._is_kept = True
+                self._keep()
+                return
+            self.follow(node, passed, passed + noise, steps)
 
 
 class _Values(NamedTuple):

@@ -9,6 +9,7 @@ The largest buffer of a code may be in another tier (`MovedCodeHandle`). It is f
 that the code is read, and released after that.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,11 +40,14 @@ from elbowroom.runtime.normal import (
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.storage import WeakStorage, counted, counter_of, storage_nbytes, version_of
 from elbowroom.runtime.tiers import tier_for
+from elbowroom.units import show_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.runtime.context import Context
 
 Parts = Callable[[int, int], Tensor]  # first element, number -> flat
+_log = logging.getLogger("elbowroom")
+_MOST_SAID = 4  # modules that are named where values cannot be encoded
 _PARTS = 16  # of a tensor whose noise is drawn again
 
 
@@ -364,10 +368,37 @@ def encoded(
     else:
         room = _room(context, (name, codec, base.numel()), base)
         code = codec.encode(x, seed, facts, affine, room)
-    own = on_survived, None if code.raw else normal
+    if code.raw:
+        say_raw(code, name, context)
+        normal = None
+    own = on_survived, normal
     if action.moved is not None and (move := _move(action.moved, code, name, context)):
         return MovedCodeHandle(code, base, *own, move)
     return EncodeHandle(code, base, *own)
+
+
+def say_raw(code: Encoded, name: SiteName, context: "Context | None") -> None:
+    """Warns, once for a module, of a tensor that a fit holds as it is where it planned a code.
+
+    It has a NaN, an Inf or a value beyond the range of the codec, or is smaller than that takes.
+    """
+    if context is None or not context.learns or name.module in context.held_raw:
+        return
+    nbytes = code.codec.encoded_nbytes(code.shape, code.dtype, code.facts)
+    if code.nbytes <= nbytes:
+        return
+    context.held_raw.add(name.module)
+    if len(context.held_raw) <= _MOST_SAID:
+        _log.warning(
+            "what '%s' saves in %s has a value that '%s' does not encode (a NaN, an Inf "
+            "or one beyond its range), so it is held as it is, in %s where %s were planned: such a "
+            "step may exceed the budget%s",
+            name.consumer,
+            f"module '{name.module}'" if name.module else "the model",
+            code.codec.id,
+            *map(show_nbytes, (code.nbytes, nbytes)),
+            "; no more modules are named" if len(context.held_raw) == _MOST_SAID else "",
+        )
 
 
 def _room(context: "Context | None", kind: Hashable, base: Tensor) -> Room | None:

@@ -27,7 +27,7 @@ from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.plan.site import SiteName
 from elbowroom.runtime.handles import EncodeHandle, Handle
-from elbowroom.runtime.handles.encode import is_normalized, normalized
+from elbowroom.runtime.handles.encode import is_normalized, normalized, say_raw
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
 from elbowroom.runtime.normal import Normalized
@@ -482,7 +482,10 @@ def encoder(
         unheld = Unheld(weakref.ref(whole.untyped_storage()), survivors, name)
         if alone and base is None and type(encoded) is Compact:
             return Coded((encoded, normal, replay.token, unheld))
-        handle = EncodeHandle(encoded, base, None, None if encoded.raw else normal)
+        if encoded.raw:
+            say_raw(encoded, name, replay.context)
+            normal = None
+        handle = EncodeHandle(encoded, base, None, normal)
         handle.unheld = unheld
         return handle
 
