@@ -34,12 +34,14 @@ def say_measured(options: FitOptions, plan: Plan | None, peak_nbytes: int) -> No
 
     plan: None for a step without one, which has no prediction
     """
+    is_over = peak_nbytes > options.budget_nbytes
     _log.log(
-        logging.WARNING if peak_nbytes > options.budget_nbytes else logging.INFO,
-        "budget %s: peak %smeasured %s",
+        logging.WARNING if is_over else logging.INFO,
+        "budget %s: peak %smeasured %s%s",
         show_nbytes(options.budget_nbytes),
         "" if plan is None else f"predicted {show_nbytes(plan.peak)}, ",
         show_nbytes(peak_nbytes),
+        is_over * ", above the budget",
     )
 
 
