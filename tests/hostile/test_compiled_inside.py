@@ -3,6 +3,7 @@
 All run without Inductor's code generation (`uncompiled.py`); plain torch.compile runs so, too.
 """
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -214,6 +215,26 @@ def test_the_loss_of_a_compiled_model_is_compiled_in_what_that_leaves(
     assert weights(model) + needed <= budget
     er.release(called)
     assert not attached()
+
+
+def test_a_library_that_copies_what_is_compiled_with_it_is_no_obstacle(
+    uncompiled, monkeypatch
+) -> None:
+    """As Lightning's torch.compile does (lightning/fabric/wrappers.py)."""
+    compile_plainly, copies = torch.compile, []
+
+    def compile_and_copy(model: Any, **settings: Any) -> Any:
+        done = compile_plainly(model, **settings)
+        copies.append((settings.get("backend"), copy.deepcopy(settings).get("backend")))
+        return done
+
+    monkeypatch.setattr(torch, "compile", compile_and_copy)
+    model, criterion = Classifier(), nn.CrossEntropyLoss()
+    fitted = er.fit(torch.compile(model), budget="1 GiB", exact=True, loss=criterion)
+    trained(model, lambda: criterion(fitted(X), Y))
+    backends = [(given, copied) for given, copied in copies if callable(given)]
+    assert len(backends) == 2  # of the model and of the loss
+    assert all(given is copied for given, copied in backends)
 
 
 def test_a_loss_that_no_plan_leaves_room_for_is_refused_with_what_the_model_holds(

@@ -113,7 +113,7 @@ def test_a_step_of_it_is_run_once_and_stays_inside() -> None:
     er.release(training.model)
 
 
-def test_a_plan_of_a_file_and_a_lossy_one(tmp_path: Path) -> None:
+def test_a_plan_of_a_file_and_a_lossy_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lossy = plan_of(sgd, 0.5, exact=False)
     lossy.save(tmp_path / "plan.json")
     training = Training()
@@ -121,6 +121,8 @@ def test_a_plan_of_a_file_and_a_lossy_one(tmp_path: Path) -> None:
     losses = [float(training.step()) for _ in range(3)]
     assert all(loss < 5 for loss in losses)
     er.release(training.model)
+    (said,) = (one for one in caplog.messages if "lossy codes" in one)
+    assert "by the plan that was given, some saved tensors are stored in lossy codes" in said
 
 
 def test_a_plan_of_another_model_is_not_trusted() -> None:

@@ -15,6 +15,7 @@ from elbowroom.demo.models import GPT, ResNet18, UNet
 from elbowroom.measure import mark, memory_curve
 from elbowroom.plan import Encode, Exact, Keep
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.units import show_nbytes
 from programs import looking
 
 
@@ -185,6 +186,19 @@ def test_it_says_what_and_why():
     for word in ("left alone because", "dither", "log", "saved tensors:"):
         assert word in text
     assert repr(saved.ledger).startswith("Ledger(")
+    del y
+
+
+def test_small_tensors_share_a_row_of_the_table():
+    """The table of a ResNet-18 had 24 rows of statistics, of 64 to 512 bytes."""
+    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(4)))
+    with er.saving() as saved:
+        y = net(torch.randn(64, 3, 32, 32)).sum()
+    small = [row for row in saved.ledger.rows if row.why == "small"]
+    (shown,) = (line for line in str(saved.ledger).splitlines() if "small" in line)
+    assert len(small) > 3
+    assert str(sum(row.count for row in small)) in shown.split()
+    assert show_nbytes(sum(row.before_nbytes for row in small)) in shown
     del y
 
 

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import import_module
 from itertools import pairwise
 
@@ -146,6 +147,9 @@ def test_codecs_lists_the_registry(columns):
     assert "…" not in result.stdout  # ids and values of fields are there to be typed
     for name in er.codecs():
         assert name in result.stdout
+        codec = er.codec(name)
+        for field in (one.name for one in fields(codec) if one.init):
+            assert f"{field}={getattr(codec, field)!r}" in result.stdout
 
 
 def test_help_fills_the_lines_of_the_terminal():

@@ -1,5 +1,6 @@
 """What `elbowroom run` says last, and ends with, where a budget was not kept."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 from elbowroom.cli.outcome import say_not_kept, say_not_measured
 from elbowroom.cli.run import _Run
 from elbowroom.fitting import Summary
+from elbowroom.fitting.messages import say_measured
+from elbowroom.fitting.options import FitOptions
 from elbowroom.runtime import compiler
 
 MIB = 2**20
@@ -86,3 +89,13 @@ def test_exact_is_said_against_eager_where_compiled_code_ran_eagerly(
     assert remark() == "no bit of a gradient changed"
     monkeypatch.setattr(compiler, "_said", True)
     assert remark().startswith("no bit of a gradient changed against eager PyTorch")
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_measured_step_above_the_budget_is_called_so(over, caplog) -> None:
+    with caplog.at_level(logging.INFO, "elbowroom"):
+        say_measured(FitOptions(8 * MIB), None, 9 * MIB if over else 8 * MIB)
+    (record,) = caplog.records
+    assert record.levelname == ("WARNING" if over else "INFO")
+    peak = "9.00 MiB, above the budget" if over else "8.00 MiB"
+    assert record.getMessage() == f"budget 8.00 MiB: peak measured {peak}"

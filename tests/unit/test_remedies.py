@@ -31,3 +31,16 @@ def test_an_exact_refusal_names_codes_and_measures_none(profile: Profile) -> Non
     exactly = Unasked({k: v for k, v in profile.rates.items() if "dither" not in k})
     with pytest.raises(BudgetTooSmall, match="Allow lossy codes with exact=None"):
         make_plan(replace(profile, rates=exactly), profile.peak // 4, exact=True)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_what_stands_before_the_step_is_helped_by_no_smaller_batch(
+    profile: Profile, share: float
+) -> None:
+    """A ViT with 43.1 MiB of weights and states was told to halve its batch for 42.9 MiB."""
+    assert profile.static
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(profile, int(share * profile.static), exact=True)
+    for remedy in ("alve the batch", "exact=None"):
+        assert (remedy in str(refused.value)) == (share > 1), str(refused.value)
+    assert "ive budget=" in str(refused.value)

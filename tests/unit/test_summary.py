@@ -1,5 +1,7 @@
 """er.summary says at any time what a fit has done."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -66,3 +68,24 @@ def test_of_a_compiled_model_all_is_estimated(uncompiled) -> None:
     assert told.last_nbytes is None
     assert told.predicted_nbytes is not None
     assert "planned inside torch.compile" in str(told)
+
+
+def test_a_row_names_as_many_modules_as_fit_a_line() -> None:
+    """Names in a language model are long: three of them would take two lines of a terminal."""
+    model = er.fit(net(), budget="12 MiB", exact=True)
+    train(model, 12)
+    told = er.summary(model)
+    long = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_dropout" for n in range(4)]
+    for names, shown in ((long, f"{long[0]} and 3 more"), (["1", "3", "5"], "1, 3, 5")):
+        lines = tuple(replace(told.lines[0], action="rebuild", module=name) for name in names)
+        assert replace(told, lines=lines).rows()[-1][-1] == shown
+
+
+def test_an_estimate_above_the_budget_that_a_measurement_refutes_says_so() -> None:
+    model = er.fit(net(), budget="12 MiB", exact=True)
+    train(model, 12)
+    told = replace(er.summary(model), setting="plan", last_setting="plan", last_nbytes=12 * 2**20)
+    for predicted, remark in ((12 * 2**20, ""), (13 * 2**20, "the estimate is too high")):
+        (row,) = (r for r in replace(told, predicted_nbytes=predicted).rows() if "planned" in r[0])
+        assert row[3].startswith(remark)
+        assert bool(row[3]) == bool(remark)

@@ -10,7 +10,7 @@ runs as it is, and the model is compiled again for less.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -35,6 +35,10 @@ class CompiledLoss:
         self.refused: BudgetTooSmall | None = None
         self._options, self._room, self._offloads = options, 0, settings.offloads
         self._call: Callable[..., Any] = torch.compile(loss, backend=self, dynamic=dynamic)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Returns itself: Lightning copies all that torch.compile is given (`fitting/twin.py`)."""
+        return self
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the loss. Its inputs count: they are what the model has computed."""

@@ -29,12 +29,14 @@ def say_measured(options: FitOptions, plan: Plan | None, peak_nbytes: int) -> No
 
     plan: None for a step without one, which has no prediction
     """
+    is_over = peak_nbytes > options.budget_nbytes
     _log.log(
-        logging.WARNING if peak_nbytes > options.budget_nbytes else logging.INFO,
-        "budget %s: peak %smeasured %s",
+        logging.WARNING if is_over else logging.INFO,
+        "budget %s: peak %smeasured %s%s",
         show_nbytes(options.budget_nbytes),
         "" if plan is None else f"predicted {show_nbytes(plan.peak)}, ",
         show_nbytes(peak_nbytes),
+        is_over * ", above the budget",
     )
 
 
@@ -285,24 +287,33 @@ def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None
 
 
 def say_setting(
-    options: FitOptions, chosen: Preset, *, rounds: bool, was_lossy: bool, estimated: bool
+    options: FitOptions,
+    chosen: Preset,
+    *,
+    rounds: bool,
+    was_lossy: bool,
+    estimated: bool,
+    given: bool = False,
 ) -> None:
     """Logs the setting of forwards, at WARNING when it becomes lossy for the first time.
 
     rounds     no code is lossy, but results differ by rounding
     was_lossy  an earlier setting was lossy, too
     estimated  no step was measured yet
+    given      the setting is a plan of the user's
     """
     budget = show_nbytes(options.budget_nbytes)
     if chosen.exact or rounds or was_lossy or options.exact is False:
         kind = "exact" if chosen.exact else "exact but for rounding" if rounds else "lossy"
         _log.info("budget %s: saved tensors use the setting '%s' (%s)", budget, chosen.name, kind)
         return
+    reason = "exact actions alone do not fit, so"
+    reason = "by the plan that was given," if given else "by an estimate, " * estimated + reason
     _log.warning(
-        "budget %s: %sexact actions alone do not fit, so some saved tensors are stored in lossy "
-        "codes, which change gradients a little (setting '%s'); exact=True (--exact) forbids this",
+        "budget %s: %s some saved tensors are stored in lossy codes, which change gradients a "
+        "little (setting '%s'); exact=True (--exact) forbids this",
         budget,
-        "by an estimate, " if estimated else "",
+        reason,
         chosen.name,
     )
 

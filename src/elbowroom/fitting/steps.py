@@ -300,5 +300,6 @@ class MeasuredSteps:
             rounds=rounds,
             was_lossy=self._said_lossy,
             estimated=self.planner.state.is_estimated,
+            given=self.planner.state.follows_given,
         )
         self._said_lossy = self._said_lossy or not (chosen.exact or rounds)

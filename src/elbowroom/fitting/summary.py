@@ -158,7 +158,7 @@ def _size(nbytes: int | None) -> str:
 
 def _setting(figures: Summary) -> str:
     if figures.setting == "plan":
-        return ""
+        return _is_pessimistic(figures) * "the estimate is too high: the step was measured"
     if figures.setting == "hooks":
         return "the script's own saved-tensor hooks hold what it saves"
     if figures.setting == "compiled":
@@ -167,6 +167,13 @@ def _setting(figures: Summary) -> str:
     return (
         "nothing needs to be done" if figures.setting == "keep" else f"no plan: '{figures.setting}'"
     )
+
+
+def _is_pessimistic(figures: Summary) -> bool:
+    """Returns whether the plan is above the budget by its estimate alone."""
+    predicted, last, budget = figures.predicted_nbytes, figures.last_nbytes, figures.budget_nbytes
+    followed = figures.last_setting == "plan"
+    return followed and predicted is not None and last is not None and last <= budget < predicted
 
 
 def _verdict(figures: Summary) -> str:
@@ -187,12 +194,15 @@ def _over(nbytes: int | None, budget_nbytes: int) -> str:
     return f"{show_nbytes(over)} over the budget" if over > 0 else "within the budget"
 
 
-def _places(lines: list[Line], most: int = 3) -> str:
-    """The modules of the largest tensors."""
+def _places(lines: list[Line], most: int = 3, columns: int = 64) -> str:
+    """Names the modules of the largest tensors: one, and more of them in so many columns."""
     largest = sorted(lines, key=lambda line: -line.nbytes)
     names = list(dict.fromkeys(line.module or "(outermost)" for line in largest))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    shown = names[:most]
+    while len(shown) > 1 and len(", ".join(shown)) > columns:
+        shown.pop()
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
 
 
 def summary_of_regions(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, sqrt
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -121,6 +121,10 @@ class Twin:
             self.call = partial(_with_forward, model, forward)
         else:
             self.call = compiled(model)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Returns itself: Lightning copies all that torch.compile is given, which has the model."""
+        return self
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""

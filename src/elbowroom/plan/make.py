@@ -139,6 +139,7 @@ def make_plan(
             exact=bool(exact),
             noise=noise,
             least_is=least_is,
+            helps_anyway=helps_anyway,
         )
     return _plan(profile, built, found, budget - margin + in_flight, in_flight, variance)
 
@@ -189,6 +190,7 @@ def _refusal(
     exact: bool,
     noise: float | None,
     least_is: str,
+    helps_anyway: bool,
 ) -> BudgetTooSmall:
     """The error that says what takes the room, and what to type next."""
     level = levels(built.problem, found.choice)
@@ -201,6 +203,8 @@ def _refusal(
         "saved for backward": saved,
     }
     within, ways = "", [*more_ways, "halve the batch"]
+    if static >= budget:  # not even a step of no samples, that saves nothing, would fit
+        ways = [*more_ways] if helps_anyway else []
     allows_codes = noise is not None and not exact
     freely = lowered(built.problem, Limits(0), found.choice) if allows_codes else found.choice
     if peak(built.problem, freely) < found.peak:

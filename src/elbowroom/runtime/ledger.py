@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.plan.site import without_prefix
+from elbowroom.plan.site import SMALL, without_prefix
 from elbowroom.units import show_nbytes
 
 
@@ -446,7 +446,7 @@ def _render(ledger: Account) -> str:
     if any_away:
         table.add_column("away", justify="right")
     table.add_column("left alone because")
-    for row in sorted(ledger.rows, key=lambda row: -row.before_nbytes):
+    for row in _shown(ledger.rows):
         sizes = [show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)]
         if any_away:
             sizes.append(show_nbytes(row.away_nbytes) if row.away_nbytes else "")
@@ -455,3 +455,15 @@ def _render(ledger: Account) -> str:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
+
+
+def _shown(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows of the table, largest first; all small tensors share the last one."""
+    rows = sorted(rows, key=lambda row: -row.before_nbytes)
+    small = [row for row in rows if row.why == SMALL]
+    if len(small) < 2:
+        return rows
+    names = ("count", "before_nbytes", "after_nbytes", "away_nbytes")
+    sums = {name: sum(getattr(row, name) for row in small) for name in names}
+    others = Row("", "others", "", small[0].action, SMALL, **sums)
+    return [*(row for row in rows if row.why != SMALL), others]
