@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.errors import InvalidSetting, PlanError, UnsupportedGradient
 from elbowroom.optim import SGD, STATES, AdamW, Lion
+from elbowroom.optim.release import TOGETHER_NBYTES
 from elbowroom.plan import Exact
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
@@ -212,6 +213,90 @@ def test_a_gradient_that_is_not_finite_spares_its_parameter_only(cls, state, bad
     assert optimizer.state[net.middle.weight]["step"] == 3
 
 
+# --- small gradients wait for each other ---
+
+
+def layers(depth: int) -> nn.Sequential:
+    """One layer of 1 MiB, and `depth` of 16 KiB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4096, 64), *(nn.Linear(64, 64) for _ in range(depth)))
+
+
+def calls_of(optimizer: AdamW, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Bytes of the gradients of each update, as they come."""
+    calls, apply = [], optimizer.apply
+
+    def noting(complete: list[Any]) -> int:
+        calls.append([one.grad.nbytes for one in complete])
+        return apply(complete)
+
+    monkeypatch.setattr(optimizer, "apply", noting)
+    return calls
+
+
+def test_small_gradients_are_applied_together_and_large_ones_alone(monkeypatch):
+    net = layers(40)
+    optimizer = AdamW(net.parameters(), lr=1e-3, state="int8")
+    optimizer.release_gradients()
+    calls = calls_of(optimizer, monkeypatch)
+    net(torch.randn(4, 4096)).square().mean().backward()
+    assert all(p.grad is None for p in net.parameters())
+    assert sum(map(len, calls)) == len(list(net.parameters()))  # before step()
+    small = [call for call in calls if max(call) < TOGETHER_NBYTES]
+    assert len(small) <= 4  # 640 KiB in all
+    assert all(sum(call) < TOGETHER_NBYTES + max(call) for call in calls)
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+def test_what_waits_as_a_backward_fails_is_applied_by_the_step(monkeypatch):
+    def fails(grad: Tensor) -> None:
+        raise ArithmeticError("so it is")
+
+    net, twin = layers(4), layers(4)
+    optimizer = AdamW(net.parameters(), lr=1e-3)
+    optimizer.release_gradients()
+    ordinary = AdamW(twin.parameters(), lr=1e-3)
+    x = torch.randn(4, 4096)
+    twin(x).square().mean().backward()
+    for p in twin[:2].parameters():
+        p.grad = None
+    ordinary.step()
+    hook = net[1].register_full_backward_hook(lambda *_: fails(x))
+    calls = calls_of(optimizer, monkeypatch)
+    with pytest.raises(ArithmeticError):
+        net(x).square().mean().backward()
+    hook.remove()
+    net.zero_grad()
+    assert not calls
+    optimizer.step()
+    assert len(calls) == 1
+    assert same([*net[2:].parameters()], [*twin[2:].parameters()])
+    for _ in range(2):  # in the next backward all is as before
+        net(x).square().mean().backward()
+        assert all(p.grad is None for p in net.parameters())
+        optimizer.step()
+    assert optimizer.state[net[1].weight]["step"] in (2, 3)
+    assert optimizer.state[net[2].weight]["step"] == 3
+
+
+def test_an_update_that_is_refused_gives_its_gradients_back(monkeypatch):
+    net, optimizer, _ = released()
+    before = bits(net, optimizer)
+
+    def refuses(*args: Any) -> None:
+        raise UnsupportedGradient("so it is")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "_due_one", refuses)
+        with pytest.raises(UnsupportedGradient, match="so it is"):
+            net(batch(0)).square().mean().backward()
+    assert any(p.grad is not None for p in net.parameters())
+    assert same(before, bits(net, optimizer))
+    optimizer.step()  # of what was left
+    assert not same(before, bits(net, optimizer))
+
+
 # --- what needs all gradients ---
 
 
@@ -258,13 +343,25 @@ def test_a_graph_that_is_kept_is_stopped_by_autograd():
 
 
 def test_what_reads_a_weight_beside_the_graph_is_stopped():
-    weight = nn.Parameter(torch.randn(80, 80))
-    optimizer = AdamW([weight], lr=1e-2)
-    optimizer.release_gradients()
-    x = torch.randn(80, 80, requires_grad=True)
-    late = (x @ weight.detach()).tanh()  # its backward reads the weight after the update
+    def sum_of_both(width: int) -> tuple[AdamW, Tensor, Tensor, Tensor]:
+        weight = nn.Parameter(torch.randn(width, width))
+        optimizer = AdamW([weight], lr=1e-2)
+        optimizer.release_gradients()
+        x = torch.randn(width, width, requires_grad=True)
+        late = (x @ weight.detach()).tanh()  # its backward reads the weight after the update
+        return optimizer, x, weight, (late + weight).sum()
+
+    _alive, _, _, both = sum_of_both(300)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (late + weight).sum().backward()
+        both.backward()
+    _alive, x, weight, both = sum_of_both(
+        80
+    )  # the update of few bytes waits until backward has ended
+    (exact,) = torch.autograd.grad(both, [x], retain_graph=True)
+    before = weight.detach().clone()
+    both.backward()
+    assert torch.equal(x.grad, exact)
+    assert not torch.equal(weight, before)
 
 
 def test_double_backward_is_refused():

@@ -13,6 +13,7 @@ from torch import nn
 from elbowroom.kernels import reference
 from elbowroom.kernels import triton as gpu
 from elbowroom.optim import SGD, STATES, AdamW, Lion, base
+from elbowroom.optim import release as releases
 from waiting import NoWaiting
 
 every = pytest.mark.parametrize(
@@ -22,7 +23,12 @@ every = pytest.mark.parametrize(
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr(base, "is_read_later", lambda flag: True)
+    verdicts_come_later(monkeypatch, is_late=True)
+
+
+def verdicts_come_later(monkeypatch, *, is_late):
+    for module in (base, releases):
+        monkeypatch.setattr(module, "is_read_later", lambda flag: is_late)
 
 
 def network(dtype=torch.bfloat16):
@@ -68,7 +74,7 @@ def test_bits_and_skipped_steps_are_those_of_an_optimizer_that_waits(
 ):
     found = []
     for is_late in (False, True):
-        monkeypatch.setattr(base, "is_read_later", lambda flag, is_late=is_late: is_late)
+        verdicts_come_later(monkeypatch, is_late=is_late)
         net = network()
         optimizer = cls(net.parameters(), lr=1e-2, state=state)
         release = optimizer.release_gradients() if released else None

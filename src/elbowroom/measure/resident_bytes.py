@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.optim.base import EncodedOptimizer
+from elbowroom.optim.release import TOGETHER_NBYTES
 from elbowroom.plan.resident_bytes import ResidentBytes
 from elbowroom.runtime.undo import tensors_of
 
@@ -47,11 +48,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def gradients_nbytes(trained: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> int:
-    """Returns the bytes of gradients at one time: of those released in backward, the largest."""
+    """Returns the bytes of gradients at one time: of those released in backward, the largest.
+
+    Small ones that wait for it stand beside it.
+    """
     trained = list(trained)
-    released = _released(optimizers)
-    passing = max((p.nbytes for p in trained if id(p) in released), default=0)
-    return passing + sum(p.nbytes for p in trained if id(p) not in released)
+    watched = _released(optimizers)
+    released = [p.nbytes for p in trained if id(p) in watched]
+    passing = max(released, default=0)
+    passing += min(sum(released) - passing, TOGETHER_NBYTES)
+    return passing + sum(p.nbytes for p in trained if id(p) not in watched)
 
 
 def expected_nbytes(optimizer: Optimizer, p: Tensor) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from elbowroom.measure.timing import least_s
 from elbowroom.optim import SGD, AdamW, Lion
+from elbowroom.optim.release import Complete
 
 _KINDS: dict[str, type[AdamW | Lion | SGD]] = {kind.rule: kind for kind in (AdamW, Lion, SGD)}
 _ROWS, _ROW = 1 << 10, 1 << 10
@@ -23,4 +24,4 @@ def update_s(rule: str, state: str, device_type: str) -> float:
     grad = torch.ones_like(p)
     optimizer = _KINDS[rule]([p], state=state)
     (group,) = optimizer.param_groups
-    return least_s(lambda: optimizer.apply(0, group, p, grad), device) / p.numel()
+    return least_s(lambda: optimizer.apply([Complete(0, group, p, grad)]), device) / p.numel()

@@ -41,7 +41,7 @@ from elbowroom.optim.formats import Group, check_state, resolve, state_nbytes
 from elbowroom.optim.layout import StateLayout
 from elbowroom.optim.parameters import DTYPES, Update, check_held, facts_of, update_of
 from elbowroom.optim.prepared import Prepared
-from elbowroom.optim.release import CANNOT, GradientRelease, check_alone
+from elbowroom.optim.release import CANNOT, Complete, GradientRelease, check_alone
 from elbowroom.optim.settings import check_torchs, foreign
 from elbowroom.optim.sharded import agreed, aligned, is_sharded, local
 from elbowroom.optim.state_dict import decoded, loaded, portable
@@ -115,7 +115,7 @@ class EncodedOptimizer(Optimizer):
         """Applies and frees each gradient inside backward, from now on.
 
             release = optimizer.release_gradients()
-            loss.backward()      # updates; one gradient exists at a time
+            loss.backward()      # updates; a large gradient exists alone
             optimizer.step()     # ends the step; must be called after each backward
 
         The bits are those of an ordinary step, if all gradients are finite; one that is not leaves
@@ -172,6 +172,8 @@ class EncodedOptimizer(Optimizer):
                 loss = closure()
         self.settle()
         self._hear_of_graphs()
+        if self.released is not None:
+            self.released.apply_waiting()
         batches, grads = self._due()
         left = 0 if self.released is None else self.released.end_step()
         flag = batches.beyond(grads)
@@ -183,16 +185,21 @@ class EncodedOptimizer(Optimizer):
         self.end_step(left)
         return loss
 
-    def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
-        """Updates one parameter, the index-th of all; False if it did not: grad is not finite.
+    def apply(self, complete: list[Complete]) -> int:
+        """Updates parameters; returns how many it has not: their gradients are not finite.
 
         On CUDA that is not known yet, and heard of when the next step begins.
         """
         self.settle()
-        self._check_torchs(group)
-        due, grad = self._due_one(index, group, p, grad)
-        batches = Batches(self.rule, [due], [grad])
-        return self._updated(batches, [grad], agreed([p], batches.beyond([grad])))
+        for group in {id(one.group): one.group for one in complete}.values():
+            self._check_torchs(group)
+        made = [self._due_one(*one) for one in complete]
+        grads = [grad for _, grad in made]
+        batches = Batches(self.rule, [due for due, _ in made], grads)
+        flag = agreed([one.p for one in complete], batches.beyond(grads))
+        if self._updated(batches, grads, flag):
+            return 0
+        return 1 if len(complete) == 1 else sum(self.apply([one]) for one in complete)
 
     def end_step(self, left: int) -> None:
         """Ends a step. left: how many of its gradients are known not to have been applied."""

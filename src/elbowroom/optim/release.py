@@ -1,8 +1,10 @@
-"""Gradient release: each gradient is applied to its parameter, and freed, inside backward.
+"""Gradient release: gradients are applied to their parameters, and freed, inside backward.
 
-    autograd has added up p.grad -> is it finite? -> update p -> p.grad = None
+    autograd has added up p.grad -> p.grad = None -> is it finite? -> update p
 
-One gradient exists at a time, not all of them. `step()` finds none; it ends the step.
+A large gradient exists alone, not with all others. `step()` finds none; it ends the step. Where it
+is known at once whether they are finite (not on CUDA), small ones wait until they are
+`TOGETHER_NBYTES`, or until backward ends: an update takes as long to begin as for so many bytes.
 
 1. Autograd calls a parameter's hook once a backward, when all that uses it has run backward: its
    gradient is whole, and nothing will ask for its value again. So tied and recomputed weights are
@@ -11,26 +13,39 @@ One gradient exists at a time, not all of them. `step()` finds none; it ends the
    second update, not a sum: it is refused before this parameter changes.
 3. Nobody sees all gradients before the first is applied. So each parameter is skipped for itself
    where its gradient is not finite, and what needs all of them cannot work (`CANNOT`).
+4. What waits when a backward fails is applied with what comes next, or by `step()`.
 """
 
 import weakref
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, distributed
 from torch._compile import _disable_dynamo
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from elbowroom.errors import InvalidSetting, UnsupportedGradient
 from elbowroom.optim.formats import Group
 from elbowroom.optim.sharded import is_sharded
+from elbowroom.optim.verdict import is_read_later
 
+TOGETHER_NBYTES = 1 << 18
 CANNOT = (
     "with release_gradients() each gradient is applied inside backward, so that nothing can be "
     "accumulated, clipped or unscaled afterwards"
 )
+
+
+class Complete(NamedTuple):
+    """A gradient that is whole, of a parameter of a group at its place among all."""
+
+    place: int
+    group: Group
+    p: Tensor
+    grad: Tensor
 
 
 class Releasing(Protocol):
@@ -39,8 +54,8 @@ class Releasing(Protocol):
     param_groups: list[Group]
     released: "GradientRelease | None"
 
-    def apply(self, index: int, group: Group, p: Tensor, grad: Tensor) -> bool:
-        """Updates one parameter, the index-th of all; False: its gradient is not finite."""
+    def apply(self, complete: list[Complete]) -> int:
+        """Updates parameters; returns how many it has not, as their gradients are not finite."""
         ...
 
     def end_step(self, left: int) -> None:
@@ -59,8 +74,11 @@ class GradientRelease:
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[RemovableHandle] = []
         self.watched: set[int] = set()  # ids of parameters
-        self._applied: set[int] = set()  # places of parameters, in this step
+        self._applied: set[int] = set()  # places of parameters, in this step; some still wait
         self._skipped = 0  # of them
+        self._waiting: list[Complete] = []
+        self._waiting_nbytes = 0
+        self._backward = -1  # the one at whose end what waits is applied
         for number in range(len(optimizer.param_groups)):
             self.watch(number)
 
@@ -79,6 +97,7 @@ class GradientRelease:
         """Ends the release: gradients stay until `step()` again. It can be called twice."""
         for hook in self._hooks:
             hook.remove()
+        self.apply_waiting()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.released is self:
             optimizer.end_step(self.end_step())
@@ -124,9 +143,52 @@ class GradientRelease:
                 f"{CANNOT}, and not differentiated either: use backward() without create_graph, "
                 "or remove() what release_gradients() has returned"
             )
-        self._skipped += not optimizer.apply(index, optimizer.param_groups[number], p, grad)
         self._applied.add(index)
         p.grad = None
+        complete = Complete(index, optimizer.param_groups[number], p, grad)
+        if not (_may_wait(grad) and self._will_end()):
+            self._update([complete])
+            return
+        self._waiting.append(complete)
+        self._waiting_nbytes += grad.nbytes
+        if self._waiting_nbytes >= TOGETHER_NBYTES:
+            self.apply_waiting()
+
+    def _will_end(self) -> bool:
+        """Has what waits applied as this backward ends; returns whether that is possible."""
+        backward = torch._C._current_graph_task_id()
+        if backward < 0:
+            return False
+        if backward != self._backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self.apply_waiting)
+        return True
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def apply_waiting(self) -> None:
+        """Applies the gradients that wait for others."""
+        waiting, self._waiting, self._waiting_nbytes = self._waiting, [], 0
+        if waiting:
+            self._update(waiting)
+
+    def _update(self, complete: list[Complete]) -> None:
+        """Updates parameters. After an error their gradients are in `p.grad` again."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        try:
+            self._skipped += optimizer.apply(complete)
+        except BaseException:
+            for place, _, p, grad in complete:
+                p.grad = grad
+                self._applied.discard(place)
+            raise
+
+
+def _may_wait(grad: Tensor) -> bool:
+    """Returns whether an update waits for no device and no other process."""
+    return grad.layout is torch.strided and not is_read_later(grad) and not is_sharded(grad)
 
 
 def check_alone(params: list[Tensor]) -> None:
