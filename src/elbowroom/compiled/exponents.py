@@ -106,10 +106,28 @@ def is_enough(
 def is_bent_steeply(
     value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
 ) -> bool:
-    """Returns whether backward computes a steep function of a value that gates nothing."""
+    """Returns whether backward computes a steep function of a value that gates nothing.
+
+    What a product of matrices makes of the value may be gated where the value is not: a residual
+    sum has the code that the argument of a SiLU has, which is computed again from it.
+    """
     computed = _computed_from([value], after, gradients)
-    steep = any(r in after and is_steep(r, n) for n in computed for r in n.users)
-    return steep and not is_gated(value)
+    steep = ((n, r) for n in computed for r in n.users if r in after and is_steep(r, n))
+    return not is_gated(value) and not all(_gates_own(n, r) for n, r in steep)
+
+
+def _gates_own(node: fx.Node, reader: fx.Node) -> bool:
+    """Returns whether a reader is a function of what it gates, as sigmoid is in x * sigmoid(x).
+
+    Of x / (1 + exp(-x)), as a compiled SiLU is written, it is the exponential.
+    """
+    if packet_of(reader) is _aten.exp:
+        adds = [user.args[1:] == (1,) and packet_of(user) is _aten.add for user in reader.users]
+        if not all(adds):
+            return False
+    while is_view(node) or packet_of(node) is _aten.neg:
+        node = node.all_input_nodes[0]
+    return is_gated(node)
 
 
 def slope_of(
