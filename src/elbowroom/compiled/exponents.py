@@ -236,6 +236,32 @@ def _is_elementwise(node: fx.Node) -> bool:
     return is_view(node) or packet_of(node) in _linear() | _sums() | {_aten.pow}
 
 
+def is_saturated_steeply(value: fx.Node) -> bool:
+    """Returns whether a value is a sigmoid, tanh or exponential of what may have any slope.
+
+    Of tanh(1 / (d * d + 0.0001)), the slope of the quotient is huge where 1 - y * y is 0, and an
+    error of y is not. Divisors of fewer elements, as the size of a row, do not count.
+    """
+    source = _source(value)
+    if packet_of(source) not in _gates() | _exponentials():
+        return False
+    size = elements_of(source)
+    made = _made_of(source, lambda n: _is_alone(n) or packet_of(n) is _aten.abs)
+    return any(_is_singular(n) and elements_of(n) >= size for n in made)
+
+
+def _is_singular(node: fx.Node) -> bool:
+    """Returns whether the slope of an op has no bound, for each element apart."""
+    packet = packet_of(node)
+    if packet is _aten.pow:
+        return isinstance(node.args[1], int | float) and node.args[1] < 1
+    if packet is _aten.div:
+        divisor = node.args[1]
+        is_large = isinstance(divisor, fx.Node) and elements_of(divisor) >= elements_of(node)
+        return is_large and _varies(divisor)
+    return packet in _singular() | _exponentials()
+
+
 def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
     """Returns whether a value is part of a narrow peak: an exponential, or an inverse, of a square.
 
@@ -476,6 +502,12 @@ def _exponentials() -> frozenset[Any]:
 @cache
 def _inverses() -> frozenset[Any]:
     return ops_named("reciprocal rsqrt")
+
+
+@cache
+def _singular() -> frozenset[Any]:
+    names = "reciprocal rsqrt sqrt log log2 log10 log1p logit xlogy cosh sinh tan atanh acos asin"
+    return ops_named(names + " erfinv")
 
 
 @cache
