@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import elbowroom as er
 from curved import CURVED, DISTANCES, LABELS, Net, gradient, inputs, near, noise
@@ -58,6 +58,36 @@ def test_no_code_of_a_graph_is_worse_than_the_eager_engines(name: str) -> None:
                 return net(x)
 
         assert noise(got, true) <= 2 * noise(gradient(net, eager, inputs()), true)
+
+
+SINGULAR = {
+    "quotient": lambda d: 1 / (d * d + 1e-4),
+    "reciprocal": lambda d: 0.1 / d,
+    "logarithm": lambda d: 3 * torch.log(d.abs() + 1e-6),
+    "root": lambda d: torch.rsqrt(d * d + 1e-4),
+}
+
+
+@pytest.mark.parametrize("act", [torch.tanh, torch.sigmoid, lambda s: torch.exp(-s.abs())])
+@pytest.mark.parametrize("name", SINGULAR)
+def test_a_saturated_result_of_what_is_steep_has_no_code(
+    name: str, act: Callable[[Tensor], Tensor]
+) -> None:
+    """tanh(0.1 / d) had a noise of 3e14, exp(-1 / (d * d + 1e-4)) of 7e5."""
+    torch.manual_seed(0)
+    layer, last, x = nn.Linear(64, 256), nn.Linear(256, 64), torch.randn(512, 64)
+    found = []
+    for settings in ({}, {"codes": CODES, "min_nbytes": 0}):
+        torch._dynamo.reset()
+        layer.zero_grad()
+        partitioner = Partitioner(**settings)
+        step = torch.compile(
+            lambda x: last(act(SINGULAR[name](layer(x)))), backend=without_codegen(partitioner)
+        )
+        step(x).square().mean().backward()
+        assert layer.weight.grad is not None
+        found.append(layer.weight.grad.clone())
+    assert noise(found[1], found[0]) <= 0.05
 
 
 USUAL = ["attention", "cross entropy", "contrastive", "layer norm", "gelu", "silu"]

@@ -97,19 +97,22 @@ class Search:
         return [step for step in self.known.values() if step is not None]
 
 
-def choose(search: Search, room_nbytes: int | None) -> Step:
-    """Returns the fastest step found whose peak is at most `room_nbytes`, else the lowest one."""
+def choose(search: Search, room_nbytes: int | None, *, lowers: bool = True) -> Step:
+    """Returns the fastest step found whose peak is at most `room_nbytes`, else the lowest one.
+
+    lowers: whether a lower one is searched where no minimum cut fits, which takes the longest
+    """
     if room_nbytes is None or search.plain.peak_nbytes <= room_nbytes:
         return search.plain
     _judge_cuts(search, room_nbytes)
-    return _refined(search, room_nbytes)
+    return _refined(search, room_nbytes, lowers=lowers)
 
 
-def _refined(search: Search, room_nbytes: int) -> Step:
+def _refined(search: Search, room_nbytes: int, *, lowers: bool) -> Step:
     fitting = [step for step in search.steps if step.peak_nbytes <= room_nbytes]
     if not fitting:
         lowest = min(search.steps, key=lambda step: (step.peak_nbytes, step.seconds))
-        fitting = [_lower(search, lowest, room_nbytes)]
+        fitting = [_lower(search, lowest, room_nbytes) if lowers else lowest]
     fitting.sort(key=lambda step: step.seconds)
     if fitting[0].peak_nbytes > room_nbytes:
         return fitting[0]

@@ -106,10 +106,28 @@ def is_enough(
 def is_bent_steeply(
     value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
 ) -> bool:
-    """Returns whether backward computes a steep function of a value that gates nothing."""
+    """Returns whether backward computes a steep function of a value that gates nothing.
+
+    What a product of matrices makes of the value may be gated where the value is not: a residual
+    sum has the code that the argument of a SiLU has, which is computed again from it.
+    """
     computed = _computed_from([value], after, gradients)
-    steep = any(r in after and is_steep(r, n) for n in computed for r in n.users)
-    return steep and not is_gated(value)
+    steep = ((n, r) for n in computed for r in n.users if r in after and is_steep(r, n))
+    return not is_gated(value) and not all(_gates_own(n, r) for n, r in steep)
+
+
+def _gates_own(node: fx.Node, reader: fx.Node) -> bool:
+    """Returns whether a reader is a function of what it gates, as sigmoid is in x * sigmoid(x).
+
+    Of x / (1 + exp(-x)), as a compiled SiLU is written, it is the exponential.
+    """
+    if packet_of(reader) is _aten.exp:
+        adds = [user.args[1:] == (1,) and packet_of(user) is _aten.add for user in reader.users]
+        if not all(adds):
+            return False
+    while is_view(node) or packet_of(node) is _aten.neg:
+        node = node.all_input_nodes[0]
+    return is_gated(node)
 
 
 def slope_of(
@@ -216,6 +234,32 @@ def _grown(nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool]) -> set[
 def _is_elementwise(node: fx.Node) -> bool:
     """Returns whether an op views, adds or multiplies elements, also with themselves."""
     return is_view(node) or packet_of(node) in _linear() | _sums() | {_aten.pow}
+
+
+def is_saturated_steeply(value: fx.Node) -> bool:
+    """Returns whether a value is a sigmoid, tanh or exponential of what may have any slope.
+
+    Of tanh(1 / (d * d + 0.0001)), the slope of the quotient is huge where 1 - y * y is 0, and an
+    error of y is not. Divisors of fewer elements, as the size of a row, do not count.
+    """
+    source = _source(value)
+    if packet_of(source) not in _gates() | _exponentials():
+        return False
+    size = elements_of(source)
+    made = _made_of(source, lambda n: _is_alone(n) or packet_of(n) is _aten.abs)
+    return any(_is_singular(n) and elements_of(n) >= size for n in made)
+
+
+def _is_singular(node: fx.Node) -> bool:
+    """Returns whether the slope of an op has no bound, for each element apart."""
+    packet = packet_of(node)
+    if packet is _aten.pow:
+        return isinstance(node.args[1], int | float) and node.args[1] < 1
+    if packet is _aten.div:
+        divisor = node.args[1]
+        is_large = isinstance(divisor, fx.Node) and elements_of(divisor) >= elements_of(node)
+        return is_large and _varies(divisor)
+    return packet in _singular() | _exponentials()
 
 
 def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
@@ -458,6 +502,12 @@ def _exponentials() -> frozenset[Any]:
 @cache
 def _inverses() -> frozenset[Any]:
     return ops_named("reciprocal rsqrt")
+
+
+@cache
+def _singular() -> frozenset[Any]:
+    names = "reciprocal rsqrt sqrt log log2 log10 log1p logit xlogy cosh sinh tan atanh acos asin"
+    return ops_named(names + " erfinv")
 
 
 @cache

@@ -216,7 +216,7 @@ class Joint:
 
     def _needed(self, wanted: Iterable[fx.Node], known: set[fx.Node]) -> set[fx.Node] | None:
         """Returns the nodes to compute for the wanted ones; None if that needs an unknown input."""
-        found: set[fx.Node] = set()
+        facts, found = self.facts, set[fx.Node]()
         pending = [n for n in wanted if n not in known]
         while pending:
             node = pending.pop()
@@ -225,8 +225,9 @@ class Joint:
             if node.op == "placeholder":
                 return None
             found.add(node)
-            inputs = self.facts[node].inputs
-            pending += [n for n in inputs if n not in known and n not in found]
+            for read in facts[node].inputs:
+                if read not in found and read not in known:
+                    pending.append(read)
         return found
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -35,7 +35,14 @@ from elbowroom.compiled.collect import (
     reached,
     tensors_of,
 )
-from elbowroom.compiled.decide import Search, has_both_layouts, is_tensor, run_again
+from elbowroom.compiled.decide import (
+    Search,
+    has_both_layouts,
+    is_tensor,
+    may_run_again,
+    run_again,
+    without,
+)
 from elbowroom.compiled.exponents import FLOOR, LIMIT
 from elbowroom.compiled.indices import range_of
 from elbowroom.compiled.joint import Joint, Step
@@ -50,6 +57,7 @@ _MIN_AWAY = 65536  # bytes: smaller values are not worth a file
 _MAX = 16  # values that might stay, once it is known that something has to leave
 _MAX_BASES = 8
 _SMALL = 16  # elements of a reader for each of a statistic
+_NEAR = 1.2  # of the room: what takes more is not emptied
 _MIN_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
@@ -135,6 +143,7 @@ def code(
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
+    high: list[_Choice] = []  # which take a little more than the room
     variants = () if exact else ladder(menu)
     leaving = [(variant, offloads) for variant in (*([None] if offloads else []), *variants)]
     for variant, leaves in [(None, False), *leaving]:
@@ -151,6 +160,11 @@ def code(
             if chosen.peak_nbytes <= room_nbytes and chosen.seconds < bound:
                 (found if chosen.saved_nbytes <= held_nbytes else wide).append(chosen)
                 bound = min([bound, *(one.seconds for one in found[-1:])])
+            elif room_nbytes < chosen.peak_nbytes <= _NEAR * room_nbytes:
+                high.append(chosen)
+        high = [one for one in high if one.seconds < bound]
+        found += _emptied(search, reach, high, room_nbytes, held_nbytes, noise, variants)
+        high = []
         if found and exact is not False:
             break
         bar = min([bar, *(_MIN_GAIN * one.seconds for one in found)])  # coarser codes must pay
@@ -161,6 +175,65 @@ def code(
         best = _filled(search, reach, best, room_nbytes, held_nbytes, noise, variants)
     rewritten, variance = _rewritten(search.joint, reach, best, room_nbytes, held_nbytes)
     return rewritten, least, variance
+
+
+def _emptied(
+    search: Search,
+    reach: Reach,
+    starts: Sequence[_Choice],
+    room_nbytes: int,
+    held_nbytes: float,
+    noise: float | None,
+    variants: Sequence[Codec],
+) -> Iterator[_Choice]:
+    """Computes some coded values of the fastest start again, the fewest seconds a byte first.
+
+    As few as make it fit; library calls may run again for them.
+    """
+    joint = search.joint
+    start = min(starts, key=lambda one: one.seconds, default=None)
+    codec = None if start is None else _coarsest(start)
+    if start is None or codec is None:
+        return
+    leaves = any(one.codec is None for one in start.coded)
+    found: list[tuple[float, int, set[fx.Node]]] = []
+    for at, one in enumerate(start.coded):
+        storage = joint.facts[one.replaced].storage
+        views = {n for n in start.base.saved if joint.facts[n].storage is storage}
+        freed = without(joint, set(start.base.saved), views, runs_calls=True)
+        lower = None if freed is None or not one.is_lossy else search.judge(freed)
+        if lower is not None:
+            more_s = lower.seconds - start.base.seconds - joint.clock.coded(one.node)
+            found.append((more_s / _held_nbytes(one), at, views))
+    order = [views for *_, views in sorted(found, key=lambda one: one[:2])]
+
+    def without_some(count: int) -> _Choice | None:
+        saved: set[fx.Node] | None = set(start.base.saved)
+        for views in order[:count]:
+            saved = None if saved is None else without(joint, saved, views & saved, runs_calls=True)
+        base = None if saved is None else search.judge(saved)
+        if base is None:
+            return None
+        coded = list(_coded(joint, base, codec, leaves))
+        made = _choice(joint, reach, base, coded, noise, variants, room_nbytes)
+        fits = made is not None and made.peak_nbytes <= room_nbytes
+        return made if fits and made is not None and made.saved_nbytes <= held_nbytes else None
+
+    first, last = 1, len(order) + 1
+    while first < last:
+        middle = (first + last) // 2
+        choice = without_some(middle)
+        if choice is None:
+            first = middle + 1
+        else:
+            last = middle
+            yield choice
+
+
+def _coarsest(choice: _Choice) -> Codec | None:
+    """Returns the codec with the largest error that a choice has; None: all are exact."""
+    used = [one.codec for one in choice.coded if one.codec is not None and one.is_lossy]
+    return max(used, key=error_of, default=None)
 
 
 def _rewritten(
@@ -217,8 +290,7 @@ def _filled(
 ) -> _Choice:
     """Saves as many more values as fit in codes, the most seconds a byte of code first."""
     joint = search.joint
-    used = [one.codec for one in best.coded if one.codec is not None and not one.codec.lossless]
-    codec = max(used, key=error_of, default=None)
+    codec = _coarsest(best)
     groups = [] if codec is None else _worth_codes(joint, best.base, codec)
     leaves = any(one.codec is None for one in best.coded)
 
@@ -387,7 +459,7 @@ def _bases(search: Search, step: Step) -> list[Step]:
     stride = max(1, -(-len(front) // _MAX_BASES))
     chosen = [*front[::stride], step, front[-1]]
     chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
-    chosen = [_with_statistics(search, one) for one in chosen]
+    chosen = [_without_cheap(search, _with_statistics(search, one)) for one in chosen]
     return list({frozenset(one.saved): one for one in chosen}.values())
 
 
@@ -409,6 +481,30 @@ def _with_statistics(search: Search, step: Step) -> Step:
 
     found = {n for n in step.again if is_small(n) and is_reduced(n)}
     return (search.judge({*step.saved, *found}) if found else None) or step
+
+
+def _without_cheap(search: Search, step: Step) -> Step:
+    """Computes again what may have no code, where that takes no longer than a code would.
+
+    As a mask of attention, which loops make of numbers of tokens: with codes it is as large as all
+    that a block saves.
+    """
+    joint, gradients = search.joint, search.joint.gradients()
+    outputs = {joint.facts[n].storage for n in joint.forward_outputs}
+    for node in step.saved:
+        after = joint.parts(step.saved)[1]
+        if not _may_be_coded(joint, node, _FLOATS, outputs) or not may_run_again(node):
+            continue
+        if reading_of(node, after, gradients).use is not Use.EXACT:
+            continue
+        views = {n for n in step.saved if joint.facts[n].storage is joint.facts[node].storage}
+        freed = without(joint, set(step.saved), views)
+        lower = None if freed is None else search.judge(freed)
+        if lower is None or lower.saved_nbytes >= step.saved_nbytes:
+            continue
+        if lower.seconds <= step.seconds + joint.clock.coded(node):
+            step = lower
+    return step
 
 
 def _with_what_codes_hold(search: Search, step: Step) -> Step:

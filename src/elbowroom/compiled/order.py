@@ -42,6 +42,7 @@ def gradients_first(joint: Joint, *, sums: bool = False) -> list[fx.Node] | None
         joint.refresh()
         gradients = joint.gradients()
     if sums:
+        _loops_first(joint, gradients)
         _sums_first(joint, gradients)
         joint.refresh()
     first = min((joint.place[u] for t in joint.tangents for u in t.users), default=None)
@@ -86,6 +87,50 @@ def split_convolutions(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.N
         other.append(parts[0])
         made.append(other)
     return made
+
+
+def _loops_first(joint: Joint, gradients: Collection[fx.Node]) -> None:
+    """Moves loops of backward to where their gradients are known, in front of library calls.
+
+    Other loops that backward needs for these move with them.
+    """
+    facts = joint.facts
+    begin = min((joint.place[u] for t in joint.tangents for u in t.users), default=len(joint.place))
+    calls = [n for n in joint.place if n.op == "call_function" and n not in joint.required]
+    old = [n for n in calls if joint.place[n] >= begin]
+    backward, done = set(old), set[fx.Node]()
+    new: list[fx.Node] = []
+
+    def is_ready(node: fx.Node) -> bool:
+        fact = facts.get(node)
+        if node in done or node not in backward or node not in gradients or fact is None:
+            return False
+        if fact.kind is not Kind.VIEW and fact.kind is not Kind.POINTWISE:
+            return False
+        read = [n for n in fact.inputs if n in gradients]
+        known = [n for n in read if n in done or n not in backward]
+        return len(known) == len(read) and facts[node].nbytes <= sum(
+            facts[facts[n].storage].nbytes for n in read
+        )
+
+    for first in old:
+        pending = [first]
+        while pending:
+            node = pending[-1]
+            missing = [n for n in node.all_input_nodes if n in backward and n not in done]
+            if missing:
+                pending += missing[:1]
+                continue
+            pending.pop()
+            if node not in done:
+                done.add(node)
+                new.append(node)
+                pending += [user for user in reversed(list(node.users)) if is_ready(user)]
+    place = old[0].prev if old else None
+    for node in new:
+        assert place is not None
+        place.append(node)
+        place = node
 
 
 def _sums_first(joint: Joint, gradients: Collection[fx.Node]) -> None:

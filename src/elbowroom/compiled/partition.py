@@ -10,6 +10,7 @@ A partitioner holds settings only: Inductor pickles it for its cache of compiled
 its `uuid`, so that a second start finds the graphs of the first.
 """
 
+import gc
 import hashlib
 import inspect
 import threading
@@ -210,7 +211,7 @@ class _Answer:
             undo(late, joint)
 
         changes = _Changes(without_sums, reordered, consistent, delayed, undone)
-        with _remembered_cuts():
+        with _remembered_cuts(), _uncollected():
             searched = partial(Search, joint, min_cut, memory_budget)
             step, plain, search, noise = self._decided(
                 joint, searched, changes, room, inputs_nbytes
@@ -246,6 +247,8 @@ class _Answer:
         plain = search.plain
         if room is None or plain.peak_nbytes <= room:
             return _holding(search, plain, room, self._settings.held_nbytes), plain, search, 0.0
+        if exact is False:
+            return self._fastest(joint, searched, changes, plain, room, inputs_nbytes)
         is_moved = not search.rounded and changes.reordered()
         if is_moved:
             search = searched(same_bits=False, is_moved=True)
@@ -254,34 +257,65 @@ class _Answer:
         if step.peak_nbytes > room and exact is True and is_moved and changes.delayed():
             later = searched(same_bits=False, is_moved=True)
             step, search = _lower((step, search), later, room, held, changes.undone)
-        if step.peak_nbytes <= room and exact is not False:
+        if step.peak_nbytes <= room:
             return step, plain, search, 0.0
-        held_nbytes = inf if held is None else held
-        offloads = self._settings.offloads and not search.rounded
-        if offloads and exact is None:  # before roundings change
-            moved, *_ = code(search, step, room, exact=True, held_nbytes=held_nbytes, offloads=True)
+        if self._settings.offloads and not search.rounded and exact is None:
+            limit = inf if held is None else held  # before roundings change
+            moved, *_ = code(search, step, room, exact=True, held_nbytes=limit, offloads=True)
             if moved is not None:
                 return moved, plain, search, 0.0
-        changed = [changes.without_sums(), changes.consistent()] if exact is not True else []
-        if exact is not True and (any(changed) or search.rounded):  # other roundings
+        changed = [changes.without_sums(), changes.consistent()] if exact is None else []
+        if exact is None and (any(changed) or search.rounded):  # other roundings
             search = searched(same_bits=False, is_moved=changes.reordered() or is_moved)
             step = choose(search, room)
-            if exact is None and step.peak_nbytes <= room:
+            if step.peak_nbytes <= room:
                 return step, plain, search, 0.0
-        coded, least, noise = code(
-            search,
-            step,
-            room,
-            exact=exact,
-            noise=self._settings.noise,
-            held_nbytes=held_nbytes,
-            offloads=offloads,
-            menu=self._settings.menu,
-            fills=self._settings.fills,
-        )
+        coded, least, noise = self._coded(search, step, room)
+        if coded is None:
+            raise _too_small(joint, step, least, inputs_nbytes, self._settings)
+        return coded, plain, search, noise
+
+    def _fastest(
+        self,
+        joint: Joint,
+        searched: Callable[..., Search],
+        changes: "_Changes",
+        plain: Step,
+        room: int,
+        inputs_nbytes: int,
+    ) -> tuple[Step, Step, Search, float]:
+        """Decides where codes may add errors from the start.
+
+        The lowest peak without codes, whose search takes the longest, is looked for only where no
+        minimum cut fits with them.
+        """
+        changes.without_sums()
+        changes.consistent()
+        search = searched(same_bits=False, is_moved=changes.reordered())
+        step = choose(search, room, lowers=False)
+        coded, least, noise = self._coded(search, step, room)
+        if coded is None and step.peak_nbytes > room:
+            step = choose(search, room)
+            coded, lower, noise = self._coded(search, step, room)
+            least = min(least, lower)
         if coded is None and step.peak_nbytes > room:
             raise _too_small(joint, step, least, inputs_nbytes, self._settings)
         return step if coded is None else coded, plain, search, noise
+
+    def _coded(self, search: Search, step: Step, room: int) -> tuple[Step | None, int, float]:
+        """Puts codes into the graph, so that the step fits; see `lossy.code`."""
+        given = self._settings
+        return code(
+            search,
+            step,
+            room,
+            exact=given.exact,
+            noise=given.noise,
+            held_nbytes=inf if given.held_nbytes is None else given.held_nbytes,
+            offloads=given.offloads and not search.rounded,
+            menu=given.menu,
+            fills=given.fills,
+        )
 
     def _all_coded(self, search: Search, codes: str) -> tuple[Step, float]:
         """Codes all that the setting of this name may hold; "": exact codes alone."""
@@ -338,6 +372,21 @@ def _lower(
         return step, search
     undone()
     return before
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python's garbage collector from running: a plan makes many objects, and few cycles.
+
+    Each full collection looks at all that torch has made until then, half a second of it.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 @contextmanager

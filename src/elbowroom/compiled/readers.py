@@ -45,6 +45,7 @@ from elbowroom.compiled.exponents import (
     is_log_probability,
     is_masked,
     is_narrow,
+    is_saturated_steeply,
     saturated_of,
     saturates,
     slope_of,
@@ -91,6 +92,8 @@ def reading_of(
     """
     if _is_divided_out(value):
         return Reading(Use.EXACT, why="a product that is multiplied with zeros of a ReLU")
+    if is_saturated_steeply(value):
+        return Reading(Use.EXACT, why="where it is saturated, its argument may have any slope")
     exponents = exponents_of(value, after, gradients)
     probable = tuple(filter(is_log_probability, exponents))
     may_stand_in = 0 < len(probable) <= _MAX_INSTEAD

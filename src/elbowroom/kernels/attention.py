@@ -197,7 +197,9 @@ def _seen(given: Given) -> list[int]:
     sees = mask
     if mask.dtype is not torch.bool:
         sees = mask > torch.finfo(mask.dtype).min / 2
-        sees = sees | (sees.any(-1, keepdim=True).logical_not_() & (mask > -torch.inf))
+        is_filled = sees.any(-1, keepdim=True).logical_not_()
+        if bool(is_filled.any()):  # what follows took a twentieth of all gradients (8 x 256^2)
+            sees |= is_filled & (mask > -torch.inf)
     each = sees.flatten(0, -3).any(0) if sees.dim() > 2 else sees
     each = each.expand(T, S)
     found = [each[end - 1 - (end - 1) % _ROWS : end].any(0).nonzero() for end in ends]
