@@ -619,7 +619,7 @@ def test_without_somebody_who_begins_again_it_is_not_raised():
 
     saving = object.__new__(FittedSaving)
     saving._fit, saving.context, saving._begins_again = Follows(), Context(), False
-    saving._keep_out(nn.Identity(), "a", "it is a test")
+    saving.keep_out(nn.Identity(), "a", "it is a test")
     assert saving.context.unrepeatable == {"a"}
 
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 import elbowroom as er
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.measure import peak
+from elbowroom.runtime import repeats
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.consumers import Consumers
@@ -273,6 +274,18 @@ def test_only_the_first_calls_are_tried():
     for _ in range(5):
         assert ask(module, x)
     assert Counts.runs == 4
+
+
+def test_where_a_forward_may_begin_again_its_own_run_is_the_second_of_a_trial(monkeypatch):
+    """Modules ran twice more in each of their first two calls."""
+    model, runs, hooks = Net(lambda block, x: x), [], repeats._holding_nothing
+    monkeypatch.setattr(repeats, "_holding_nothing", lambda: runs.append(1) or hooks())
+    er.fit(model, budget=int(0.85 * plain_nbytes()), exact=True, min_nbytes=4096)
+    before = repeats.Trials.count
+    for _ in range(STEPS):
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+    assert opener_of(model).planner.recompute
+    assert 0 < len(runs) == repeats.Trials.count - before
 
 
 def test_a_trial_takes_little_beside_inputs_and_result():

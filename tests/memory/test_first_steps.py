@@ -9,12 +9,13 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting import planner, rehearse
+from elbowroom.fitting import execute, planner, rehearse
 from elbowroom.fitting.commands import TakeSmall
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.recompute import state_nbytes
 from elbowroom.runtime.undo import Undo
 
 
@@ -389,3 +390,25 @@ def test_no_least_budget_is_searched_for_where_small_tensors_are_planned_next(mo
     assert TakeSmall() in commands
     assert not asked
     er.release(model)
+
+
+def test_no_backward_is_estimated_that_no_plan_is_made_of(monkeypatch):
+    """All four cares were estimated before the first plan, which is mostly found by the first."""
+    cares, estimated = [], execute.with_backward
+
+    def noted(*args, **settings):
+        cares.append(args[3])
+        return estimated(*args, **settings)
+
+    monkeypatch.setattr(execute, "with_backward", noted)
+    trained(Masked, 0.85)
+    assert len(set(cares)) == len(cares) == 2  # and of one that later plans may be made of
+
+
+def test_what_a_second_run_needs_is_counted_without_memory():
+    """Each call of a module in a profiled forward copied the state of the random numbers."""
+    inner = nn.BatchNorm1d(8)
+    net = nn.Sequential(inner, nn.Sequential(inner, nn.Linear(8, 8)), Masked())
+    small = sum(b.nbytes for b in inner.buffers())  # a shared module counts once, a mask not at all
+    assert state_nbytes(net) == small + torch.get_rng_state().nbytes
+    assert peak(lambda: state_nbytes(net)) == 0

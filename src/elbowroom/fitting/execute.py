@@ -5,7 +5,7 @@ FitState --transitions--> commands --here--> observations --transitions--> FitSt
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ from elbowroom.fitting.observations import (
 )
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
-from elbowroom.fitting.rehearse import plan_by_forward
+from elbowroom.fitting.rehearse import Step, plan_by_forward
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.reach import ReachMeter
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
@@ -64,9 +64,7 @@ from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import (
     CAREFUL,
-    LEAST,
     LIKELY,
-    MIDDLE,
     Care,
     ForwardProfile,
     with_backward,
@@ -309,28 +307,24 @@ def _memory_of(planner: "Planner") -> MemoryState:
     return replace(memory, outputs_nbytes=before.outputs_nbytes)
 
 
-def chosen_by_forward(
-    planner: "Planner", forward_profile: ForwardProfile
-) -> tuple[Chosen, dict[Care, Profile]]:
-    """Returns a plan for a step whose first forward was rehearsed, and the steps by their care.
+def chosen_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> tuple[Chosen, Step]:
+    """Returns a plan for a step whose first forward was rehearsed, and that step by its care.
 
     Raises BudgetTooSmall where no plan is worth a measurement.
     """
     forward_profile = forward_profile.with_co_resident(planner.state.co_resident_nbytes)
     parts, resident = planner.calls.parts(forward_profile), planner.model_state.resident_bytes()
 
+    @cache
     def step(care: Care, *, turns: bool = False) -> Profile:
         found = step_of_parts(parts, lambda part: step_of(planner, part, care, turns=turns))
         return replace(found.with_outputs(planner.state.outputs_nbytes), standing=resident)
 
-    steps = {care: step(care) for care in (CAREFUL, LIKELY, LEAST)}
-    if planner.options.exact is not False:
-        steps[MIDDLE] = step(MIDDLE)
     more = fallbacks_of(planner)
     may_gain = planner.state.may_gain(more)
     goes_on = planner.tries_more and (may_gain or more.blamed_classes)
     chosen = plan_by_forward(
-        steps,
+        step,
         partial(step, turns=True),
         planner.model_state.states,
         planner,
@@ -340,15 +334,15 @@ def chosen_by_forward(
         leaves_room=planner.leaves_room,
         gradient_nbytes=planner.model_state.largest_gradient_nbytes(),
     )
-    return chosen, steps
+    return chosen, step
 
 
 def _planned_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> Observation:
     try:
-        chosen, steps = chosen_by_forward(planner, forward_profile)
+        chosen, step = chosen_by_forward(planner, forward_profile)
     except BudgetTooSmall as error:
         return RehearsedInVain(messages.without_frames(error))
-    known = tuple(KnownStep(steps[care], from_rehearsal=True) for care in (CAREFUL, LIKELY))
+    known = tuple(KnownStep(step(care), from_rehearsal=True) for care in (CAREFUL, LIKELY))
     return Rehearsed(*_taken(planner, chosen), known)
 
 

@@ -256,9 +256,13 @@ class FittedSaving(Saving):
             view.slot.drop()  # the last forward as well, whatever follows
         return view
 
-    def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
-        super()._keep_out(module, name, why)
-        if self._fit.redoes:
+    @property
+    def _may_begin_again(self) -> bool:
+        return self._fit.redoes
+
+    def keep_out(self, module: nn.Module, name: str, why: str) -> None:
+        super().keep_out(module, name, why)
+        if self._may_begin_again:
             self._begins_again = True
             raise Unrepeatable
 

@@ -8,7 +8,7 @@ good, although nothing has shown that exact actions do not suffice.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,7 +129,7 @@ Step = Callable[[Care], Profile]  # the rehearsed step, with so much care
 
 
 def plan_by_forward(
-    steps: Mapping[Care, Profile],
+    steps: Step,
     in_turns: Step,
     states: States,
     owner: object,
@@ -142,7 +142,7 @@ def plan_by_forward(
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
 
-    steps            the rehearsed step, by the care that is taken
+    steps            the rehearsed step, by the care that is taken; it knows what it gave before
     in_turns         the same, if convolutions take turns, as they do once it is settled
     owner            the planner it is for
     measures         the smallest is worth a step
@@ -154,18 +154,18 @@ def plan_by_forward(
     """
     if leaves_room and settings.options.exact is not False:
         exactly = replace(settings, options=replace(settings.options, exact=True))
-        smallest = states.smallest(steps[CAREFUL], owner, exactly)
+        smallest = states.smallest(steps(CAREFUL), owner, exactly)
         if smallest is not None and smallest.plan.peak <= settings.options.budget_nbytes:
             return smallest
     for one in _tries(settings.options.exact):
-        profile = steps[one.care]
+        profile = steps(one.care)
         for candidate in states.candidates(profile, owner)[one.state : one.state + 1]:
             plan = settings.plan_for(candidate.profile, 0, exact=one.exact, recompute=one.recompute)
             if plan is not None:
                 if one.care != CAREFUL:
                     _warn_optimistic(settings, owner)
                 return Chosen(candidate, plan)
-    smallest = states.smallest(steps[LEAST], owner, settings) if measures else None
+    smallest = states.smallest(steps(LEAST), owner, settings) if measures else None
     if smallest is not None:
         profile, budget_nbytes = smallest.candidate.profile, settings.options.budget_nbytes
         free = budget_nbytes - profile.static
@@ -174,9 +174,9 @@ def plan_by_forward(
             _warn_optimistic(settings, owner)
             return smallest
     if not names_least:
-        raise unplanned(settings.options.budget_nbytes, steps[LEAST].peak)
+        raise unplanned(settings.options.budget_nbytes, steps(LEAST).peak)
     error = _refusal(steps, in_turns, states, owner, settings, gradient_nbytes)
-    raise _with_forward(error, steps[LEAST].forward_peak, settings.options.budget_nbytes)
+    raise _with_forward(error, steps(LEAST).forward_peak, settings.options.budget_nbytes)
 
 
 def _with_forward(error: BudgetTooSmall, forward_nbytes: int, budget: int) -> BudgetTooSmall:
@@ -216,7 +216,7 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 
 def _refusal(
-    steps: Mapping[Care, Profile],
+    steps: Step,
     in_turns: Step,
     states: States,
     owner: object,
@@ -250,7 +250,7 @@ def _refusal(
             least_nbytes=plan.budget,
         )
 
-    likely, careful, turning = steps[LEAST], steps[CAREFUL], in_turns(CAREFUL)
+    likely, careful, turning = steps(LEAST), steps(CAREFUL), in_turns(CAREFUL)
     plain_profile = profile_of(likely)
     first, least, step = refused(likely).least_nbytes, refused(careful).least_nbytes, careful
     best = first

@@ -33,6 +33,10 @@ class ReplayedSaving(Replay):
         self.rest: FittedSaving | None = None
         self.entry: Entry | None = None
 
+    @property
+    def may_begin_again(self) -> bool:
+        return self._fit.redoes
+
     def look(self) -> Saving:
         """Returns a context that may climb, in which the bytes that are held already count."""
         after = None if self._after is None else self._after.begun()

@@ -63,7 +63,7 @@ from elbowroom.runtime.producers import RECORDED, RECORDED_IN_EXACT, note_copy, 
 from elbowroom.runtime.readers import Reader, readers_of, reading_by
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.redrawn import Redrawn
-from elbowroom.runtime.repeats import why_not_again
+from elbowroom.runtime.repeats import why_another, why_not_again
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saturated import WHY, part_of
 from elbowroom.runtime.serving import Serving
@@ -352,9 +352,10 @@ class Saving(NodeChoice):
         end_waiting()
         arguments = Arguments(args, kwargs)
         sharded = modules.is_sharded(module)
-        why = modules.SHARDED if sharded else why_not_again(module, call, arguments)
+        bits: list[Any] | None = [] if self._may_begin_again else None
+        why = modules.SHARDED if sharded else why_not_again(module, call, arguments, bits)
         if why:
-            self._keep_out(module, name, why)
+            self.keep_out(module, name, why)
             return call(*args, **kwargs)
         self._listener.begins_region(module)
         self._serving.waiting.end_all()
@@ -372,11 +373,19 @@ class Saving(NodeChoice):
         ended = self._listener.region_ended
         try:
             given = args, kwargs, arguments, begin, ended
-            return recomputed(module, call, *given, reading=self._reading)
+            out = recomputed(module, call, *given, reading=self._reading)
         finally:
             begin()
+        if bits and (why := why_another(module, out, bits)):
+            self.keep_out(module, name, why)
+        return out
 
-    def _keep_out(self, module: nn.Module, name: str, why: str) -> None:
+    @property
+    def _may_begin_again(self) -> bool:
+        """True if `keep_out` ends the forward, and lets it begin again."""
+        return False
+
+    def keep_out(self, module: nn.Module, name: str, why: str) -> None:
         """Warns that a module cannot be recomputed, and holds its saved tensors."""
         if module not in _kept_out:
             _kept_out.add(module)

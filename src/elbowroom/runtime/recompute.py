@@ -22,6 +22,7 @@ on (`checkpoints.py`). This module handles what checkpoint leaves to its user:
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from operator import methodcaller
 from typing import Any
@@ -88,8 +89,14 @@ def recomputed(
 
 def state_nbytes(module: nn.Module) -> int:
     """Bytes that are held for the second run besides its inputs: small buffers, the RNG's state."""
-    sizes = [b.numel() * b.element_size() for b in module.buffers()]
-    return torch.get_rng_state().nbytes + sum(n for n in sizes if n <= LARGEST_BUFFER)
+    buffers = (b for one in modules_of(module) if one._buffers for b in one._buffers.values())
+    held = {id(b): b.numel() * b.element_size() for b in buffers if b is not None}
+    return _rng_nbytes() + sum(n for n in held.values() if n <= LARGEST_BUFFER)
+
+
+@cache
+def _rng_nbytes() -> int:
+    return torch.get_rng_state().nbytes
 
 
 class State:

@@ -2,10 +2,11 @@
 
 Its known inputs are restored for the second run (`recompute.py`). Any other input would differ in
 backward, and gradients would be silently wrong: a list that it changes, the clock, an unknown
-generator. So its first calls run twice more, without holding tensors, as backward would run them.
-Their results must have the same bits, the second run may change no persistent object, and neither
-may change an argument in place. This reads values: on a GPU the host waits for each trial. Code
-that happens to give equal results in all trials is not detected.
+generator. So its first calls run once more before, without holding tensors, as backward would run
+them. Both results must have the same bits, and neither run may change an argument in place. It runs
+twice more where the forward cannot begin again once its own result is known, and where the first
+run changes a persistent object, which the second may not. This reads values: on a GPU the host
+waits for each trial. Code that happens to give equal results in all trials is not detected.
 
 A trial has no effect outside of itself: it works on copies of the arguments and of buffers, and all
 objects that can be reached from the module, its hooks and the functions that run are restored
@@ -15,7 +16,7 @@ be profiled.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,8 +59,17 @@ class Trials:
     count = 0  # of all models: a trial of another one has a step measured once more, at worst
 
 
-def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Arguments) -> str:
-    """Returns why a module's call may not be run a second time in backward; "": it may."""
+def why_not_again(
+    module: nn.Module,
+    call: Callable[..., Any],
+    arguments: Arguments,
+    bits: list[Any] | None = None,
+) -> str:
+    """Returns why a module's call may not be run a second time in backward; "": it may.
+
+    bits: takes what the result of the call itself must have, if that is still to be compared
+    (`why_another`); None: it cannot be, since the forward could not begin again then
+    """
     if arguments.why_not:
         return arguments.why_not
     if is_transformed():
@@ -70,13 +80,24 @@ def why_not_again(module: nn.Module, call: Callable[..., Any], arguments: Argume
         Trials.count += 1
         _left[module] = _left.get(module, TESTED_CALLS) - 1
         with unobserved():
-            why, leaves = _tested(module, call, arguments)
+            why, leaves = _tested(module, call, arguments, bits)
             if why and leaves:  # code that function modes do not see may read them
                 never_leave_out(module)
                 why, _ = _tested(module, call, arguments, leave=False)
         if why:
             _failed[module] = why
     return _failed.get(module, "")
+
+
+def why_another(module: nn.Module, out: Any, bits: list[Any]) -> str:
+    """Returns why a module may not run a second time after all, as its call gave `out`; or "".
+
+    bits: from `why_not_again`
+    """
+    if bits == _bits_of(out):
+        return ""
+    _failed[module] = _ANOTHER
+    return _ANOTHER
 
 
 def will_be_tested(module: nn.Module) -> bool:
@@ -120,10 +141,16 @@ class Unrepeatable(BaseException):
 
 
 def _tested(
-    module: nn.Module, call: Callable[..., Any], arguments: Arguments, *, leave: bool = True
+    module: nn.Module,
+    call: Callable[..., Any],
+    arguments: Arguments,
+    bits: list[Any] | None = None,
+    *,
+    leave: bool = True,
 ) -> tuple[str, bool]:
-    """Runs the module twice on copies; returns in words why it cannot run again, or "".
+    """Runs the module on copies, once or twice; returns in words why it cannot run again, or "".
 
+    bits: takes those of its result if it has run once; None: it runs twice
     leave: tensors in objects that it is given are copied once an op reads them, for the keys and
     values of all blocks may be large; those that are not read are no arguments the second time.
     Also returns whether there were any.
@@ -143,10 +170,10 @@ def _tested(
             try:
                 with torch.random.fork_rng(devices), state.again(), _holding_nothing():
                     args, kwargs = arguments.again(tensors)
-                    with reads:
+                    with reads if candidates else nullcontext():
                         out = call(*args, **kwargs)
                     unread |= reads.unread(out)
-                    given.append(_bits_of(out, reads))
+                    given.append(_bits_of(out, reads.real))
                     del out
             except NothingHeld:
                 return "", False  # no trial is possible; the plan decides what may be recomputed
@@ -163,10 +190,14 @@ def _tested(
                 return "it changes a tensor in place that it is given", False
             if state.changed_buffer:
                 return f"it changes its buffer '{state.changed_buffer}', which is large", False
-        changed = reach.changed()
+            changed = reach.changed()
+            if bits is not None and not changed:
+                break
     if changed:
         return f"it changes what outlives its call (a '{changed[0]}')", False
-    if given[0] != given[1]:
+    if bits is not None and len(given) == 1:
+        bits += given[0]
+    elif given[0] != given[1]:
         return _ANOTHER, bool(candidates)
     if leave:
         note_unread(module, arguments, unread)
@@ -213,12 +244,15 @@ def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
-def _bits_of(out: Any, reads: Reads) -> list[Any]:
-    """Returns a digest of a module's result: of each tensor's bits, and their positions."""
+def _bits_of(out: Any, real: Callable[[Any], Any] = lambda x: x) -> list[Any]:
+    """Returns a digest of a module's result: of each tensor's bits, and their positions.
+
+    real: gives the tensor that another one stands in for
+    """
     nested = Arguments((out,), {})
     tensors = nested.tensors if not nested.why_not else tree_leaves(out)
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        return [nested.structure, *map(_digest, map(reads.real, tensors))]
+        return [nested.structure, *map(_digest, map(real, tensors))]
 
 
 def _digest(leaf: Any) -> Any:

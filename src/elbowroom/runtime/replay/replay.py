@@ -39,7 +39,7 @@ from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import Observing, unobserved, why_not_again
+from elbowroom.runtime.repeats import Observing, unobserved, why_another, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
@@ -367,7 +367,8 @@ class Replay(Observing):
         end_waiting()
         arguments = Arguments(args, kwargs)
         fits = torch.is_grad_enabled() and self.is_innermost()
-        if not fits or why_not_again(module, call, arguments):
+        bits: list[Any] | None = [] if self.may_begin_again else None
+        if not fits or why_not_again(module, call, arguments, bits):
             self._diverge()
             return self._called(module, call, args, kwargs)
         self._at += 1
@@ -396,7 +397,16 @@ class Replay(Observing):
             self._holds, self._saved, self._is_inside = outer
         if inside is not None:  # its second run will hold more, or less
             self._diverge()
+        if bits and (why := why_another(module, out, bits)):
+            self._diverge()
+            assert self.saving is not None
+            self.saving.keep_out(module, modules.name_of(module), why)
         return out
+
+    @property
+    def may_begin_again(self) -> bool:
+        """True if a module that turns out not to be repeatable lets the forward begin again."""
+        return False
 
     def _pack(self, x: Tensor) -> Any:
         """Returns what is held of x, which autograd saves."""
