@@ -282,8 +282,9 @@ def summary(model: nn.Module) -> Summary:
 
         print(er.summary(model))    # a table; each figure says whether it was measured or estimated
 
-    It can be called at any time, and changes nothing. For a model that is planned inside
-    torch.compile, all figures are estimates. Raises PlanError if the model is not fitted.
+    It can be called at any time, and changes nothing. The plan that it shows is that of the largest
+    inputs, not of a last batch with few samples. For a model that is planned inside torch.compile,
+    all figures are estimates. Raises PlanError if the model is not fitted.
     """
     check_model(model, "summary")
     fitting, name = opener_of(model), type(original(model)).__name__

@@ -16,9 +16,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def train(model: nn.Module, steps: int) -> None:
+def train(model: nn.Module, steps: int, batch: int = 2048) -> None:
     for _ in range(steps):
-        model(torch.randn(2048, 128)).square().mean().backward()
+        model(torch.randn(batch, 128)).square().mean().backward()
         model.zero_grad()
 
 
@@ -49,6 +49,21 @@ def test_a_model_that_has_room_needs_nothing() -> None:
     assert "nothing needs to be done" in table
     rows = {name: (measured, estimated) for name, measured, estimated, _ in told.rows()}
     assert rows["peak, plain"] == rows["peak"] != ("", "")  # measured: nothing was done
+
+
+@pytest.mark.parametrize("budget", ["12 MiB", "1 GiB"])
+def test_a_smaller_batch_at_the_end_of_an_epoch_is_not_what_it_tells_of(budget: str) -> None:
+    """It told that there was no plan, and that nothing was known of plain training."""
+    model = er.fit(net(), budget=budget, exact=True)
+    train(model, 12)
+    before = er.summary(model)
+    train(model, 1, batch=300)
+    after = er.summary(model)
+    assert before.setting == ("plan" if budget == "12 MiB" else "keep")
+    assert replace(after, steps=12, last_nbytes=before.last_nbytes) == before
+    figures: dict = {}
+    er.log_to(figures)(model, 0)  # a logger is given those of the step
+    assert figures["memory/setting"] != before.setting
 
 
 def test_it_is_of_fitted_models_only() -> None:

@@ -37,6 +37,7 @@ from elbowroom.fitting.forward_modes import ForwardModes
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.plan_cache import PlanCache
+from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.signature import Signature, signature_of
 from elbowroom.plan.plan import Plan
@@ -115,6 +116,11 @@ class SharesSteps(ForwardModes, ABC):
         self._open_step = OpenStep()
         self._plan_cache = PlanCache(options, model_state, self.context, plan)
         _models.add(self)
+
+    def planner_of_largest(self) -> Planner:
+        """Returns the planner of the largest calls that are learned; of equal ones, the last."""
+        learned = [one for one in self._plan_cache if one.settled or one.plan is not None]
+        return max(reversed(learned), key=lambda one: one.numel, default=self.planner)
 
     @abstractmethod
     def _go_on(

@@ -8,6 +8,7 @@ from elbowroom.compiled import Decision
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
+from elbowroom.fitting.steps import HOOKS
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Line
 from elbowroom.runtime.compiler import ran_eagerly
@@ -115,14 +116,17 @@ class Summary:
         return asdict(self)
 
 
-def summary(fitting: Fitting, model: str) -> Summary:
+def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
     """Returns the summary of a model of this name, before or after its fitting was closed.
 
-    Of one that ran in the steps of another one alone, that is the summary of these steps.
+    Its plan is that of the largest forwards: the last batch of an epoch may have few samples. Of a
+    model that ran in the steps of another one alone, it is the summary of these steps.
+
+    of_last: the plan is that of the last forward
     """
     host = fitting.host if fitting.is_guest else None
     steps = fitting if host is None else host
-    planner = steps.planner
+    planner = steps.planner if of_last else steps.planner_of_largest()
     plan, profile = planner.plan, planner.profile
     # The backward of a rehearsed profile is an estimate, which supports no claim about plain
     # autograd.
@@ -141,7 +145,7 @@ def summary(fitting: Fitting, model: str) -> Summary:
         last_nbytes=steps.peak_nbytes,
         last_setting=steps.peak_setting,
         highest_nbytes=steps.highest_nbytes,
-        setting=steps.setting,
+        setting=HOOKS if steps.setting == HOOKS else planner.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
         noise=plan.noise if plan is not None and tells_noise else None,
         exact=steps.was_exact,
@@ -159,7 +163,7 @@ def _size(nbytes: int | None) -> str:
 def _setting(figures: Summary) -> str:
     if figures.setting == "plan":
         return _is_pessimistic(figures) * "the estimate is too high: the step was measured"
-    if figures.setting == "hooks":
+    if figures.setting == HOOKS:
         return "the script's own saved-tensor hooks hold what it saves"
     if figures.setting == "compiled":
         cached = figures.predicted_nbytes is None

@@ -68,7 +68,7 @@ def summary_of(model: nn.Module) -> Summary | None:
     parts = {id(part) for part in model.modules()}
     for one, around in attached():
         if id(one) in parts and isinstance(around, Fitting):
-            return summary(around, type(one).__name__)
+            return summary(around, type(one).__name__, of_last=True)
     return None
 
 
