@@ -1,6 +1,6 @@
 """COMET: one fixed error bound for all against bounds that follow the momentum.
 
-    ./scripts/bench comet_bounds [--net resnet18] [--seeds 1] [--steps 100] [--quick]
+    ./scripts/bench comet_bounds [--net resnet18] [--seeds 3] [--steps 100] [--quick]
 
 The demo's networks of width 8 on Fashion-MNIST, batch 32, SGD with momentum, a learning rate that
 falls to 0. Every way is `comet` with dither; fixed bounds are shares of a tensor's range, as is
@@ -38,7 +38,7 @@ from elbowroom.demo.tasks import Batch, Task, task
 NAME = "comet-bounds"
 NETS = ("resnet18", "unet")
 BOUNDS = (0.2, 0.05, 0.0125, 0.003)
-FRACTIONS = (0.01, 0.05, 0.1)
+FRACTIONS = (0.01, 0.05, 0.1, 0.2)
 Make = Callable[[Optimizer], Any]
 
 
@@ -89,7 +89,7 @@ def ways() -> Iterator[tuple[str, str, Make]]:
 def _options() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--net", choices=NETS, default=NETS[0], help=f"({NETS[0]})")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each way (1)")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each way (3)")
     parser.add_argument("--steps", type=int, default=100, help="steps of a training (100)")
     options = parser.parse_args()
     if options.quick:

@@ -4,6 +4,8 @@ import inspect
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,24 @@ def test_the_example_of_a_guide_runs(name, capsys):
     text = (ROOT / "docs" / "guides" / f"{name}.md").read_text()
     exec(re.search(r"```python\n(.+?)```", text, re.DOTALL)[1], {"__name__": "guide"})
     assert 0 < float(capsys.readouterr().out) < 10
+
+
+def test_the_codec_of_the_reference_is_registered_planned_with_and_honest():
+    text = (ROOT / "docs" / "reference" / "codecs.md").read_text()
+    example = re.search(r"```python\n(.+?)```", text, re.DOTALL)[1]
+    code = f"""{example}
+from elbowroom.codecs.quality import broken_promise, measured
+from elbowroom.plan.registered import chosen_settings
+
+assert chosen_settings(["scaled_int8"]) == (ScaledInt8(),)
+assert broken_promise(ScaledInt8()) == ""
+assert measured(ScaledInt8(), maps=False).unbiased
+"""
+    done = subprocess.run(  # what is registered stays so
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert not done.returncode, done.stderr
+    assert "scaled_int8" in done.stdout
 
 
 def rows_of(name, key):

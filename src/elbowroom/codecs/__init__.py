@@ -9,6 +9,7 @@ from elbowroom.codecs.affine import Affine as Affine
 from elbowroom.codecs.base import PART as PART
 from elbowroom.codecs.base import Codec as Codec
 from elbowroom.codecs.base import Encoded as Encoded
+from elbowroom.codecs.base import Expected as Expected
 from elbowroom.codecs.bitmask import BitMask as BitMask
 from elbowroom.codecs.cast import Cast as Cast
 from elbowroom.codecs.comet import Comet as Comet
