@@ -13,6 +13,7 @@ import elbowroom as er
 from elbowroom import errors
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.optim import SGD, STATES, AdamW, Lion
+from elbowroom.optim.release import Complete
 
 CASES = [
     (cls, state)
@@ -471,7 +472,7 @@ def test_a_gradient_of_another_layout_is_refused_before_anything_changes():
     before = copy.deepcopy(net)
     compressed = torch.ones(4, 50).to_sparse_csr()
     with pytest.raises(errors.UnsupportedGradient, match="is sparse_csr"):
-        optimizer.apply(0, optimizer.param_groups[0], net.weight, compressed)
+        optimizer.apply([Complete(0, optimizer.param_groups[0], net.weight, compressed)])
     assert same(net, before)
     assert not optimizer.state
 

@@ -71,7 +71,7 @@ def unpack(encoded: Encoded, words: Tensor) -> None:
         _check(encoded, bits, kept, words.numel())
     spill = kept[:0] if encoded.spill is None else encoded.spill.memory.view(words.dtype)
     try:
-        ops.sparse_unpack(bits, kept, spill, words)
+        ops.sparse_unpack(bits, kept, spill, words, encoded.spill is None)
     except ValueError as error:
         raise encoded.damaged(*str(error).removeprefix("expected ").split("; got ")) from None
 

@@ -92,7 +92,7 @@ def gradients(given: Given, grad: Tensor, into: Three | None = None) -> Three:
                 own = part[0], slice(h * (H // G) + i, (h + of_heads) * (H // G), H // G)
                 some = _flat(q[own]), keys, values, _flat(grad[own])
                 masked = [None if x is None else x[own] for x in (mask, hidden)]
-                dq, *_ = _of_heads(given, some, masked, seen, sums)
+                dq = _of_heads(given, some, masked, seen, sums)[0]  # nothing else stays alive
                 of_q[own] = dq.view(of_q[own].shape)
                 del some, dq  # before the next ones are made
             for whole, total in zip((of_k, of_v), sums, strict=True):

@@ -118,7 +118,7 @@ def check_payload(payload: Tensor, nbytes: int, *, goes_on: bool = False) -> Non
         )
 
 
-def check_kept(kept: Tensor, count: int) -> None:
-    """Raises ValueError if fewer elements are held than a bitmap says."""
-    if kept.numel() < count:
+def check_kept(kept: Tensor, count: int, *, exact: bool) -> None:
+    """Raises ValueError if fewer elements are held than a bitmap says; if exact, also if more."""
+    if kept.numel() < count or (exact and kept.numel() > count):
         raise ValueError(f"expected {count} non-zeros, as the bitmap says; got {kept.numel()}")

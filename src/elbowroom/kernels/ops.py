@@ -7,7 +7,7 @@
     times_bits(x, bits, value, out!)                      x times value or 0
     sparse_pack(x)                                        bits, kept: what is not zero
     sparse_pack_into(x, kept!, spill!, used!)             bits; kept is what is not zero
-    sparse_unpack(bits, kept, spill, out!)
+    sparse_unpack(bits, kept, spill, out!, exact)
     narrow(x, dtype)                                      x as smaller integers; how many do not fit
     group_quantize(x, seed, levels, group_size)           codes, step, low
     dither_quantize(x, seed, levels, group_size)          codes, ranges, bounds

@@ -115,7 +115,9 @@ SPECS: dict[str, OpSpec] = {
         "(Tensor x, Tensor(a!) kept, Tensor(b!) spill, Tensor(c!) used) -> Tensor",
         lambda x, *_: outputs.bits(x),
     ),
-    "sparse_unpack": OpSpec("(Tensor bits, Tensor kept, Tensor spill, Tensor(a!) out) -> ()"),
+    "sparse_unpack": OpSpec(
+        "(Tensor bits, Tensor kept, Tensor spill, Tensor(a!) out, bool exact=False) -> ()"
+    ),
     "batch_norm_backward": OpSpec(
         "(Tensor grad, Tensor factor, int inner, Tensor(a!) x) -> (Tensor, Tensor)",
         lambda grad, by_channel, *_: _like_twice(by_channel),

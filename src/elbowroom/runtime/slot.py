@@ -435,12 +435,12 @@ class Slot:
 
         exact: the recipe runs on exact tensors, which it leaves as they are where others read them
         """
-        if not (exact or self._stays_whole()):
+        if not (exact or self.stays_whole()):
             return self.restore_value(private=True), True
         whole = self.restore_source()
         return whole, self.whole is not whole and hasattr(self.value, "ready")
 
-    def _stays_whole(self) -> bool:
+    def stays_whole(self) -> bool:
         """Returns whether the whole tensor is there, or will wait for views once it is restored."""
         if self.whole is not None or isinstance(self.value, KeepHandle):
             return True

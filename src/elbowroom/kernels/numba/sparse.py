@@ -23,11 +23,13 @@ def sparse_pack(x: Tensor) -> tuple[Tensor, Tensor]:
     return bits, kept
 
 
-def sparse_unpack(bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor) -> None:
+def sparse_unpack(
+    bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor, exact: bool = False
+) -> None:
     starts = _starts(bits, out.numel())
     if spill.numel():
         kept = unite(kept, spill, starts.diff().tolist(), TILE)
-    check_kept(kept, int(starts[-1]))
+    check_kept(kept, int(starts[-1]), exact=exact)
     _unpack(array(bits), array(starts), array(kept), array(out))
 
 

@@ -28,15 +28,19 @@ def sparse_pack_into(x: Tensor, kept: Tensor, spill: Tensor, used: Tensor) -> Te
     return bits
 
 
-def sparse_unpack(bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor) -> None:
+def sparse_unpack(
+    bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor, exact: bool = False
+) -> None:
     """Inverse of both: out [N] is written.
 
-    Raises ValueError if there is no spill, and kept is shorter than the bitmap says.
+    exact: kept has no room for more
+    Raises ValueError if there is no spill, and kept is shorter than the bitmap says, or if it is
+    exact and longer.
     """
     present = flags(bits, out.numel())
     counts = _counts(bits, out.numel())
     if not spill.numel():
-        check_kept(kept, sum(counts))
+        check_kept(kept, sum(counts), exact=exact)
     whole = unite(kept, spill, counts, TILE)
     out.zero_().masked_scatter_(present, whole)
 

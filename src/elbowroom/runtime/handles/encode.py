@@ -163,8 +163,8 @@ class EncodeHandle:
 
         None where the code is not one of the norm's normalized input. bits: as `restore_mapped`
         """
-        found = self.normalized()
-        if found is None or not norm.fits(found[1]):
+        statistics = self._own_statistics()
+        if statistics is None or not norm.fits(statistics):
             return None
         return self._decoded(norm.affine(), bits)
 
@@ -202,10 +202,15 @@ class EncodeHandle:
 
     def normalized(self) -> tuple[Encoded, Statistics] | None:
         """The code, if it encodes (x - mean) * rstd, and these; None if x itself exists."""
-        normal = self._normal
-        if normal is None or normal.keep_zeros or normal.rows or not self.is_needed():
+        statistics = self._own_statistics()
+        if statistics is None or not self.is_needed():
             return None
-        return self._code(), normal.statistics
+        return self._code(), statistics
+
+    def _own_statistics(self) -> Statistics | None:
+        """The mean and rstd of which the code encodes (x - mean) * rstd; None if it does not."""
+        normal = self._normal
+        return None if normal is None or normal.keep_zeros or normal.rows else normal.statistics
 
     def factors(self) -> tuple[Tensor, float] | None:
         """Bits and a number, if the tensor is that number where a bit is set and 0 elsewhere."""

@@ -477,13 +477,15 @@ class Ready:
 
         Of a code of a norm's normalized input, these are the norm's own weight and bias.
         """
-        assert isinstance(self.source, Slot)
-        handle, op = self.source.value, self.op
-        if op.of_normal is not None and isinstance(handle, EncodeHandle):
-            x = handle.restore_normalized(op.of_normal, self.bits)
+        source, op = self.source, self.op
+        assert isinstance(source, Slot)
+        if op.affine is None and source.stays_whole():
+            return None  # what is decoded serves other readers, too
+        if op.of_normal is not None and isinstance(source.value, EncodeHandle):
+            x = source.value.restore_normalized(op.of_normal, self.bits)
             if x is not None:
                 return x
-        return None if op.affine is None else self.source.restore_mapped(op.affine(), self.bits)
+        return None if op.affine is None else source.restore_mapped(op.affine(), self.bits)
 
     def _deeper_operands(self) -> dict[int, Tensor]:
         """Returns the operands that take more ops than the source does, made before it.
