@@ -57,6 +57,7 @@ _PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
 _TIMES = 4.0
 _EACH, _MIN, _MAX = 16, 2, 4  # parts that are compared: one of so many; at least, and at most
 _FAR, _FEW = 64, 256  # of single elements: one of so many, but as many
+_MAX_CARRIED = 1024  # elements of a result that is followed
 _MAX_FOLLOWED = 6  # ops that a result goes on through
 # Nodes that work element by element, and may let through but a part, or enlarge it.
 _CARRIES = frozenset(
@@ -166,7 +167,7 @@ class _Reading:
             carried = _Carried(sample, partial(self._keep, root.sites[-1]), most)
             for x, y in zip(made, other, strict=True):
                 if x is not None and y is not None:
-                    carried.follow(node, x, y, _MAX_FOLLOWED)
+                    carried.follow(node, _thinned(x), _thinned(y), _MAX_FOLLOWED)
 
     def _keep(self, site: Site) -> None:
         """Keeps the tensors of a site from the next step on."""
@@ -216,6 +217,12 @@ class _Sample(NamedTuple):
         return x[torch.unravel_index(torch.cat(ranges).to(x.device), self.shape)]
 
 
+def _thinned(x: Tensor) -> Tensor:
+    """Returns some of a sample: these are held while nodes run, in memory that no plan knows of."""
+    flat = x.reshape(-1)
+    return flat[:: -(-flat.numel() // _MAX_CARRIED) or 1].clone()
+
+
 class _Carried:
     """Measures noise again behind the ops that a result goes on through, element by element.
 
@@ -257,13 +264,13 @@ class _Carried:
         shape, grad = self._sample.shape, grads_out[0]
         if grad is None or tuple(grad.shape) != shape:
             return
-        grad = self._sample.taken(grad)
+        grad = _thinned(self._sample.taken(grad))
         if not torch.allclose(grad, made, rtol=1e-3):  # of another result, or a sum
             return
         for passed in grads_in:
             if passed is None or tuple(passed.shape) != shape:
                 continue
-            passed = self._sample.taken(passed)
+            passed = _thinned(self._sample.taken(passed))
             noise = torch.where(grad == 0, 0, (other - made) * (passed / grad))
             if _share([passed], [passed + noise]) > self._most:
                 self._is_kept = True
