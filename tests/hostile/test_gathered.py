@@ -59,6 +59,50 @@ def scattered(rows: Tensor, at: Tensor) -> Tensor:
     return rows.new_zeros(NODES, D).scatter_add_(0, index, rows)
 
 
+# ------------------------------------------------------------------ TorchScript, which no mode sees
+
+
+def doubled_(x: Tensor) -> Tensor:
+    return x.mul_(2.0)
+
+
+def doubled_beside_(x: Tensor, rows: Tensor) -> Tensor:
+    x.mul_(2.0)
+    return rows * 2.0
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0)
+
+
+def as_script(one):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(one)
+
+
+@program
+def a_script_changes_the_source(h, f, i, a):
+    """It was a SystemError."""
+    r = h.index_select(0, i)
+    as_script(doubled_)(h)
+    return (added(r, a) + h).square().sum(), list
+
+
+@program
+def a_script_reads_rows_after_it_has_changed_their_source(h, f, i, a):
+    r = as_script(doubled_beside_)(h, h.index_select(0, i))
+    return (added(r, a) + h).square().sum(), list
+
+
+@program
+def a_scripted_module_changes_the_source(h, f, i, a):
+    r = h.index_select(0, i)
+    as_script(Doubling())(h)
+    return (added(r, a) + h).square().sum(), list
+
+
 # ------------------------------------------------------------------ who looks at gradients of rows
 
 

@@ -13,6 +13,7 @@ other function may change all that it is given. See `gathered.py`.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, wraps
 from typing import Any, TypeAlias
 
 import torch
@@ -77,7 +78,24 @@ def may_wait(dim: Any, index: Any, x: Tensor) -> bool:
         return False
     if torch.is_anomaly_enabled() or torch.are_deterministic_algorithms_enabled():
         return False
+    _see_scripts()
     return _is_within(index, len(x))
+
+
+@cache
+def _see_scripts() -> None:
+    """From now on rows are made before TorchScript runs: no mode sees what that changes."""
+    for cls in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        cls.__call__ = _after_rows(cls.__call__)  # type: ignore[method-assign]
+
+
+def _after_rows(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def call_after_rows(*args: Any, **kwargs: Any) -> Any:
+        end_waiting()
+        return call(*args, **kwargs)
+
+    return call_after_rows
 
 
 def ready(
