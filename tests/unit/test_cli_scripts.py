@@ -634,7 +634,7 @@ def test_a_sweep_goes_from_plain_to_the_least(profiled):
     assert told.exit_code == 0, told.output
     assert "100%" in told.stdout
     assert "the least" in told.stdout
-    small = in_process("plan", path, "--budget", "1MiB", "--exact")
+    small = in_process("plan", path, "--budget", "2MiB", "--exact")
     assert small.exit_code == 3
     assert "by leaving out --exact" in small.stderr
     bad = in_process("plan", path, "--budget", "8MiB", "--solver", "gredy")

@@ -10,8 +10,6 @@ forward from copies. These cost time and memory, so they are made only
 
     where a forward is examined   of small parameters, and of those that the forward is about to
                                   change itself
-    where it is not               of all small parameters of a module that runs again, in one piece,
-                                  which its calls share until one of them changes (on a CPU)
     where a parameter is known    of a module that runs again, in every forward. Nothing is rebuilt
     to change                     from such a parameter
 
@@ -44,80 +42,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _modules: "weakref.WeakKeyDictionary[nn.Module, frozenset[int]]" = weakref.WeakKeyDictionary()
 # The last copies of a module's parameters, which its next call shares while they are in use.
 _Copies: TypeAlias = "weakref.WeakValueDictionary[int, Tensor]"
-_together: "weakref.WeakKeyDictionary[nn.Module, _Together]" = weakref.WeakKeyDictionary()
 _latest: "weakref.WeakKeyDictionary[nn.Module, _Copies]" = weakref.WeakKeyDictionary()
-
-
-class _Together:
-    """The small parameters of a module that runs again, and their values in one piece.
-
-    at: their indices among all parameters of the module
-    """
-
-    __slots__ = ("are_flat", "at", "values")
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        small = [i for i, p in enumerate(parameters) if _may_be_joined(p)]
-        dtype = parameters[small[0]].dtype if small else None
-        self.at = [i for i in small if parameters[i].dtype is dtype]
-        self.are_flat = all(parameters[i].dim() == 1 for i in self.at)
-        self.values: Tensor | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, parameters: list[Tensor]) -> "_Together":
-        """Returns those of a module, with the values that they have now."""
-        found = _together.get(module)
-        now = None if found is None else found.joined(parameters)
-        if found is None or now is None:
-            found = _together[module] = cls(parameters)
-            now = found.joined(parameters)
-        if now is not None and (found.values is None or not _are_same_bits(now, found.values)):
-            same = cls.__new__(cls)  # an earlier call that waits for backward has the former ones
-            same.at, same.are_flat, same.values = found.at, found.are_flat, now
-            _together[module] = found = same
-        return found
-
-    def joined(self, parameters: list[Tensor]) -> Tensor | None:
-        """Returns their values [n] in one piece; None: they are not what they were."""
-        if not self.at or self.at[-1] >= len(parameters):
-            return None
-        mine = [parameters[i] for i in self.at]
-        for p in mine:  # FSDP exchanges them
-            if type(p) not in PLAIN:
-                return None
-        mine = [p.data for p in mine]
-        for p in mine:
-            if not (p.is_cpu and p.data_ptr()):  # FSDP has freed its memory
-                return None
-        return torch.cat(mine) if self.are_flat else torch.cat([p.view(-1) for p in mine])
-
-    def changed(self, parameters: list[Tensor], versions: list[int]) -> dict[int, Tensor]:
-        """Returns former values, by index, of those whose values or versions are others now."""
-        now, before = self.joined(parameters), self.values
-        if now is None or before is None or now.shape != before.shape:
-            return {}
-        mine = [parameters[i] for i in self.at]
-        known = [versions[i] for i in self.at]
-        if versions_of(mine) == known and _are_same_bits(now, before):
-            return {}
-        sizes = [p.numel() for p in mine]
-        later, former = torch.split(now, sizes), torch.split(before, sizes)
-        return {
-            i: y.clone().view(p.shape)  # memory of its own: it is lent to the parameter
-            for i, p, version, x, y in zip(self.at, mine, known, later, former, strict=True)
-            if version_of(p) != version or not _are_same_bits(x, y)
-        }
-
-
-def _may_be_joined(p: Tensor) -> bool:
-    if not (is_touchable(p) and is_small(p)):
-        return False
-    return p.numel() > 0 and p.is_contiguous() and not would_wait(p)
-
-
-def _are_same_bits(x: Tensor, y: Tensor) -> bool:
-    bits = _BITS.get(x.element_size(), x.dtype)
-    return x.shape == y.shape and torch.equal(x.view(bits), y.view(bits))
 
 
 def has_same_values(x: Tensor, copy: Tensor) -> bool:
@@ -152,7 +77,7 @@ class ParametersAsRead:
 
     __slots__ = (
         *("_all", "_copies", "_has_run", "_lent", "_memory", "_module", "_samples"),
-        *("_together", "_versions", "_wants"),
+        *("_versions", "_wants"),
     )
 
     def __init__(
@@ -178,7 +103,6 @@ class ParametersAsRead:
                     self._copy(i)
                 else:
                     self._samples[i] = _sample(p)
-        self._together = None if is_examined else _Together.of(module, parameters)
         for i in _modules.get(module, ()):
             if i < len(parameters):
                 self._copy(i)
@@ -222,9 +146,6 @@ class ParametersAsRead:
         Raises RestoreError if one was changed in place, and has no copy.
         """
         self._set_wants(self._wants)
-        if self._together is not None and not self._has_run:
-            for i, former in self._together.changed(self._all, self._versions).items():
-                self._copies.setdefault(i, former)
         if versions_of(self._all) == self._versions and not (self._copies or self._memory):
             return
         for i, (p, version) in enumerate(zip(self._all, self._versions, strict=True)):
