@@ -112,7 +112,7 @@ class Normalized:
 
 
 class OfNormal(NamedTuple):
-    """What a norm makes of its normalized input, (x - mean) * rstd: a scale and a shift.
+    """A scale and a shift, which a norm applies to its normalized input (x - mean) * rstd.
 
     inner   that of the statistics
     affine  gives the norm's own weight and bias, by the channels that these have

@@ -323,7 +323,7 @@ def _node_of(x: Tensor) -> str:
 
 
 def _weight_facts(x: Tensor, call: Call) -> Facts:
-    """Of attention weights behind a mask many are exactly 0; of others hardly any.
+    """Returns whether many of a softmax's results are exactly 0, as a causal mask makes them.
 
     A sample is counted. On a GPU the host waits for it, in a step that is examined alone.
     """

@@ -84,7 +84,7 @@ def may_wait(dim: Any, index: Any, x: Tensor) -> bool:
 
 @cache
 def _see_scripts() -> None:
-    """From now on rows are made before TorchScript runs: no mode sees what that changes."""
+    """Lets TorchScript make rows that wait before it runs: no mode sees what it changes."""
     for cls in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         cls.__call__ = _after_rows(cls.__call__)  # type: ignore[method-assign]
 
