@@ -639,3 +639,72 @@ def test_no_bits_are_packed_of_a_tensor_whose_code_brings_them():
     ]
     assert any(instruction.action is not None for instruction in instructions)
     assert not any(instruction.bits for instruction in instructions)
+
+
+class Attends(nn.Module):
+    """Layers of attention of whose v a channel is off in all tokens, and wide logits behind."""
+
+    off: Tensor
+
+    def __init__(self, depth: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.top = nn.Linear(width, 8 * width)
+        self.register_buffer("off", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, -1)
+            x = x + F.scaled_dot_product_attention(q, k, v + self.off)
+        return self.top(x).square().mean()
+
+
+def test_attention_that_comes_to_need_finer_codes_is_examined_rarely_and_not_measured_again(caplog):
+    """As in the first steps of a training: v's code needed twice the levels every other step, the
+    forward was said to hold the logits before they were there, and was planned once more."""
+    torch.manual_seed(0)
+    net, x = Attends(), torch.randn(4, 2, 256, 32)
+
+    def step() -> None:
+        net.zero_grad()
+        net(x).backward()
+
+    static = 2 * sum(p.nbytes for p in net.parameters())
+    highest = er.peak(step) + static
+    er.fit(net, budget=int(static + 0.6 * (highest - static)), exact=False, min_nbytes=0)
+    for _ in range(12):
+        step()
+    fitting = opener_of(net)
+    assert fitting.planner.settled
+    caplog.clear()
+    examined = 0
+    for _ in range(40):
+        net.off[0] = 1.05 * net.off[0] + 0.05
+        step()
+        examined += not isinstance(fitting._last, ReplayedForward)
+    assert 0 < examined <= 8
+    assert fitting.planner.settled
+    assert isinstance(fitting._last, ReplayedForward)
+    assert not caplog.records
+    er.release(net)
+
+
+def test_a_forward_that_leaves_its_script_knows_what_it_holds_so_far():
+    """Not a share of what all of it holds: most of that may be at its end."""
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(4)]
+    top, x = nn.Linear(32, 32 * 64, bias=False), torch.randn(512, 32)
+
+    def forward(op: Callable[[Tensor], Tensor] = F.relu) -> Tensor:
+        y = x
+        for at, layer in enumerate(layers):
+            y = (F.relu if at < 2 else op)(layer(y))
+        return top(y).square().sum()
+
+    script = written(forward, dithered)
+    following = Following(script, dithered)
+    with following:
+        forward(torch.tanh)
+    plain, held = following.so_far
+    assert following.saving is not None
+    assert plain == 3 * 512 * 32 * 4  # x and two ReLUs, which the next products read, too
+    assert 0 < held < 0.5 * plain < 0.05 * script.before_nbytes

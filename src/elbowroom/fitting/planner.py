@@ -106,6 +106,7 @@ _MAX_GENERAL = 16  # times that two scripts become one
 _GROWN = 1.25  # times the nodes of an earlier forward: a loop runs longer now
 _LOOKS_AGAIN = 256  # forwards that are known, until one is examined all the same
 _MAX_UNWRITTEN = 4  # forwards without a script, or that diverged from it, until none is written
+_PAYS = 8  # forwards that a script was replayed in: that the next one diverges is not counted then
 
 
 class Planner(StateView):
@@ -167,7 +168,7 @@ class Planner(StateView):
         self._left: dict[tuple[int, Signature], Script] = {}  # when a forward was another one
         self._general = _MAX_GENERAL
         self._unwritten = _MAX_UNWRITTEN  # forwards that may yet turn out to have no script
-        self._replayed = 0  # forwards
+        self._replayed = self._by_script = 0  # forwards; those since a script was written
         self._nodes: dict[Any, int] = {}  # of forwards that are not compared, by `_running`
 
     def try_modules(self) -> None:
@@ -265,12 +266,14 @@ class Planner(StateView):
 
     def next_script(self) -> Script | None:
         """Returns the script that the forward replays; None: the forward is examined."""
-        script = self._scripts.get(self._running) if self._may_be_followed else None
-        if script is not None:
-            self._replayed += 1
-            if self._replayed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
-                self._unwritten = _MAX_UNWRITTEN
-                return None
+        if not self._may_be_followed:
+            return None
+        self._replayed += 1
+        if self._replayed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
+            self._unwritten = _MAX_UNWRITTEN
+            return None
+        script = self._scripts.get(self._running)
+        self._by_script += script is not None
         return script
 
     def has_run(self, nodes: int) -> None:
@@ -288,7 +291,7 @@ class Planner(StateView):
         script = self._scripts.pop(self._running, None)
         if script is not None:
             self._left[self._running] = script
-        self._unwritten -= 1
+        self._unwritten -= self._by_script < _PAYS
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearses before the first step. If all may be kept, the step is measured instead."""
@@ -463,6 +466,7 @@ class Planner(StateView):
         while len(self._scripts) >= _MAX_SCRIPTS:
             del self._scripts[next(iter(self._scripts))]
         self._scripts[self._running] = self._general_of(tracer.script)
+        self._by_script = 0
 
     def _general_of(self, script: Script) -> Script:
         """Returns a script of this forward, and of one before that had other numbers of rows."""

@@ -40,11 +40,10 @@ class ReplayedSaving(Replay):
     def look(self) -> Saving:
         """Returns a context that may climb, in which the bytes that are held already count."""
         after = None if self._after is None else self._after.begun()
-        self.rest, share = FittedSaving(self._fit, after=after), self.share
-        before, held = self.script.before_nbytes, self.script.held_nbytes
-        more = self.surplus * self.script.nbytes_each
-        self.entry = self.rest.ledger.open("", "replayed", "", int(share * before + more))
-        self.entry.hold(int(share * held + more))
+        self.rest, (before, held) = FittedSaving(self._fit, after=after), self.so_far
+        more = int(self.surplus * self.script.nbytes_each)
+        self.entry = self.rest.ledger.open("", "replayed", "", before + more)
+        self.entry.hold(held + more)
         if self.surplus > self.spare:  # what is held already can be made no smaller
             self.rest.diverge()
         return self.rest

@@ -52,6 +52,8 @@ class Context:
     rows_wait     whether large rows that are gathered are made when they are read, in every forward
                   (`gathered.py`)
     waited_in     names of the modules in which rows waited, or were summed
+    finer_levels  whether codes for attention are made finer than its values need now, since a
+                  forward left its script because they had come to need more
     takes_small   whether a fit also plans tensors below its min_nbytes
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
@@ -77,7 +79,7 @@ class Context:
         self.recurrent_layers = self.layer_nbytes = 0
         self.waited_in: set[str] = set()
         self.runs_again = self.gathers = self.rows_wait = False
-        self.takes_small = self.drops_codecs = False
+        self.takes_small = self.drops_codecs = self.finer_levels = False
         self.kept: dict[SiteKey, str] = {}
         self.held_raw: set[str] = set()
         self.survivors: set[SiteName] = set()

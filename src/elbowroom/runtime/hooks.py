@@ -571,7 +571,10 @@ class Saving(NodeChoice):
         if call is not None and call.would_rerun:
             looks = self.recorder is not None or not self.is_exact()
             half = self._serving.takes_half(x.dtype)
-            reading = attention_reading(x, call, slot, reading, looks=looks, takes_half=half)
+            finer = self.context.finer_levels
+            reading = attention_reading(
+                x, call, slot, reading, looks=looks, takes_half=half, finer=finer
+            )
         half = reading.by_size and self._serving.takes_half(x.dtype)
         request = classify(slot, x, geometry, call, reading, name, origin, takes_half=half)
         noted = None if self.recorder is None else self._noted(request)

@@ -320,6 +320,10 @@ class Ledger(Account):
         """Ratio of the bytes that plain autograd would hold now to those that are held."""
         return self._plain_nbytes / max(self.held_nbytes, 1)
 
+    def so_far(self) -> tuple[int, int]:
+        """Bytes that plain autograd would hold now, and those that are held."""
+        return self._plain_nbytes, self.held_nbytes
+
     def mark(self) -> Mark:
         """Returns a mark of the current moment."""
         sums = self.before_nbytes, self.after_nbytes, self.away_nbytes

@@ -194,10 +194,10 @@ class Following(Replay):
     def look(self) -> Saving:
         """Returns the context that examines the rest; its ledger has the bytes held so far."""
         if self.has_begun:
-            saving, share = self._make(None), self.share
-            entry = saving.ledger.open("", "", "", int(share * self.script.before_nbytes))
+            saving, (before_nbytes, held_nbytes) = self._make(None), self.so_far
+            entry = saving.ledger.open("", "", "", before_nbytes)
             entry.action, entry.why = "as before", "a step that began like an earlier one"
-            entry.hold(int(share * self.script.held_nbytes))
+            entry.hold(held_nbytes)
             weakref.finalize(self.token, entry.close).atexit = False
             return saving
         return self._make(Tracer(selects=True) if self.scripts.wanted else None)

@@ -177,6 +177,7 @@ class NotedOp:
     calls: int = 0  # of a recomputed module: the number of ops that it called
     dropped: int = 0  # of tensors that it saved
     numel: int = 0  # of all that it has saved
+    so_far: tuple[int, int] = (0, 0)  # `Step.so_far`
 
     @property
     def addresses(self) -> Iterator[int]:

@@ -344,7 +344,10 @@ class Replay(Observing):
         direct, call = step.direct, Call(step.func, args, kwargs)
         if direct is None or direct_of(call) is not direct or not may_run(call, direct):
             return False
-        return step.levels is None or step.levels.reach(levels_by_values(call))
+        if step.levels is None or step.levels.reach(levels_by_values(call)):
+            return True
+        self.context.finer_levels = True
+        return False
 
     def is_innermost(self) -> bool:
         """Returns whether our hooks are the innermost ones."""
@@ -551,9 +554,11 @@ class Replay(Observing):
         return self.bounded and self._numel > self.script.max_numel
 
     @property
-    def share(self) -> float:
-        """Share of the script that has been followed, from 0 to 1."""
-        return self._at / max(len(self.script.steps), 1)
+    def so_far(self) -> tuple[int, int]:
+        """Bytes that the followed part of the script holds, in plain autograd and as it is held."""
+        if self._at < len(self.script.steps):
+            return self.script.steps[self._at].so_far
+        return self.script.before_nbytes, self.script.held_nbytes
 
     @property
     def surplus(self) -> int:

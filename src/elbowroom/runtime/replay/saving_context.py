@@ -37,6 +37,7 @@ from elbowroom.units import show_nbytes
 _MAX_SETTINGS = 16  # settings whose scripts are cached at a time
 _MAX_SCRIPTS = 8  # of one setting: for other models, shapes, branches
 _MAX_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
+_PAYS = 8  # steps that scripts were replayed in: that the next one leaves its own is not counted
 _MANY = 4  # scripts, each of which may be of another length
 _MAX_LEFT = 4  # scripts that a step has left, and that the next one may share
 _MAX_GENERAL = 16  # times that two scripts become one
@@ -54,7 +55,7 @@ class Scripts:
         self._left: list[Script] = []  # as a step was another one: in numbers of rows alone, maybe
         self._general = _MAX_GENERAL
         self._unwritten = _MAX_UNWRITTEN
-        self._followed = self._learned = 0
+        self._steps = self._by_script = self._learned = 0
         self._calls_compiled = False
         self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
 
@@ -67,13 +68,12 @@ class Scripts:
             if self._learned != PROCESS.learned:  # which scripts from before do not know
                 self._learned = PROCESS.learned
                 self._forget_all()
-            if not self._scripts:
-                return ()
-            self._followed += 1
-            if self._followed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
+            self._steps += 1
+            if self._steps % _LOOKS_AGAIN == 0:  # unguarded differences would persist
                 self._unwritten = _MAX_UNWRITTEN
                 self._general = _MAX_GENERAL
                 self._forget_all()
+            self._by_script += bool(self._scripts)
             return tuple(self._scripts)
 
     def _forget_all(self) -> None:
@@ -110,7 +110,7 @@ class Scripts:
     def forget(self, script: Script) -> None:
         """Forgets a script from which a step differed after an action."""
         with self._lock:
-            self._unwritten -= 1
+            self._unwritten -= self._by_script < _PAYS
             self._scripts[:] = [one for one in self._scripts if one is not script]
             self._left.append(script)
             while len(self._left) > _MAX_LEFT:
@@ -128,6 +128,7 @@ class Scripts:
             while len(self._scripts) >= _MAX_SCRIPTS:
                 self._remove(self._scripts[-1])
             self._scripts.insert(0, script)
+            self._by_script = 0
             gone = weakref.WeakMethod(self._owner_is_gone)
 
             def forget(owner: weakref.ref[nn.Module]) -> None:

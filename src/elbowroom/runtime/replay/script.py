@@ -206,6 +206,7 @@ class Step:
     numel   elements that it saves; None: it ran as another function when it was written down
     stands  the `Direct` that `run` belongs to, whether or not it is asked again
     frees   slots that nothing of ours reads any more: their graph may end before the forward does
+    so_far  bytes that the forward holds as the step begins, in plain autograd and as they are held
     """
 
     func: Callable[..., Any]
@@ -226,6 +227,7 @@ class Step:
     numel: int | None = 0
     stands: Direct | None = None
     frees: tuple[int, ...] = ()
+    so_far: tuple[int, int] = (0, 0)
 
     @cached_property
     def is_plain(self) -> bool:

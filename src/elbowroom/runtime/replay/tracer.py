@@ -87,7 +87,8 @@ class Tracer(Listener):
         self._when = BEFORE
         self._done: list[NotedInstruction] = []
         self._seeds_before = 0
-        self._mark = Ledger().mark()
+        self._ledger = Ledger()
+        self._mark, self._stood = self._ledger.mark(), self._ledger.so_far()
         self._selects = selects
         self._numel = 0  # of all that no op has saved
         self._storages: dict[int, WeakStorage] = {}  # so that no address is used twice
@@ -100,7 +101,8 @@ class Tracer(Listener):
 
         ledger: that counts it; seeds: the count of its context's.
         """
-        self._mark, self._seeds_before = ledger.mark(), seeds
+        self._ledger, self._seeds_before = ledger, seeds
+        self._mark, self._stood = ledger.mark(), ledger.so_far()
 
     def refuse(self, why: str, *, once: bool = False) -> None:
         """Notes that this forward has no script. once: the next one may have one."""
@@ -121,8 +123,14 @@ class Tracer(Listener):
         except Unwritable:
             args, kwargs = (Unwritable,), ()
         self._stack.append(len(self._ops))
-        self._ops.append(NotedOp(call.func, call.name, args, kwargs, operands))
+        op = NotedOp(call.func, call.name, args, kwargs, operands, so_far=self._so_far())
+        self._ops.append(op)
         self._when, self._inputs = BEFORE, None
+
+    def _so_far(self) -> tuple[int, int]:
+        """Bytes that this forward holds, in plain autograd and as it is held."""
+        plain, held = self._ledger.so_far()
+        return plain - self._stood[0], held - self._stood[1]
 
     def compares(self) -> None:
         """Records that the arguments of this call must be the same in forwards that follow."""
@@ -138,7 +146,8 @@ class Tracer(Listener):
             self.refuse("a checkpoint, or a function of the user's, inside of one of torch's own")
             return
         self._inputs, self._when = len(self._ops), BEFORE
-        self._ops.append(NotedOp(checkpoint, name, (), (), [], is_between=True))
+        op = NotedOp(checkpoint, name, (), (), [], is_between=True, so_far=self._so_far())
+        self._ops.append(op)
 
     def leaves(self) -> None:
         """Records the end of the forward; the tensors that wait for it are decided on."""
@@ -187,7 +196,9 @@ class Tracer(Listener):
             return
         self._region = len(self._ops)
         self._stack.append(self._region)
-        self._ops.append(NotedOp(type(module), RECOMPUTE, (), (), [], module=weakref.ref(module)))
+        op = NotedOp(type(module), RECOMPUTE, (), (), [], so_far=self._so_far())
+        op.module = weakref.ref(module)
+        self._ops.append(op)
         self._when, self._inputs = BEFORE, None
 
     def saves(self) -> None:

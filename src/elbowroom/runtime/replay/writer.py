@@ -401,23 +401,28 @@ class Writer:
 
         frees: numbers of slots that have ended when it has run
         """
+        acts: dict[str, Any]
         before = tuple([instruction for one, instruction in mine if one.when == BEFORE])
         after = tuple([instruction for one, instruction in mine if one.when == AFTER])
         if op.is_between:
             inputs = self._saves(at, op, mine)
-            return Step(op.func, inputs, before=before, inputs=True, numel=op.numel)
+            return Step(
+                op.func, inputs, before=before, inputs=True, numel=op.numel, so_far=op.so_far
+            )
         if op.module is not None:
             given = self._saves(at, op, mine)
             is_acting = any(s is not None and (s.slot, s.noted) != (NOWHERE,) * 2 for s in given)
             held = given if is_acting else None
-            return Step(op.func, held, before=before, module=op.module, numel=op.numel)
-        acts: dict[str, Any] = {
+            acts = {"before": before, "module": op.module, "so_far": op.so_far}
+            return Step(op.func, held, numel=op.numel, **acts)
+        acts = {
             "opens": op.opens,
             "place": self._place_made(at, op),
             "copies": self._copies(op),
             "before": before,
             "after": after,
             "frees": frees,
+            "so_far": op.so_far,
         }
         keeps_run = op.direct is not None and (op.direct.always or not op.direct.exact)
         if not (at in self._guarded or at in self._compared or keeps_run):

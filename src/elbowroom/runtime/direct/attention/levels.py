@@ -29,13 +29,21 @@ from elbowroom.runtime.normal import var_mean
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import untouchable
 
+_SPARE = 2.0  # times the spread of now that a code has to serve, where spreads have grown
 _GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
 _CANCELS = 1e-3  # of v's square: below that, no difference of two sums is its variance
 _LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
 
 
 def attention_reading(
-    x: Tensor, call: Call, slot: Slot, reading: Reading, *, looks: bool, takes_half: bool = False
+    x: Tensor,
+    call: Call,
+    slot: Slot,
+    reading: Reading,
+    *,
+    looks: bool,
+    takes_half: bool = False,
+    finer: bool = False,
 ) -> Reading:
     """Returns how attention reads x.
 
@@ -44,12 +52,13 @@ def attention_reading(
     reading  how it would be read otherwise
     looks    whether to read values, on a CPU: x may become a code
     takes_half  whether a code of half of its bits may stand for q and k
+    finer    whether codes have to serve forwards whose values need more levels than these, too
     """
     roles = tolerant_arguments(x, call)
-    call.levels = _levels_of(roles, call, looks=looks)
+    call.levels = _levels_of(roles, call, looks=looks, finer=finer)
     is_logits = bool(roles) and _LOGITS.issuperset(roles)
-    if call.levels is None and is_logits and takes_half and levels_by_values(call).halves:
-        call.levels = HALF_LEVELS
+    if call.levels is None and is_logits and takes_half:
+        call.levels = HALF_LEVELS if levels_by_values(call, finer=finer).halves else None
     if reading.need is not Need.LOSSY:
         return reading
     if call.levels is None and _LOGITS.intersection(roles):
@@ -85,7 +94,9 @@ def as_node(site: Site, x: Tensor, call: Call) -> Site:
     return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="")
 
 
-def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None:
+def _levels_of(
+    roles: list[int | str], call: Call, *, looks: bool, finer: bool = False
+) -> int | None:
     """The fewest levels for a code of what attention saves; None: no code is fine enough.
 
     On a CPU it reads values, which is cheap there. On a GPU, where the host would have to wait, and
@@ -98,19 +109,27 @@ def _levels_of(roles: list[int | str], call: Call, *, looks: bool) -> int | None
     q = call.arg(0, "query")
     if not looks or would_wait(q) or type(q) not in (Tensor, nn.Parameter):
         return MAX_LEVELS if logits else UNSEEN_LEVELS
-    fewest = levels_by_values(call)
+    fewest = levels_by_values(call, finer=finer)
     asked = [*([fewest.logits] if logits else []), *([fewest.values] if values else [])]
     return None if None in asked else max((n for n in asked if n), default=levels_for(0.0))
 
 
-def levels_by_values(call: Call) -> Levels:
-    """The fewest levels for codes of this call's q and k, and of its v."""
+def levels_by_values(call: Call, *, finer: bool = False) -> Levels:
+    """The fewest levels for codes of this call's q and k, and of its v.
+
+    finer: with some to spare. As a model begins to learn, what it needs grows for many steps, and
+    around a bound from batch to batch.
+    """
     if call.fewest is None:
         (q, k, v, _), *_ = given_to(*call.args, **call.kwargs)
         scale = call.kwargs.get("scale")
-        logits = levels_for(spread(q, k, scale))
+        times = _SPARE if finer else 1.0
+        of_logits, of_values = spread(q, k, scale), spread_of_values(v)
+        logits = levels_for(times * of_logits) or levels_for(of_logits)
         halves = logits is None and half_suffices(spread(q, k, scale, of_half=True))
-        call.fewest = Levels(logits, levels_for_values(spread_of_values(v), logits), halves)
+        values = levels_for_values(times * of_values, logits)
+        values = values or levels_for_values(of_values, logits)
+        call.fewest = Levels(logits, values, halves)
     return call.fewest
 
 
