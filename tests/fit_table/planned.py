@@ -188,7 +188,7 @@ ROWS = {
             "preset": 0,
             "tries": 1,
             "has_fit": True,
-            "headroom": Headroom(547),
+            "headroom": Headroom(450),
             "attempts": KNOWN.attempts.after(KEEPS, 887),
         },
         (said(KEEPS, 887),),

@@ -121,7 +121,7 @@ ROWS = {
             "tries": 1,
             "has_fit": True,
             # Of what a step needs beside what stands, a ninth more.
-            "headroom": Headroom(675),
+            "headroom": Headroom(562),
             "attempts": KNOWN.attempts.after(PLAN, 1000),
         },
         (said(PLAN, 1000),),

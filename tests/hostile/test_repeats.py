@@ -189,7 +189,7 @@ def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):
     step(0)
     fitting = opener_of(model)
     tried = sorted(fitting.planner.recompute)
-    assert fitting.planner._scripts
+    assert fitting.planner.scripts
     odd.append(model.get_submodule(tried[0]))
     draws.append(True)
     for seed in (1, 2, 3):

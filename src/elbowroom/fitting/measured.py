@@ -273,19 +273,20 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     elif state.profile is None:
         state, commands = _settle_given(state, unknown_sites=seen.unknown_sites)
     else:
-        state, commands = _verified(state, seen, peak_nbytes)
+        state, commands = _verified(state, seen, own_nbytes)
     return state, (said, *commands)
 
 
-def _verified(state: FitState, seen: StepMeasured, peak_nbytes: int) -> Step:
+def _verified(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
     """Keeps the plan whose peak is now known, replans with a larger margin, or drops the plan.
 
-    peak_nbytes: of the largest call
+    own_nbytes: the peak of this step, which need not be of the largest size
     """
     plan, profile, budget_nbytes = state.plan, state.profile, state.options.budget_nbytes
     assert plan is not None
     assert profile is not None
-    state = _noted(_with_transients(state, seen, peak_nbytes), peak_nbytes)
+    peak_nbytes = _at_largest(state, seen, own_nbytes)
+    state = _noted(_with_transients(state, seen, own_nbytes), peak_nbytes)
     slack = budget_nbytes - peak_nbytes
     if slack < 0 and state.waits_for_others:
         return state, ()

@@ -84,6 +84,7 @@ from elbowroom.fitting.observations import (
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.rehearse import rehearse
+from elbowroom.fitting.scripts import Scripts
 from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.state_view import StateView
@@ -96,17 +97,9 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.repeats import TESTED_CALLS, Trials
-from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.undo import Undo
-
-_MAX_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
-_MAX_GENERAL = 16  # times that two scripts become one
-_GROWN = 1.25  # times the nodes of an earlier forward: a loop runs longer now
-_LOOKS_AGAIN = 256  # forwards that are known, until one is examined all the same
-_MAX_UNWRITTEN = 4  # forwards without a script, or that diverged from it, until none is written
-_PAYS = 8  # forwards that a script was replayed in: that the next one diverges is not counted then
 
 
 class Planner(StateView):
@@ -164,12 +157,7 @@ class Planner(StateView):
 
     def forget_scripts(self) -> None:
         """Forgets the scripts of settled forwards, so that they are recorded again."""
-        self._scripts: dict[tuple[int, Signature], Script] = {}  # of settled forwards, in steps
-        self._left: dict[tuple[int, Signature], Script] = {}  # when a forward was another one
-        self._general = _MAX_GENERAL
-        self._unwritten = _MAX_UNWRITTEN  # forwards that may yet turn out to have no script
-        self._replayed = self._by_script = 0  # forwards; those since a script was written
-        self._nodes: dict[Any, int] = {}  # of forwards that are not compared, by `_running`
+        self.scripts = Scripts()
 
     def try_modules(self) -> None:
         """Tests in the next forwards whether a second run of a module gives the same result."""
@@ -241,7 +229,7 @@ class Planner(StateView):
         if recorder is not None or not self._may_be_written:
             return False
         is_planned = after is None or not after.climbed
-        return is_planned and self._running not in self._scripts and self._unwritten > 0
+        return is_planned and self.scripts.lacks(*self._running)
 
     @property
     def _may_be_followed(self) -> bool:
@@ -266,32 +254,11 @@ class Planner(StateView):
 
     def next_script(self) -> Script | None:
         """Returns the script that the forward replays; None: the forward is examined."""
-        if not self._may_be_followed:
-            return None
-        self._replayed += 1
-        if self._replayed % _LOOKS_AGAIN == 0:  # unguarded differences would persist
-            self._unwritten = _MAX_UNWRITTEN
-            return None
-        script = self._scripts.get(self._running)
-        self._by_script += script is not None
-        return script
+        return self.scripts.next(*self._running) if self._may_be_followed else None
 
     def has_run(self, nodes: int) -> None:
-        """Notes that a forward was not compared with its script, and how many nodes it has made.
-
-        If these are many more than before, the next forward is examined.
-        """
-        before = self._nodes.setdefault(self._running, nodes)
-        if nodes > _GROWN * before:
-            self._nodes[self._running] = nodes
-            self._replayed = -1
-
-    def forget_script(self) -> None:
-        """Forgets a script after a forward was another one than it says."""
-        script = self._scripts.pop(self._running, None)
-        if script is not None:
-            self._left[self._running] = script
-        self._unwritten -= self._by_script < _PAYS
+        """Notes that a forward was not compared with its script, and how many nodes it has made."""
+        self.scripts.has_run(*self._running, nodes)
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearses before the first step. If all may be kept, the step is measured instead."""
@@ -460,23 +427,10 @@ class Planner(StateView):
         if tracer is None:
             return
         if tracer.script is None or saving.climbed:
-            self._unwritten -= 1
+            self.scripts.has_none()
             say_unscripted(tracer.why)
             return
-        while len(self._scripts) >= _MAX_SCRIPTS:
-            del self._scripts[next(iter(self._scripts))]
-        self._scripts[self._running] = self._general_of(tracer.script)
-        self._by_script = 0
-
-    def _general_of(self, script: Script) -> Script:
-        """Returns a script of this forward, and of one before that had other numbers of rows."""
-        known = self._left.pop(self._running, None)
-        both = None if known is None or not self._general else generalized(known, script)
-        if both is None:
-            return script
-        self._general -= 1
-        self._unwritten = min(self._unwritten + 1, _MAX_UNWRITTEN)
-        return both
+        self.scripts.add(*self._running, tracer.script)
 
     def learn(
         self,

@@ -66,7 +66,9 @@ def generalized(one: Script, other: Script) -> Script | None:
         return None
     max_numel = max(one.max_numel, one.numel, other.numel)
     sizes = len(merger.sizes)
-    return replace(other, steps=steps, last=last, sizes=sizes, numel=NOWHERE, max_numel=max_numel)
+    larger = max(one, other, key=lambda script: script.before_nbytes)
+    changed: dict[str, Any] = {"sizes": sizes, "numel": NOWHERE, "max_numel": max_numel}
+    return replace(other, steps=steps, last=last, counts=larger.counts, **changed)
 
 
 class _Merger:
@@ -97,7 +99,8 @@ class _Merger:
             self.open |= {save.slot for save in b.saves or () if save is not None}
         before = self.all(a.before, b.before)
         saves, after = self.all(a.saves, b.saves), self.all(a.after, b.after)
-        changed: dict[str, Any] = {"direct": b.stands} if varies and b.run is not None else {}
+        changed: dict[str, Any] = {"so_far": max(a.so_far, b.so_far)}
+        changed |= {"direct": b.stands} if varies and b.run is not None else {}
         return replace(
             b, args=args, kwargs=kwargs, before=before, saves=saves, after=after, **changed
         )
