@@ -243,6 +243,12 @@ def test_a_guard_saves_a_training_that_its_first_setting_harms():
     assert guarded < fixed - 0.5 * (fixed - plain)
 
 
+@pytest.mark.parametrize("loss", ["2.0", None, torch.ones(2), torch.tensor(1j), [1.0]])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(UnknownField, match="takes the loss of a step, a number or a tensor of one"):
+        Guard().loss(loss)
+
+
 def test_a_guard_that_hears_nothing_says_so(caplog):
     control = Guard(er.codec("group", bits=4), every=2)
     training = Training()

@@ -16,7 +16,7 @@ of which are unbiased, so that an alarm can help.
 
 import logging
 from collections import deque
-from typing import Any
+from typing import Any, SupportsFloat
 
 from torch import Tensor
 
@@ -75,8 +75,19 @@ class Guard(Adaptive):
     def loss(self, value: float | Tensor) -> None:
         """Reports the loss of this step.
 
-        A loss on a GPU is read when its copy has arrived, a step or two later.
+        A loss on a GPU is read when its copy has arrived, a step or two later. Raises UnknownField
+        for what is not one number.
         """
+        is_one = (
+            value.numel() == 1 and not value.is_complex()
+            if isinstance(value, Tensor)
+            else (isinstance(value, SupportsFloat))
+        )
+        if not is_one:
+            got = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise UnknownField(
+                f"guard.loss takes the loss of a step, a number or a tensor of one; got {got!r}"
+            )
         if isinstance(value, Tensor):
             value = value.detach()
         if isinstance(value, Tensor) and would_wait(value):

@@ -86,9 +86,10 @@ def fp8(
             module.__dict__[_SCALING] = scaling
         return kind
 
-    note = f"products are {backend(next(iter(model.parameters()), torch.empty(0)).device)}"
     seen = {"like": _LIKE, "alike": _ALIKE} if flow else {"like": _LIKE[:1]}
-    done = replace(model, choose, keep=keep, note=note, **seen)
+    done = replace(model, choose, keep=keep, **seen)
+    device = next(iter(model.parameters()), torch.empty(0)).device
+    done = done.noting(f"products are {backend(device)}")
     held = _freeze(model, {swap.name for swap in done.swaps}) if frozen else []
     if held:
         done = done.noting(f"{len(held)} frozen weights are held in FP8")
