@@ -406,7 +406,7 @@ def grow_batch(
     check_function("loader_factory", loader_factory)
     check_function("loss", loss)
     check_optimizer(optimizer, model, "grow_batch")
-    check_growing(batch, rule, most, growth, schedulers)
+    check_growing(optimizer, batch, rule, most, growth, schedulers)
     options = FitOptions(budget_nbytes(budget, device_of(model)), exact, None, min_nbytes)
 
     def find(make_batch: Callable[[int], Any]) -> int:

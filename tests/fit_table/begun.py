@@ -408,15 +408,18 @@ ROWS = {
             "profile": Profile(peak=1300),
             "rounds": 0,
             "attempts": Attempts(),
+            "withdrawn": True,
         },
     ),
     "codes are withdrawn from a plan that was given": Row(
         replace(GIVENS, phase=P.SETTLED),
         CodesWithdrawn(Profile()),
-        {"phase": P.GIVEN, "profile": Profile()},
+        {"phase": P.GIVEN, "profile": Profile(), "withdrawn": True},
     ),
     "codes are withdrawn while a plan is measured": Row(
-        VERIFYING, CodesWithdrawn(Profile(peak=1300)), {"profile": Profile(peak=1300)}
+        VERIFYING,
+        CodesWithdrawn(Profile(peak=1300)),
+        {"profile": Profile(peak=1300), "withdrawn": True},
     ),
     # A rehearsal.
     "a forward is rehearsed": Row(

@@ -91,9 +91,10 @@ ELSEWHERE = replace(hasty(1.2), candidate=Candidate("fp32", Profile(peak=901)))
 ROWS = {
     # What planners answer.
     "a plan is made": Row(
-        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=20),
+        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=20, withdrawn=True),
         PlanMade(PLAN, MemoryState(90)),
         {
+            "withdrawn": False,
             "plan": PLAN.plan,
             "chosen": PLAN,
             "memory": MemoryState(90),

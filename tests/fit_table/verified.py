@@ -200,6 +200,17 @@ ROWS = {
         },
         (said(PLAN, 1100), MAKE),
     ),
+    "a plan does not fit, as codes of it were withdrawn": Row(
+        replace(VERIFYING, withdrawn=True, plain_margin_nbytes=20),
+        step(1100),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(PLAN, 1100),
+        },
+        (said(PLAN, 1100), MAKE),
+    ),
     "a plan in which modules run again does not fit": Row(
         following(AGAIN),
         step(1100),

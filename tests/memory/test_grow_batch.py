@@ -161,6 +161,8 @@ def test_a_training_really_grows_inside_its_budget():
         ({"most": 8}, "most=8 is not possible; it is an int, at least batch=32"),
         ({"growth": 1}, "growth=1 is not possible; it is a number above 1"),
         ({"optimizer": 3}, r"grow_batch takes a torch\.optim\.Optimizer; got int"),
+        ({"optimizer": None}, "takes a torch.optim.Optimizer, whose learning rates follow; got N"),
+        ({"schedulers": "cosine"}, "schedulers='cosine' is not possible; .* with `base_lrs`"),
         ({"loader_factory": 3}, "loader_factory"),
     ],
 )

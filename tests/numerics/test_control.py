@@ -243,6 +243,24 @@ def test_a_guard_saves_a_training_that_its_first_setting_harms():
     assert guarded < fixed - 0.5 * (fixed - plain)
 
 
+@pytest.mark.parametrize("spoiled", [[float("inf")], [float("nan")] * 2, [-float("inf")]])
+@pytest.mark.parametrize("before", [3, 30])
+def test_a_loss_that_is_not_finite_is_an_alarm_and_no_end_of_hearing(spoiled, before):
+    control = Guard()
+    for loss in [1.0] * before + spoiled:
+        control.loss(loss)
+    assert control.alarms == len(spoiled)
+    for loss in [1.0] * 30 + [3.0] * 3:
+        control.loss(loss)
+    assert control.alarms > len(spoiled)
+
+
+@pytest.mark.parametrize("loss", ["2.0", None, torch.ones(2), torch.tensor(1j), [1.0]])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(UnknownField, match="takes the loss of a step, a number or a tensor of one"):
+        Guard().loss(loss)
+
+
 def test_a_guard_that_hears_nothing_says_so(caplog):
     control = Guard(er.codec("group", bits=4), every=2)
     training = Training()

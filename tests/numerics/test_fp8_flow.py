@@ -335,6 +335,8 @@ def test_settings_that_are_not_possible_are_refused():
         er.nn.fp8(nn.Linear(4, 4), scaling="block")
     with pytest.raises(ModuleError, match="keep='head'"):
         er.nn.fp8(nn.Linear(4, 4), keep=["head"])
+    with pytest.raises(ModuleError, match=r"expected a torch\.nn\.Module; got str"):
+        er.nn.fp8("model")
 
 
 # --- every way to run ---

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.runtime import redrawn
 from elbowroom.runtime.context import PROCESS
-from elbowroom.runtime.redrawn import WHY, _share
+from elbowroom.runtime.redrawn import WHY, _energies, _share
 
 FUNCTIONS = {
     "gaussian": lambda z: torch.exp(-100 * z * z),
@@ -168,8 +169,49 @@ def test_a_gradient_that_tells_nothing_takes_no_code_back(value: float, caplog) 
 @pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
 def test_what_only_other_noise_makes_infinite_is_all_error(spoiled: float) -> None:
     x, y = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, spoiled])
-    assert _share([x], [y]) == float("inf")
-    assert _share([y], [x]) == _share([torch.zeros(4)], [y]) == 0
+    assert _share(_energies([x], [y])) == float("inf")
+    assert _share(_energies([y], [x])) == _share(_energies([torch.zeros(4)], [y])) == 0
+
+
+@pytest.mark.parametrize("shares", [[0.2, 0.01], [0.2], [0.01]])
+def test_one_sample_with_more_error_than_others_takes_no_code_back(
+    shares: list[float], caplog, monkeypatch
+) -> None:
+    """The largest elements of a heavy-tailed product may be in the first sample alone."""
+    left = list(shares)
+
+    def measured(own, other) -> Tensor:
+        share = left.pop(0) if len(left) > 1 else left[0]
+        return torch.tensor([[share, 1.0] for _ in own])
+
+    monkeypatch.setattr(redrawn, "_energies", measured)
+    net = Net(torch.erf)
+    with er.saving("dither", levels=16):
+        out = net(torch.randn(512, 32))
+    out.sum().backward()
+    assert bool(caplog.records) is (shares == [0.2])
+
+
+def test_noise_that_goes_on_is_compared_with_that_of_the_same_elements(monkeypatch, caplog) -> None:
+    """Few elements are followed: what they have more than all, they have behind a gate, too."""
+    energies = redrawn._energies
+
+    def thinned(x: Tensor) -> Tensor:
+        return x.reshape(-1)[:1].clone()
+
+    def of_few(own, other) -> Tensor:
+        found = energies(own, other)
+        if all(x is None or x.numel() == 1 for x in own):
+            found[:, 0] *= 20
+        return found
+
+    monkeypatch.setattr(redrawn, "_thinned", thinned)
+    monkeypatch.setattr(redrawn, "_energies", of_few)
+    net = Net(lambda z: torch.tanh(z) * torch.sigmoid(z.flip(1)))
+    with er.saving("dither", levels=16):
+        out = net(torch.randn(512, 32))
+    out.sum().backward()
+    assert not caplog.records
 
 
 def test_graphs_are_freed_and_may_run_twice_or_never() -> None:

@@ -188,7 +188,7 @@ def test_a_custom_function_needs_every_bit():
 
     sites = sites_of(lambda h: Square.apply(h))
     assert [(s.need, s.why) for s in sites[""]] == [
-        (Need.EXACT, "saved by an op that Python did not call")
+        (Need.EXACT, "saved by an autograd.Function, or by an op that Python did not call")
     ]
 
 

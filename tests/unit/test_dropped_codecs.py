@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import elbowroom as er
-from elbowroom.codecs import Codec, dropped, register, registry
+from elbowroom.codecs import Codec, Group, dropped, register, registry
 from elbowroom.codecs.base import FLOATS, Expected
-from elbowroom.codecs.quality import broken_promise, quality_of
+from elbowroom.codecs.quality import broken_promise, measured, quality_of
 from elbowroom.errors import BudgetTooSmall, CodecError, PlanError
 from elbowroom.plan import Lossy, registered
 from elbowroom.plan.registered import all_settings
@@ -22,8 +22,11 @@ from elbowroom.runtime.hooks import Saving
 
 MODES = (
     *("short", "large", "zeros", "scaled", "raises", "none", "empties", "overwrites"),
-    *("not finite", "keeps a graph", "decodes to NaN"),
+    *("not finite", "keeps a graph", "decodes to NaN", "shifted"),
 )
+
+
+_kept = []
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class Liar(Codec):
                 raise ValueError("not today")
             case "none":
                 return None
+            case "keeps":
+                _kept.append(flat)
+            case "keeps storage":
+                _kept.append(flat.untyped_storage())
+            case "by chance":
+                codes = codes + torch.randint(0, 2, codes.shape, dtype=torch.int8)
         return codes, scale.reshape(1)
 
     def _decode_into(self, encoded, out):
@@ -67,6 +76,8 @@ class Liar(Codec):
             raise ValueError("not today")
         codes, scale = encoded.buffers
         out.copy_(codes * (float("nan") if self.mode == "decodes to NaN" else scale))
+        if self.mode == "shifted":  # an error below that of 5 levels
+            out += 0.04 * out.float().square().mean().sqrt()
         if self.mode == "empties":
             codes.untyped_storage().resize_(0)
         if self.mode == "overwrites":
@@ -204,3 +215,55 @@ def test_a_code_that_cannot_be_decoded_in_backward_is_an_error_that_names_its_co
         training.step()
     assert dropped.why_dropped(liar) == "it fails: ValueError: not today"
     er.release(training.net)
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("keeps", "it keeps the tensor that it encodes, which is then never freed"),
+        ("keeps storage", "it keeps the tensor that it encodes, which is then never freed"),
+        ("by chance", "it makes another code each time, of the same tensor and seed"),
+    ],
+)
+def test_a_codec_that_breaks_a_promise_is_dropped_before_a_plan(mode, why, liar, caplog):
+    assert broken_promise(Liar()) == ""
+    broken_promise.cache_clear()
+    registered._honest.cache_clear()
+    liar.mode = mode
+    assert Liar() not in all_settings()
+    assert broken_promise(Liar()) == why
+    assert sum(why in line for line in caplog.messages) == 1
+    _kept.clear()
+
+
+@pytest.mark.parametrize("off", [lambda y: y + 0.003, lambda y: 0.995 * y])
+def test_a_code_that_is_off_by_little_is_not_unbiased(off, liar, monkeypatch):
+    """By much less than its error: two draws' errors are hardly correlated."""
+    assert measured.__wrapped__(Liar(), maps=False).unbiased
+
+    def decode(self, encoded, out):
+        codes, scale = encoded.buffers
+        out.copy_(off(codes * scale))
+
+    monkeypatch.setattr(Liar, "_decode_into", decode)
+    assert not measured.__wrapped__(Liar(), maps=False).unbiased
+
+
+class Impostor(Group):
+    """Decodes to zeros, by the name of another codec."""
+
+    def _decode_into(self, encoded, out):
+        out.zero_()
+
+
+def test_a_codec_of_another_codec_s_name_is_measured_and_refused():
+    assert quality_of(Impostor(bits=4), maps=False).error > 0.9
+    assert quality_of(Group(bits=4), maps=False).error < 0.03
+    for bad in (Impostor(), Impostor(bits=4)):
+        with pytest.raises(PlanError, match=r"'group' of class Impostor is not the one of that id"):
+            er.fit(nn.Linear(4, 4), budget="1 GiB", codecs=[bad])
+
+
+def test_a_codec_that_is_not_registered_is_refused_with_what_to_type():
+    with pytest.raises(PlanError, match=r"'liar' is not registered, .*codecs\.register\(Liar\)"):
+        er.fit(nn.Linear(4, 4), budget="1 GiB", codecs=[Liar()])

@@ -26,6 +26,7 @@ from elbowroom.plan import registered
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import preset_named
+from elbowroom.plan.plan import Line
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.prices import levels_of
 from elbowroom.plan.profile import Profile
@@ -498,6 +499,22 @@ def test_why_it_won(profile: Profile) -> None:
     assert coded
     assert all("keep: " in line.why or "next: " in line.why for line in coded)
     assert any("above the budget" in line.why for line in coded)
+
+
+def test_what_is_kept_though_it_could_be_smaller_has_room() -> None:
+    """A dropout's mask can have no code, but bits, of which an exact plan has made use."""
+    x = torch.randn(64, 512)
+    first, last = nn.Linear(512, 512), nn.Linear(512, 512)
+    profile = er.measure(lambda: last(F.dropout(first(x), 0.5)).square().mean().backward())
+
+    def of_dropout(budget: int) -> Line:
+        lines = er.plan(profile, budget=budget, exact=True).lines
+        return next(line for line in lines if line.op == "dropout")
+
+    with pytest.raises(BudgetTooSmall) as caught:
+        er.plan(profile, budget=1, exact=True)
+    assert of_dropout(1 << 30).why == "there is room"
+    assert of_dropout(caught.value.least_nbytes).action == "bitmask"
 
 
 @pytest.mark.parametrize(

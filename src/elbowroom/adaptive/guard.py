@@ -2,7 +2,7 @@
 
 After FDSR's adaptive parameters, re-designed from its abstract (its text is not public):
 
-    alarm   fast average of the loss > (1 + tolerance) x slow average,
+    alarm   fast average of the loss > (1 + tolerance) x slow average, a loss that is not finite,
             or added variance > `noise` x sampling variance
       ->    the tensors that were made coarser last become finer again, and stay so; if there are
             none, the most sensitive quarter of all tensors becomes one variant finer
@@ -16,7 +16,8 @@ of which are unbiased, so that an alarm can help.
 
 import logging
 from collections import deque
-from typing import Any
+from math import isfinite
+from typing import Any, SupportsFloat
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from elbowroom.runtime.late import Sent
 
 _FAST, _SLOW = 0.1, 0.01  # weights of a new loss in the two averages
 _WARM_UP = 20  # losses before an alarm can be raised
-_DEAF = 3  # looks without any loss, until that is said
+_DEAF = 3  # checks without any loss, until that is said
 _log = logging.getLogger("elbowroom")
 
 
@@ -65,18 +66,29 @@ class Guard(Adaptive):
         self.tolerance, self.noise, self.patience = tolerance, noise, patience
         self.alarms = 0
         self._losses, self._calm = 0, 0
-        self._sent: deque[Sent | float] = deque()  # losses of which nobody has heard yet
+        self._sent: deque[Sent | float] = deque()  # losses that were not processed yet
         self._fast = self._slow = 0.0
         self._order: list[SiteName] = []  # of all tensors, the most variance for a byte first
-        self._leaner: list[SiteName] = []  # what went down last
-        self._limits: dict[SiteName, int] = {}  # the leanest variant that a tensor still goes to
-        self._deaf = 0  # looks in a row before any loss was told
+        self._leaner: list[SiteName] = []  # the tensors that were made coarser last
+        self._limits: dict[SiteName, int] = {}  # the coarsest variant that a tensor may have
+        self._deaf = 0  # checks in a row before any loss was reported
 
     def loss(self, value: float | Tensor) -> None:
         """Reports the loss of this step.
 
-        A loss on a GPU is read when its copy has arrived, a step or two later.
+        A loss on a GPU is read when its copy has arrived, a step or two later. Raises UnknownField
+        for what is not one number.
         """
+        is_one = (
+            value.numel() == 1 and not value.is_complex()
+            if isinstance(value, Tensor)
+            else (isinstance(value, SupportsFloat))
+        )
+        if not is_one:
+            got = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise UnknownField(
+                f"guard.loss takes the loss of a step, a number or a tensor of one; got {got!r}"
+            )
         if isinstance(value, Tensor):
             value = value.detach()
         if isinstance(value, Tensor) and would_wait(value):
@@ -97,16 +109,18 @@ class Guard(Adaptive):
             self._count(first.number(wait=wait) if isinstance(first, Sent) else first)
 
     def _count(self, loss: float) -> None:
+        if not isfinite(loss):  # no average of it would be finite again
+            self._alarm()
+            self._losses, self._fast, self._slow = 0, 0.0, 0.0
+            return
         self._losses += 1
         self._calm += 1
         self._fast += max(1 / self._losses, _FAST) * (loss - self._fast)
         self._slow += max(1 / self._losses, _SLOW) * (loss - self._slow)
         suffers = self._fast > self._slow + self.tolerance * abs(self._slow)
-        if self._losses >= _WARM_UP and (suffers or loss != loss):
+        if self._losses >= _WARM_UP and suffers:
             self._alarm()
             self._fast = self._slow  # one alarm for one rise
-            if loss != loss:
-                self._losses, self._fast, self._slow = 0, 0.0, 0.0
         elif self._calm >= self.patience:
             self._calm = 0
             self._leaner = self._order[-self._quarter() :]

@@ -6,14 +6,14 @@ the tensors of the step (`broken_code`, `encoded_or_dropped`).
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from elbowroom.codecs.affine import Affine
 from elbowroom.codecs.base import Codec, Encoded, memory_order
-from elbowroom.codecs.quality import DESTROYED, quality_of, states_of
+from elbowroom.codecs.quality import DESTROYED, is_own, quality_of, states_of
 from elbowroom.errors import CodecError
 from elbowroom.kernels.fakes import would_wait
 
@@ -23,6 +23,7 @@ _suspects: set[type[Codec]] = set()
 _SAMPLED = 256  # elements
 _MAX = 16  # times the error for normal data: an outlier makes the steps of its group wider
 _SCALE = 0.25  # by which unbiased codes may make all values smaller or larger
+_SHIFT, _SIGMAS = 0.02, 8.0  # their mean error: of the root mean square, and in its deviations
 
 
 def drop(cls: type[Codec], why: str) -> None:
@@ -44,12 +45,6 @@ def why_dropped(cls: type[Codec]) -> str:
 def dropped() -> int:
     """Returns how many codecs have been dropped so far."""
     return len(_dropped)
-
-
-@cache
-def is_own(cls: type[Codec]) -> bool:
-    """Returns whether a codec is one of elbowroom's, which tests check."""
-    return cls.__module__.startswith(__package__.partition(".")[0] + ".")
 
 
 def encoded_or_dropped(
@@ -160,6 +155,7 @@ def _broken_values(codec: Codec, x: Tensor, affine: Affine | None, encoded: Enco
         return "" if torch.equal(exact, found) else "it is lossless, and gives back other values"
     exact, found = exact.float(), found.float()
     size, product = float(exact.square().sum()), float(exact @ found)
+    shift = float(found.sum(dtype=torch.float64) - exact.sum(dtype=torch.float64)) / len(exact)
     error = float((found - exact).square_().sum())
     if not size < float("inf"):
         return ""  # of a NaN nothing is promised
@@ -174,4 +170,7 @@ def _broken_values(codec: Codec, x: Tensor, affine: Affine | None, encoded: Enco
         )
     if known.unbiased and abs(product - size) > _SCALE * size:
         return f"its values are {product / size:.2g} times what they should be"
+    limit = _SHIFT * sqrt(size / len(exact)) + _SIGMAS * sqrt(error) / len(exact)
+    if known.unbiased and abs(shift) > limit:
+        return f"its values are off by {shift:.2g} on average, and by nothing for a normal tensor"
     return ""

@@ -1,12 +1,12 @@
-"""Frequency division and similarity reuse: a transform code of maps, 0.5 to 3 bits an element.
+"""Frequency division and similarity reuse: a transform code of maps, 0.3 to 4.3 bits an element.
 
-    map -> tiles of 8 x 8, 7 x 7 or 4 x 4 -> DCT -> bands of their own widths -> codes
-                                                    and what is left over by similarity: a word of
-                                                    a codebook and a length
+    map -> tiles of 8 x 8, 7 x 7 or 4 x 4 -> DCT -> bands, each with its own number of bits -> codes
+    reuse: the bands without bits (the residual) of a tile -> its entry in a codebook, and a length
 
-Two codes in one. Rounding to the nearest drops or coarsens high bands: biased, the least error for
-its bits. Dither with all bands coded is *unbiased*, its variance step^2 / 12 for every x, and at
-1.8 to 2.3 bits an element it has less of it than `dither` at the same bits.
+There are two kinds of codes. `rounding="nearest"` drops high bands or gives them few levels: it is
+biased, and has the smallest error for its bits. `rounding="dither"` with bits for all bands is
+*unbiased*, with the variance step^2 / 12 for every x; at 1.8 to 2.3 bits an element that is a
+smaller variance than `dither` has at the same bits.
 
 The size is a function of the shape and the fields alone. FDSR is known to us by its abstract only:
 this is a re-design, not a copy (docs/codecs/fdsr.md).
@@ -27,7 +27,7 @@ from elbowroom.kernels import ops
 from elbowroom.kernels.bands import BLOCKS, WORDS, bands_of, best_block, tiles_of
 from elbowroom.kernels.fakes import would_wait
 
-SMALLEST_SIDE = 4  # a map with less rows or columns has no bands to speak of
+SMALLEST_SIDE = 4  # a map with fewer rows or columns is stored raw: it has too few bands
 WIDTHS = {"0": 0, "1.6": 3, "2.67": 6} | {str(bits): 1 << bits for bits in range(1, 9)}
 
 
@@ -132,11 +132,11 @@ class Fdsr(Codec):
         ops.fdsr_dequantize(*encoded.buffers, encoded.seed, *self._settings(maps), out)
 
 
-# Settings in the order of their rate, lowest first, for what walks it during training. On 28 x 28
-# maps, metadata included: 0.44, 0.67, 0.86, 1.19 bits an element (biased), then 1.65, 1.91,
-# 2.32, 2.97, 4.30 (unbiased). None reuses tiles: it takes twice the time for no better error at its
-# rate (docs/codecs/fdsr.md). At the turn to unbiased the squared error of one code rises, though
-# that of an average over steps falls.
+# Settings in the order of their bits, lowest first, for controllers that change them in training.
+# On 28 x 28 maps, metadata included: 0.44, 0.67, 0.86, 1.19 bits an element (biased), then 1.65,
+# 1.91, 2.32, 2.97, 4.30 (unbiased). None reuses tiles: that takes twice the time, and its error at
+# these bits is no smaller (docs/codecs/fdsr.md). The first unbiased one has a larger squared error
+# than the last biased one; averaged over steps, it is smaller.
 VARIANTS: tuple[Fdsr, ...] = (
     *(Fdsr(bands) for bands in ("6/3/0", "6/4/3/0", "6/3/1.6/1.6/1.6/0", "6/4/3/1.6/1.6/1.6/0")),
     Fdsr("4/1.6/1.6/1.6/1.6/1.6/1.6/1", rounding="dither"),

@@ -300,6 +300,8 @@ def _verified(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
         margin = peak_nbytes - plan.peak
         if slack > 0:  # half of it: the error of an estimate differs from moment to moment
             margin += slack // 2
+        elif state.withdrawn:  # the profile says what is kept in their place; it tells no error
+            margin = state.margin_nbytes
         state = replace(state, rounds=state.rounds + 1).with_margin(margin)
         return state, (MakePlan(fits=slack >= 0),)
     if state.is_scaled:

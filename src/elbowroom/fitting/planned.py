@@ -65,7 +65,8 @@ def begun(state: FitState, plan: "Plan") -> Step:
     above = peak_nbytes > state.options.budget_nbytes  # followed all the same, to measure it
     other = peak_nbytes - profile.static - plan.held_nbytes
     other = min(other, 0) if above else other
-    return replace(state, headroom=state.headroom.learned(other)), (BeginPlan(),)
+    headroom = state.headroom.learned(other)
+    return replace(state, headroom=headroom, withdrawn=False), (BeginPlan(),)
 
 
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:

@@ -85,6 +85,7 @@ class FitState:
     resumes       the phase in which a watched plan was verified
     infeasible    the strictest preset holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
+    withdrawn     codes of the plan were withdrawn since, so that it holds more than it predicts
     was_rehearsed the first plan is of a rehearsal, so that no uniform preset was measured to fit
     was_watched   the noise of codes was measured, or there was no memory to measure it
     predicts_noise  there was no memory to measure noise, and the profile has a prediction
@@ -131,6 +132,7 @@ class FitState:
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
     has_fit: bool = False
+    withdrawn: bool = False
     was_rehearsed: bool = False
     was_watched: bool = False
     predicts_noise: bool = False

@@ -269,7 +269,7 @@ def _not_repeatable(state: FitState, profile: "Profile | None") -> Step:
 
 def _codes_withdrawn(state: FitState, profile: "Profile") -> Step:
     """Keeps the plan, which holds more from now on. If it was settled on, it is measured again."""
-    state = replace(state, profile=profile)
+    state = replace(state, profile=profile, withdrawn=state.plan is not None)
     if not state.settled or state.plan is None:
         return state, ()
     phase = Phase.GIVEN if state.follows_given else Phase.VERIFYING

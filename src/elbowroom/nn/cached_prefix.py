@@ -152,6 +152,8 @@ class CachedPrefix(nn.Module):
     def _files_in_use(self) -> Iterator[None]:
         try:
             yield
+        except DataError:  # an OSError, too, which says what is damaged
+            raise
         except OSError as error:
             raise DataError(
                 f"{self.folder} cannot hold outputs ({error}); give a folder that can be written to"

@@ -5,15 +5,15 @@
     g8 = E5M2 of g
     dx = g8 W8        dW = g8^T x8
 
-What a linear layer reads is saved once, and serves both products of backward. Where a norm, an
-activation, a product or attention has made it, not even that: what these read is held in FP8, a
-scale for 128 elements, forward computes from that, and backward makes x8 again, with the same bits
-(`_flow.py`). Elsewhere x8 itself is saved (1 byte an element), and shared by layers that read the
-same x (q, k and v), if autograd has made x: what it has not made, as a buffer that each batch is
-read into, may change unseen (`x.data`, a NumPy view).
+The input of a linear layer is saved once, as x8, and both products of backward read it. The result
+of a norm, an activation, a product or attention is not saved at all: the input of that op is held
+in FP8, with a scale for 128 elements; forward computes from these codes, and backward computes x8
+from them again, with the same bits (`_flow.py`). Elsewhere x8 itself is saved (1 byte an element).
+Layers that read the same x (q, k and v) share it if x is the result of an op: other tensors, such
+as a buffer that each batch is read into, may change without autograd's notice (`x.data`, NumPy).
 
-Weights stay as they are and are rounded at each use, unless they are frozen and held as w8. How
-products are computed, and what "emulated" means: `_scaled.py`. The master copy of a weight, its
+Weights keep their dtype and are rounded at each use, unless they are frozen and stored as w8.
+`_scaled.py` computes the products, and says what "emulated" means. The master copy of a weight, its
 gradient and the residual stream keep their dtype. (Facts: COAT, arXiv 2410.19313; FP8 formats,
 arXiv 2209.05433.)
 """
@@ -86,9 +86,10 @@ def fp8(
             module.__dict__[_SCALING] = scaling
         return kind
 
-    note = f"products are {backend(next(iter(model.parameters()), torch.empty(0)).device)}"
     seen = {"like": _LIKE, "alike": _ALIKE} if flow else {"like": _LIKE[:1]}
-    done = replace(model, choose, keep=keep, note=note, **seen)
+    done = replace(model, choose, keep=keep, **seen)
+    device = next(iter(model.parameters()), torch.empty(0)).device
+    done = done.noting(f"products are {backend(device)}")
     held = _freeze(model, {swap.name for swap in done.swaps}) if frozen else []
     if held:
         done = done.noting(f"{len(held)} frozen weights are held in FP8")

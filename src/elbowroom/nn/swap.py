@@ -87,7 +87,6 @@ def replace(
     keep: Iterable[str] = (),
     like: tuple[type[nn.Module], ...] = (),
     alike: Iterable[str] = (),
-    note: str = "",
 ) -> Replaced:
     """Gives each module the class that `choose` returns for it, if any.
 
@@ -112,7 +111,7 @@ def replace(
             swaps.append(Swap(name, _name(before), _name(now)))
         elif not _is_ours(before) and (isinstance(module, like) or _is_alike(module, alike)):
             left.append((name, before.__name__))
-    return Replaced(tuple(swaps), tuple(left), note)
+    return Replaced(tuple(swaps), tuple(left))
 
 
 def name_of(module: nn.Module) -> str:

@@ -359,9 +359,12 @@ def _lines(
         if index not in at:
             yield _line(storage, storage.nbytes, "keep", first.left)
         elif at[index] not in gone:
-            option = problem.items[at[index]].options[choice.options[at[index]]]
-            is_kept = option.name == KEEP.name
-            why = _why(storage) if is_kept else reasons.of_item(at[index])
+            options = problem.items[at[index]].options
+            option = options[choice.options[at[index]]]
+            if option.name != KEEP.name:
+                why = reasons.of_item(at[index])
+            else:  # why it has no code is not why it is kept, if it could be made smaller without
+                why = "there is room" if len(options) > 1 else _why(storage)
             seconds = option.forward_s + option.backward_s - shared.get(index, 0.0)
             action = action_name(preset_named(option.name), storage)
             yield _line(storage, option.nbytes, action, why, seconds, option.variance)
@@ -389,7 +392,8 @@ def _recomputed(
     for r in sorted(choice.recomputed):
         region, call = built.problem.regions[r], profile.modules[built.modules[r]]
         nbytes = sum(built.problem.items[i].nbytes for i in region.inside)
-        why = f"{len(region.inside)} tensors are not held"
+        dropped = len(region.inside)
+        why = "1 tensor is not held" if dropped == 1 else f"{dropped} tensors are not held"
         error = region_variance(built.problem, region, choice.options)
         why += "; it runs again from a code" if error else ""
         above = reasons.of_region(r)

@@ -7,9 +7,9 @@ for, if they can be; noise that was not measured is estimated by the size of ten
 from collections.abc import Sequence
 
 from elbowroom.codecs import Codec, Dither, Sided
-from elbowroom.codecs.dropped import drop, is_own
+from elbowroom.codecs.dropped import drop
 from elbowroom.codecs.names import setting_name
-from elbowroom.codecs.quality import quality_of
+from elbowroom.codecs.quality import is_own, quality_of
 from elbowroom.plan.composed import levels_of_upper
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import Need, Site

@@ -19,8 +19,8 @@ from math import ceil, prod
 import torch
 
 from elbowroom.codecs import Cast, Codec, Dither, Facts, Sided, codec_class, codecs
-from elbowroom.codecs.dropped import drop, is_own, why_dropped
-from elbowroom.codecs.quality import broken_promise, dtypes_of, quality_of
+from elbowroom.codecs.dropped import drop, why_dropped
+from elbowroom.codecs.quality import broken_promise, dtypes_of, is_own, quality_of
 from elbowroom.errors import PlanError
 
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
@@ -93,6 +93,7 @@ def chosen_settings(
     found: dict[Codec, None] = {}
     for one in given:
         if isinstance(one, Codec):
+            _check_registered(type(one))
             lie = why_dropped(type(one)) or broken_promise(one)
             if lie:
                 raise PlanError(
@@ -122,6 +123,22 @@ def chosen_settings(
             f"and take part anyway; {possible}"
         )
     return tuple(found)
+
+
+def _check_registered(cls: type[Codec]) -> None:
+    """Raises PlanError unless a codec is the one of its id: plans know settings by their names."""
+    if cls.id not in codecs():
+        raise PlanError(
+            f"codec '{cls.id}' is not registered, and plans have codecs by their names; call "
+            f"elbowroom.codecs.register({cls.__name__}) first"
+        )
+    known = codec_class(cls.id)
+    if known is not cls:
+        raise PlanError(
+            f"codec '{cls.id}' of class {cls.__name__} is not the one of that id, which is "
+            f"{known.__name__} of {known.__module__}: a plan would use the latter. Give the class "
+            "an id of its own, and register it"
+        )
 
 
 def _class_of(one: str | Codec) -> type[Codec]:

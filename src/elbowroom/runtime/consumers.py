@@ -349,10 +349,13 @@ class Reading(NamedTuple):
     number: int = -1
 
 
+_UNSEEN = "saved by an autograd.Function, or by an op that Python did not call"
+
+
 def reading_of(x: Tensor, call: Call | None) -> Reading:
     """Returns how the op that saves x reads it, for ops that are recognized immediately."""
     if call is None or not call.name:
-        return Reading(Need.EXACT, Formula.UNKNOWN, "saved by an op that Python did not call")
+        return Reading(Need.EXACT, Formula.UNKNOWN, _UNSEEN)
     if call.in_parts and call.saves_part(x):
         return Reading(Need.LOSSY, Formula.LOG_PROBABILITY)
     return _READERS.get(call.name, _unknown)(x, call)

@@ -18,6 +18,8 @@ docs/log.md).
 It is measured where errors go on element by element: in products and in smooth functions. In a sum
 over many elements they average out. What the next nodes let through of a result, as a clamp does,
 may be mostly error although the result is not: so it is measured behind them, too (`_Carried`).
+Where few elements make up most of a result, as of a product, a sample may tell three times its
+share: a code is withdrawn by `_CONFIRMING` samples together.
 
 It takes no room that plans would have to know of: samples are freed before the node itself runs. Of
 a code alone, a few parts are decoded. What is rebuilt, or lies in memory in another order, is
@@ -68,7 +70,10 @@ _CARRIES = frozenset(
         *("softplus", "softshrink", "sqrt", "sub", "tanh", "threshold", "where"),
     )
 )
+_CONFIRMING = 8  # samples in all that a code must be found wrong by
+_APART = 0x9E37  # between the seeds of these
 _EVERY = 8  # of so many examined forwards of a model, a code is measured in the first
+_Results = Sequence[Tensor | None]
 _looks: "weakref.WeakKeyDictionary[object, dict[object, int]]" = weakref.WeakKeyDictionary()
 
 
@@ -147,27 +152,49 @@ class _Reading:
         }
         if not dithers:
             return
-        values = _Values.of(views, grad.shape, self._forward.context.count)
+        sample, made, others = self._drawn(saved, coded, dithers, grad)
+        for root, codec in dithers.items():
+            measured = _energies(made, others[root])
+            if _share(measured) > 0:
+                self._forward.has_found(model, root)
+            most = max(MOST, _TIMES * error_of_dither(codec.levels))
+            if _share(measured) > most:  # few elements may make up most of a sample: ask others
+                for nth in range(1, _CONFIRMING):
+                    _, again, drawn = self._drawn(saved, coded, {root: codec}, grad, nth)
+                    measured += _energies(again, drawn[root])
+            if _share(measured) > most:
+                self._keep(root.sites[-1])
+                continue
+            carried = _Carried(sample, partial(self._keep, root.sites[-1]))
+            for x, y, whole in zip(made, others[root], measured, strict=True):
+                if x is not None and y is not None:
+                    x, y = _thinned(x), _thinned(y)
+                    # Few elements may have more noise than all: by as much, what goes on has, too.
+                    more = _share(_energies([x], [y])) / (_share(whole[None]) or inf)
+                    carried.follow(_node(), x, y, most * max(1.0, more), _MAX_FOLLOWED)
+
+    def _drawn(
+        self,
+        saved: Iterable[Deferred],
+        coded: Mapping[Deferred, View],
+        dithers: Mapping[Slot, Dither],
+        grad: Tensor,
+        nth: int = 0,
+    ) -> tuple["_Sample", _Results, dict[Slot, _Results]]:
+        """Returns the nth sample, what the node makes of it, and with other noise of each code."""
+        seed, node = self._forward.context.count + _APART * nth, _node()
+        values = _Values.of(coded.values(), grad.shape, seed)
         own, others = values.read(dithers)
-        sample, node = values.sample, _node()
+        sample = values.sample
         given = {}
         if node.name() not in _PRODUCTS:
             given = {one: sample.taken(one.restore()) for one in saved if one not in coded}
         grad = sample.taken(grad)
-        made = _run(node, grad, given, dict(zip(coded, own, strict=True)))
-        for root, codec in dithers.items():
-            other = _run(node, grad, given, dict(zip(coded, others[root], strict=True)))
-            share = _share(made, other)
-            if share > 0:
-                self._forward.has_found(model, root)
-            most = max(MOST, _TIMES * error_of_dither(codec.levels))
-            if share > most:
-                self._keep(root.sites[-1])
-                continue
-            carried = _Carried(sample, partial(self._keep, root.sites[-1]), most)
-            for x, y in zip(made, other, strict=True):
-                if x is not None and y is not None:
-                    carried.follow(node, _thinned(x), _thinned(y), _MAX_FOLLOWED)
+
+        def run(read: list[Tensor]) -> _Results:
+            return _run(node, grad, given, dict(zip(coded, read, strict=True)))
+
+        return sample, run(own), {root: run(others[root]) for root in dithers}
 
     def _keep(self, site: Site) -> None:
         """Keeps the tensors of a site from the next step on."""
@@ -231,24 +258,24 @@ class _Carried:
     for this. A sum of several gradients is not followed.
     """
 
-    def __init__(self, sample: _Sample, keep: Callable[[], None], most: float) -> None:
+    def __init__(self, sample: _Sample, keep: Callable[[], None]) -> None:
         """keep: called once if more than `most` of what is let through is noise."""
-        self._sample, self._keep, self._most = sample, keep, most
+        self._sample, self._keep = sample, keep
         self._is_kept = False
 
-    def follow(self, node: Any, made: Tensor, other: Tensor, steps: int) -> None:
+    def follow(self, node: Any, made: Tensor, other: Tensor, most: float, steps: int) -> None:
         """Follows a result of a node, and what it would have been with other noise."""
         for below, _ in node.next_functions:
             name = "" if below is None else below.name().partition("Backward")[0]
             if steps and name.lstrip("_").lower() in _CARRIES:
-                self._await(below, made, other, steps - 1)
+                self._await(below, made, other, most, steps - 1)
 
-    def _await(self, node: Any, made: Tensor, other: Tensor, steps: int) -> None:
+    def _await(self, node: Any, made: Tensor, other: Tensor, most: float, steps: int) -> None:
         def ran(grads_in: Sequence[Tensor | None], grads_out: Sequence[Tensor | None]) -> None:
             handle.remove()
             with torch.no_grad(), torch._C.DisableTorchFunction(), suppress(RuntimeError):
                 if not self._is_kept and not second_pass.runs:
-                    self._go_on(node, made, other, steps, grads_in, grads_out)
+                    self._go_on(node, made, other, most, steps, grads_in, grads_out)
 
         handle = node.register_hook(ran)
 
@@ -257,6 +284,7 @@ class _Carried:
         node: Any,
         made: Tensor,
         other: Tensor,
+        most: float,
         steps: int,
         grads_in: Sequence[Tensor | None],
         grads_out: Sequence[Tensor | None],
@@ -272,11 +300,11 @@ class _Carried:
                 continue
             passed = _thinned(self._sample.taken(passed))
             noise = torch.where(grad == 0, 0, (other - made) * (passed / grad))
-            if _share([passed], [passed + noise]) > self._most:
+            if _share(_energies([passed], [passed + noise])) > most:
                 self._is_kept = True
                 self._keep()
                 return
-            self.follow(node, passed, passed + noise, steps)
+            self.follow(node, passed, passed + noise, most, steps)
 
 
 class _Values(NamedTuple):
@@ -470,18 +498,24 @@ def _dither_of(slot: Slot) -> Dither | None:
     return Dither(levels=min(max(levels, 2), 256), group_size=getattr(codec, "group_size", 64))
 
 
-def _share(own: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
+def _energies(own: _Results, other: _Results) -> Tensor:
+    """Returns |noise|^2 and |result|^2 of each result, [results, 2]; 0 of what was not measured."""
+    found = torch.zeros(len(own), 2, dtype=torch.float64)
+    for place, (x, y) in enumerate(zip(own, other, strict=True)):
+        if x is not None and y is not None:
+            found[place, 0] = (x.double() - y.double()).square().sum()
+            found[place, 1] = x.double().square().sum()
+    return found
+
+
+def _share(energies: Tensor) -> float:
     """Returns the largest share of a result that is noise; 0 if nothing was measured.
 
     That is of a gradient that is 0, or not finite itself. Where only the other noise gives what is
     not finite, the share is infinite.
     """
     most = 0.0
-    for x, y in zip(own, other, strict=True):
-        if x is None or y is None:
-            continue
-        size = float(x.double().square().sum())
-        noise = float((x.double() - y.double()).square().sum())
+    for noise, size in energies.tolist():
         if 0.0 < size < inf:
             most = max(most, noise / size if noise < inf else inf)
     return most

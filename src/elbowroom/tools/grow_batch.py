@@ -182,9 +182,19 @@ def _size_of(data: Any) -> int:
 
 
 def check_growing(
-    batch: int, rule: str, most: int | None, growth: float, schedulers: Sequence[Any]
+    optimizer: Optimizer,
+    batch: int,
+    rule: str,
+    most: int | None,
+    growth: float,
+    schedulers: Sequence[Any],
 ) -> None:
-    """Raises PlanError for what is no batch, rule, growth or list of schedulers."""
+    """Raises PlanError for what is no optimizer, batch, rule, growth or list of schedulers."""
+    if not isinstance(optimizer, Optimizer):  # it is not optional, as elsewhere: rates follow
+        raise PlanError(
+            f"grow_batch takes a torch.optim.Optimizer, whose learning rates follow; got "
+            f"{type(optimizer).__name__}"
+        )
     if type(batch) is not int or batch < 1:
         raise PlanError(f"batch={batch!r} is not possible; it is an int of 1 or more: samples")
     if not isinstance(rule, str) or rule not in RULES:
@@ -197,7 +207,9 @@ def check_growing(
     is_number = isinstance(growth, int | float) and not isinstance(growth, bool)
     if not is_number or not growth > 1:
         raise PlanError(f"growth={growth!r} is not possible; it is a number above 1, e.g. 2")
-    if not isinstance(schedulers, Sequence):
+    is_list = isinstance(schedulers, Sequence)
+    if not is_list or not all(hasattr(one, "base_lrs") for one in schedulers):
         raise PlanError(
-            f"schedulers={schedulers!r} is not possible; it is a list of learning rate schedulers"
+            f"schedulers={schedulers!r} is not possible; it is a list of learning rate schedulers, "
+            "with `base_lrs`"
         )

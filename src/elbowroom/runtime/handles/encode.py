@@ -21,8 +21,9 @@ from torch import Tensor
 from elbowroom.codecs import Affine, BitMask, Codec, Encoded
 from elbowroom.codecs.base import PART, Seed
 from elbowroom.codecs.compact import Compact
-from elbowroom.codecs.dropped import encoded_or_dropped, is_own, refuse_undecodable, suspect
+from elbowroom.codecs.dropped import encoded_or_dropped, refuse_undecodable, suspect
 from elbowroom.codecs.facts import Facts
+from elbowroom.codecs.quality import is_own
 from elbowroom.codecs.room import Room
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Offload, SiteName
