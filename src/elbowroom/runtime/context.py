@@ -52,6 +52,8 @@ class Context:
     rows_wait     whether large rows that are gathered are made when they are read, in every forward
                   (`gathered.py`)
     waited_in     names of the modules in which rows waited, or were summed
+    has_checkpoints    whether a forward of a fit has come to a checkpoint of the user's
+    opens_checkpoints  whether these are opened, in every forward (`opened_checkpoints.py`)
     takes_small   whether a fit also plans tensors below its min_nbytes
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
@@ -78,6 +80,7 @@ class Context:
         self.waited_in: set[str] = set()
         self.runs_again = self.gathers = self.rows_wait = False
         self.takes_small = self.drops_codecs = False
+        self.has_checkpoints = self.opens_checkpoints = False
         self.kept: dict[SiteKey, str] = {}
         self.held_raw: set[str] = set()
         self.survivors: set[SiteName] = set()
