@@ -10,6 +10,7 @@ from elbowroom.fitting.commands import (
     LetRowsWait,
     Line,
     MakePlan,
+    OpenCheckpoints,
     PlanByForward,
     Raise,
     RefusePresets,
@@ -508,6 +509,12 @@ ROWS = {
         NoPlanLeft(Fallbacks(layers=True, rows=True)),
         replace(FRESH, is_recurrent=True),
         (FORGET, LetRowsWait()),
+    ),
+    "more plans once checkpoints are opened": Row(
+        replace(WRITING, is_recurrent=True),
+        NoPlanLeft(Fallbacks(layers=True, checkpoints=True)),
+        replace(FRESH, is_recurrent=True),
+        (FORGET, say(Line.OPENS), OpenCheckpoints()),
     ),
     "more plans once layers run again": Row(
         replace(WRITING, is_recurrent=True),

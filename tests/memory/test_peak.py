@@ -218,3 +218,23 @@ def test_a_profiler_inside_the_step_is_an_error_and_not_0(capfd):
     assert "disableProfiler" not in capfd.readouterr().err
     assert not allocations.is_busy()
     assert peak(lambda: torch.zeros(64, dtype=torch.uint8)) == 64
+
+
+def test_a_mark_is_one_report_of_the_allocator(monkeypatch):
+    """A block was made and freed at each: in a recorded step, most of what is read."""
+    reports = []
+    roots = allocations._roots
+    monkeypatch.setattr(
+        allocations, "_roots", lambda results: reports.append(roots(results)) or reports[-1]
+    )
+    running = allocations.Allocations()
+    kept = []
+    for nth in range(7):
+        running.mark(f"moment {nth}")
+        kept.append(torch.empty(100 + nth))
+    changes, marks = running.stop()
+    assert [mark.name for mark in marks] == [f"moment {nth}" for nth in range(7)]
+    assert [change.nbytes for change in changes] == [4 * (100 + nth) for nth in range(7)]
+    times_ns = [at_ns for pair in zip(marks, changes, strict=True) for at_ns, *_ in pair]
+    assert times_ns == sorted(times_ns)
+    assert len(reports[0]) == 7 + 7 + 1  # the last block is freed in the end

@@ -24,6 +24,7 @@ class Line(Enum):
     SMALLEST = "the smallest plans are tried"
     NEAR = "the smallest plan is near the budget"
     RUNS_AGAIN = "recurrent layers run again"
+    OPENS = "checkpoints of the program's own are opened"
     UNCORRECTED = "no plan has kept to the budget"
     GIVEN = "a plan that was given is of no use"
     UNKNOWN = "what codes add is not measured"
@@ -143,6 +144,11 @@ class LetRowsWait:
 
 
 @dataclass(frozen=True)
+class OpenCheckpoints:
+    """Command: run what the program's own checkpoints hold as if it had none, from now on."""
+
+
+@dataclass(frozen=True)
 class TakeSmall:
     """Command: plan tensors below min_nbytes, too, from now on."""
 
@@ -192,6 +198,7 @@ Command = (
     | BlameNoClasses
     | RunLayersAgain
     | LetRowsWait
+    | OpenCheckpoints
     | TakeSmall
     | Refuse
     | RefusePresets

@@ -26,6 +26,7 @@ from elbowroom.fitting.commands import (
     MakePlan,
     MakeRoomToWatch,
     MakeSmallest,
+    OpenCheckpoints,
     PlanByForward,
     Raise,
     ReadMeter,
@@ -89,6 +90,7 @@ _LINES: dict[Line, Callable[..., None]] = {
     Line.SMALLEST: messages.warn_smallest,
     Line.NEAR: messages.warn_near,
     Line.RUNS_AGAIN: messages.warn_runs_again,
+    Line.OPENS: messages.say_opens,
     Line.UNCORRECTED: messages.warn_uncorrected,
     Line.GIVEN: messages.warn_given,
     Line.UNKNOWN: messages.say_unknown,
@@ -118,6 +120,8 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
             planner.forward_profile = None
         case LetRowsWait():
             planner.context.rows_wait, planner.forward_profile = True, None
+        case OpenCheckpoints():
+            planner.context.opens_checkpoints, planner.forward_profile = True, None
         case TakeSmall():
             planner.context.takes_small, planner.forward_profile = True, None
         case StartMeter(predicts):
@@ -240,12 +244,15 @@ def fallbacks_of(planner: "Planner") -> Fallbacks:
     gains = context.keeps_bits and context.recurrent_layers > 1
     needed = planner.memory.static_nbytes + int(_WHOLE * context.layer_nbytes)
     fits = planner.options.exact or needed <= planner.options.budget_nbytes
+    # Exact plans gain little by that: they run a piece again, as the checkpoint does.
+    opens = context.has_checkpoints and not (context.opens_checkpoints or planner.options.exact)
     return Fallbacks(
         blamed,
         layers=gains and fits and not context.runs_again,
         stretches=not (planner.options.exact or context.rounds),
         small=not context.takes_small,
         rows=context.gathers and not context.rows_wait,
+        checkpoints=opens,
     )
 
 

@@ -124,6 +124,15 @@ def warn_runs_again(options: FitOptions, *, rounds: bool) -> None:
     )
 
 
+def say_opens(options: FitOptions) -> None:
+    """Says that the program's own checkpoints are opened, since no plan fits beside them."""
+    _log.info(
+        "budget %s: no plan fits beside what the model's own checkpoints put back in backward, so "
+        "plans decide on what is inside of these, too; no bit changes by that alone",
+        show_nbytes(options.budget_nbytes),
+    )
+
+
 def warn_uncorrected(options: FitOptions, least_nbytes: int, preset: str) -> None:
     """Warns that no plan has kept to the budget, and that no more plans are made.
 

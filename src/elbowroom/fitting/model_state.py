@@ -22,6 +22,7 @@ from elbowroom.measure.resident_bytes import (
 )
 from elbowroom.plan.rehearsal import Unallocated
 from elbowroom.plan.resident_bytes import ResidentBytes
+from elbowroom.runtime.rewind import parameters_in
 from elbowroom.runtime.undo import gradient_of, tensors_of
 
 
@@ -113,14 +114,14 @@ class ModelState:
         return self._with(self.gradients())
 
     def _with(self, gradients: list[Tensor]) -> list[Tensor]:
-        tensors = [x for one in self._models() for x in _weights(one)]
+        tensors = [*self._parameters(), *(x for one in self._models() for x in one.buffers())]
         states = (one.state.values() for one in self._all_optimizers())
         return [*tensors, *gradients, *tensors_of(itertools.chain.from_iterable(states))]
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients that the parameters have now."""
-        parameters = (p for one in self._models() for p in one.parameters())
-        return [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
+        found = map(gradient_of, self._parameters())
+        return [gradient for gradient in found if gradient is not None]
 
     def memory(self) -> MemoryState:
         """Returns the bytes that are resident now, and those that the next step will add."""
@@ -209,8 +210,11 @@ class ModelState:
         return found
 
     def _trainable(self) -> list[Tensor]:
-        each = (p for one in self._models() for p in one.parameters() if p.requires_grad)
+        each = (p for p in self._parameters() if p.requires_grad)
         return list({id(p): p for p in each}.values())
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for one in self._models() for p in parameters_in(one)]
 
 
 def title(nth: int) -> str:

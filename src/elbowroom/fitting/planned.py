@@ -25,6 +25,7 @@ from elbowroom.fitting.commands import (
     Line,
     MakeRoomToWatch,
     MakeSmallest,
+    OpenCheckpoints,
     Raise,
     RunLayersAgain,
     TakePlan,
@@ -193,6 +194,8 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if fallbacks.rows:
         return state.fresh(), (ForgetScripts(), LetRowsWait())
+    if fallbacks.checkpoints:
+        return state.fresh(), (ForgetScripts(), say(Line.OPENS), OpenCheckpoints())
     if state.is_recurrent and fallbacks.layers:
         return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=False))
     if state.has_many_small and fallbacks.small:

@@ -50,6 +50,7 @@ from elbowroom.plan.registered import still_used
 from elbowroom.runtime.attach import Around, called
 from elbowroom.runtime.compiler import calls_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.opened_checkpoints import noticing
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.undo import Undo
 
@@ -213,6 +214,18 @@ class Fitting(SharesSteps):
         return out
 
     def _run_alone(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._parameters is not None and not self.context.opens_checkpoints:
+            return self._run_noticed(model, forward, args, kwargs)  # as the forward before
+        with noticing(self.context):
+            return self._run_noticed(model, forward, args, kwargs)
+
+    def _run_noticed(
         self,
         model: nn.Module,
         forward: Callable[[], Any],

@@ -201,10 +201,10 @@ class FitState:
         return self.small_nbytes > _MANY_SMALL * self.options.budget_nbytes
 
     def may_gain(self, fallbacks: "Fallbacks") -> bool:
-        """Returns whether layers that run again, rows that wait, or small tensors may help."""
+        """Returns whether a relaxation may help but for classes that are not blamed."""
         layers = fallbacks.layers or fallbacks.stretches
         small = fallbacks.small and self.has_many_small
-        return fallbacks.rows or small or (layers and self.is_recurrent)
+        return fallbacks.rows or fallbacks.checkpoints or small or (layers and self.is_recurrent)
 
     @property
     def settled(self) -> bool:

@@ -9,7 +9,8 @@ model would corrupt the heap. So the profiler is asked for a kind of scope that 
 opens: then no callback is installed, no scope of anybody's is touched, and a step costs less.
 
 Operators are not seen then, so moments are marked by allocations of our own: a block of an odd size
-that is freed at once. It is found again by its size and address, and counts for nothing.
+at one mark, which is freed at the next, as each report costs microseconds. Both are found again by
+size and address, and count for nothing.
 
 One profiler runs in a process. One that the program starts by itself ends ours first.
 """
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -88,7 +90,9 @@ class Allocations:
     """
 
     _running: ClassVar[list["Allocations"]] = []
-    _marked: ClassVar[dict[tuple[int, int], str | Freed]] = {}  # by address and size
+    # By address and size, negative where the block was freed; None: it was no mark.
+    _marked: ClassVar[dict[tuple[int, int], str | Freed | None]] = {}
+    _block: ClassVar[torch.UntypedStorage | None] = None  # of the last mark, to be freed
 
     def __init__(self, *, shares: bool = False) -> None:
         """shares: others may begin while this runs.
@@ -124,10 +128,20 @@ class Allocations:
         """Name this moment, for all that run."""
         if not cls._running:
             return
-        nbytes = _MARK_NBYTES + 2 * (len(cls._marked) % _MARKS)
+        block = cls._block
+        if block is not None:
+            cls._marked[block.data_ptr(), -block.nbytes()] = name
+            del block
+            cls._block = None
+            return
+        nbytes = _MARK_NBYTES + len(cls._marked) % (2 * _MARKS) // 2 * 2
         # A storage, not a tensor: no mode that the user has opened may see it.
         block = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
         cls._marked[block.data_ptr(), nbytes] = name
+        if cls._block is None:
+            cls._block = block
+        else:  # a collection of garbage has marked a moment meanwhile
+            cls._marked[block.data_ptr(), -nbytes] = None
 
     @classmethod
     def give_way(cls) -> None:
@@ -178,6 +192,10 @@ def _hand_out() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
+        if Allocations._block is not None:
+            block, Allocations._block = Allocations._block, None
+            Allocations._marked[block.data_ptr(), -block.nbytes()] = None
+            del block
         found = _read(_disable_profiler())
         for one in Allocations._running:
             one.take(*found)
@@ -188,25 +206,22 @@ def _hand_out() -> None:
 
 def _read(results: Any) -> tuple[list[Change], list[Mark]]:
     events = [event for event in _roots(results) if event.name == "[memory]"]
+    only = None if torch.accelerator.is_available() else "cpu"  # to ask takes a fifth of it all
     found = [
-        Change(event.start_time_ns, fields.ptr, fields.alloc_size, fields.device.type)
+        Change(event.start_time_ns, fields.ptr, fields.alloc_size, only or fields.device.type)
         for event in events
         if (fields := event.extra_fields)
     ]
-    found.sort(key=lambda change: change.at_ns)  # stable: ties keep their order
+    found.sort(key=itemgetter(0))  # stable: ties keep their order
+    marked = Allocations._marked
     changes: list[Change] = []
     marks: list[Mark] = []
-    freed = None  # the release that must follow a mark
-    for one, following in zip(found, [*found, None][1:], strict=True):
-        if one is freed:
-            continue
-        name = Allocations._marked.get((one.ptr, one.nbytes))
-        is_released = following is not None and following[1:3] == (one.ptr, -one.nbytes)
-        if name is not None and is_released:
-            marks.append(Mark(one.at_ns, name))
-            freed = following
-        else:
+    for one in found:
+        at = one.ptr, one.nbytes
+        if at not in marked:
             changes.append(one)
+        elif (name := marked.pop(at)) is not None:  # once: a tensor may come to lie there
+            marks.append(Mark(one.at_ns, name))
     return changes, marks
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ def calling_line() -> str:
     return ""
 
 
+@lru_cache(4096)  # it is asked of each frame around each saved tensor
 def is_of_a_library(path: str) -> bool:
     """Returns whether a file belongs to torch, to Python itself or to elbowroom."""
     if path.startswith("<"):

@@ -51,7 +51,8 @@ class Undisturbed:
     def now_s(self) -> float:
         """Seconds since its making."""
         wall_s = self._wall_clock()
-        took_s, self._wall_s = wall_s - self._wall_s, wall_s
+        took_s = wall_s - self._wall_s
+        self._wall_s = wall_s
         if took_s < _SHORT_S:
             self._short_s += took_s
         else:
@@ -114,8 +115,10 @@ class Stopwatch:
         self._is_paused = True
         if self._has_events:
             self._began = _event()
-        else:
-            self._run()
+        else:  # as `_run` does: this happens several times for each op
+            now_s = self._now_s()
+            self._running_s += now_s - self._last_s
+            self._last_s = now_s
 
     def __exit__(self, *raised: object) -> None:
         if self._began is not None:

@@ -6,7 +6,6 @@ that it takes, and the nodes that it gives gradients to. Its number tells when i
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -53,13 +52,7 @@ def graph_of(
                 waiting += [to for to, _ in fn.next_functions if to is not None]
     hidden = () if recorder is None else recorder.hidden()
     ranges = sorted(one for region in hidden for one in region)
-    nodes = tuple(
-        replace(
-            _node(fn, found, is_hidden=_is_in(ranges, fn._sequence_nr())),
-            is_older=fn._sequence_nr() < since,
-        )
-        for fn in found
-    )
+    nodes = tuple(_node(fn, found, ranges, since) for fn in found)
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
     last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])
     if recorder is None:
@@ -73,16 +66,18 @@ def _is_in(ranges: list[tuple[int, int]], nth: int) -> bool:
     return any(first <= nth < end for first, end in ranges[max(at, 0) : at + 2])
 
 
-def _node(fn: Any, found: dict[Any, int], *, is_hidden: bool) -> Node:
-    leaf = getattr(fn, "variable", None)
+def _node(fn: Any, found: dict[Any, int], hidden: list[tuple[int, int]], since: int) -> Node:
+    """Returns the record of a node. hidden: ranges of numbers for which the user's hooks hold."""
+    leaf, nth = getattr(fn, "variable", None), fn._sequence_nr()
     return Node(
-        nth=fn._sequence_nr(),
+        nth=nth,
         name=_name(fn),
         takes=tuple(map(_gradient_nbytes, fn._input_metadata)),
         gives=tuple((found.get(to, -1), nr) for to, nr in fn.next_functions),
         stays=leaf is not None and leaf.grad is None,
         workspace=getattr(fn, "workspace_nbytes", None) or copied_nbytes(fn),
-        reads=tuple(_reads(fn, found)) if is_hidden else (),
+        reads=tuple(_reads(fn, found)) if hidden and _is_in(hidden, nth) else (),
+        is_older=nth < since,
     )
 
 

@@ -35,8 +35,10 @@ class Held:
 
     def nbytes(self) -> int:
         """Bytes of those that are still alive."""
+        if not self._alive:
+            return self._staying_nbytes
         self._alive = [(weak, nbytes) for weak, nbytes in self._alive if not weak.expired()]
-        return self._staying_nbytes + sum(nbytes for _, nbytes in self._alive)
+        return self._staying_nbytes + sum([nbytes for _, nbytes in self._alive])
 
 
 def is_real(x: Tensor) -> bool:

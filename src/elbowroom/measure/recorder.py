@@ -67,6 +67,7 @@ class StepRecorder:
         self._clock, self._timer = weakref.ref(clock), timer or Stopwatch()
         self._storages: list[StorageNotes] = []
         self._modules: list[ModuleNotes] = []
+        self._running: list[ModuleNotes] = []  # those of them that have not ended, outermost first
         self._index: weakref.WeakKeyDictionary[Slot, int] = weakref.WeakKeyDictionary()
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
         self._made: dict[tuple[int, int], Made] = {}  # by address and version: the op that made it
@@ -82,15 +83,13 @@ class StepRecorder:
         self._hidden: list[tuple[Callable[[], object], list[tuple[int, int]]]] = []
         self._nodes = torch._C._autograd._get_sequence_nr()
         self._last = self._timer.read()  # as the op before this one ended
+        # Returns a context for what is no work of the step's: its time is not counted.
+        self.looking: Callable[[], AbstractContextManager[None]] = self._timer.paused
         self.moments = 0
         self.backward: int | None = None
         self._begin()
 
     # what the hooks tell
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Returns a context for what is no work of the step's: its time is not counted."""
-        return self._timer.paused()
 
     def saved(
         self, view: View, x: Tensor, site: Site, why: str, node: int, sources: Sequence[Slot]
@@ -124,8 +123,8 @@ class StepRecorder:
         """Records that an op that had read these slots has made `out`."""
         self._note_rough(call, out)
         self._calls += 1
-        if any(not note.last for note in self._modules):
-            for x in tensors_in((call.args, call.kwargs)):
+        if self._running:
+            for x in call.tensors:
                 self._read[id(x)] = self._calls
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
@@ -153,7 +152,7 @@ class StepRecorder:
         recomputed itself. All ops on the way run then, such as those of attention in plain Python.
         """
         found, spans = dict.fromkeys(modules.stack()), {span: None}
-        for x in tensors_in((call.args, call.kwargs)):
+        for x in call.tensors:
             if untouchable(x) or is_parameter(x):
                 continue
             at = x.untyped_storage()._cdata, version_of(x)
@@ -165,13 +164,12 @@ class StepRecorder:
 
     def _note_plain(self, nbytes: int) -> None:
         """Adds bytes that torch's own op saves in a second run of the modules that run now."""
-        for note in self._modules:
-            if not note.last:
-                note.made_nbytes += nbytes
+        for note in self._running:
+            note.made_nbytes += nbytes
 
     def _note_rough(self, call: Call, out: Any) -> None:
         """Keeps the modules that run now from starting from a code, if this op tolerates none."""
-        running = [note for note in self._modules if not (note.last or note.rough)]
+        running = [note for note in self._running if not note.rough]
         if running and not is_smooth(call):
             carries = may_carry_error(call)
             for note in running:
@@ -183,9 +181,8 @@ class StepRecorder:
 
     def _note_why_not(self, why: str) -> None:
         """Records that the modules that run now are not to run again as a whole."""
-        for note in self._modules:
-            if not note.last:
-                note.why_not = why
+        for note in self._running:
+            note.why_not = why
 
     def module(
         self,
@@ -204,6 +201,7 @@ class StepRecorder:
             note = ModuleNotes(name, type(module).__name__, self._begin())
             note.extra_nbytes = state_nbytes(module)
             self._modules.append(note)
+            self._running.append(note)
             arguments = Arguments(args, kwargs)
             inputs, note.why_not = arguments.tensors, arguments.why_not
             before = self._calls
@@ -223,6 +221,7 @@ class StepRecorder:
             read = [x for i, x in enumerate(inputs) if i not in left]
             self._note_inputs(note, read, source_of)
         note.last = self._now
+        self._running = [one for one in self._running if one is not note]
         self._begin()
         return out
 
@@ -289,7 +288,7 @@ class StepRecorder:
                 made_in=one.modules,
                 made_of=tuple(sorted(s.made_of)),
                 saves=tuple(
-                    replace(save, asked=s.asked.get(nth, -1)) for nth, save in enumerate(s.saves)
+                    save.asked_at(s.asked.get(nth, -1)) for nth, save in enumerate(s.saves)
                 ),
             )
             for s, one, producer_s in zip(self._storages, made, taken_s, strict=True)
@@ -378,14 +377,16 @@ class StepRecorder:
 
     def _look_at(self, most: int) -> None:
         """Looks whether those that were not examined for longest are there still."""
-        alive, now = self._alive, self._now
+        alive, now = self._alive, self.moments - 1
         for _ in range(min(most, len(alive))):
             one = alive.popleft()
-            if one.is_held():
-                one.record.used = now
+            weak, slot, record = one
+            held = slot()
+            if held is not None and weak.is_held_by_more(type(held.value) is KeepHandle):
+                record.used = now
                 alive.append(one)
-            else:
-                one.record.used = max(one.record.used, now - 1)
+            elif record.used < now - 1:
+                record.used = now - 1
 
     def _begin(self, *, frees: bool = False) -> int:
         self._note_alive()

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 
 from elbowroom.plan import Need
 from elbowroom.plan.profile import Save
-from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import WeakStorage
 
@@ -77,11 +76,6 @@ class Alive(NamedTuple):
     weak: WeakStorage
     slot: weakref.ref[Slot]
     record: StorageNotes
-
-    def is_held(self) -> bool:
-        """Returns whether anything besides the slot holds the storage."""
-        slot = self.slot()
-        return slot is not None and self.weak.is_held_by_more(isinstance(slot.value, KeepHandle))
 
 
 Span = tuple[int, int]  # readings of the timer as an op began and ended

@@ -14,6 +14,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 # What a formula makes beside its results: so many of the largest tensor that it takes or gives.
 # Measured on a CPU (`tests/unit/test_backward.py`); a reduction also makes some of what it takes.
@@ -348,6 +349,7 @@ def _between(node: Node, nodes: tuple[Node, ...]) -> int:
     return node.workspace + int(times * largest)
 
 
+@lru_cache(4096)
 def _stripped(name: str) -> str:
     """Returns the name of a node without the number of its overload."""
     op, *rest = name.split(" ")

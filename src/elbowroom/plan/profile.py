@@ -62,6 +62,10 @@ class Save:
     asked: int = -1
     line: str = field(default="", compare=False)
 
+    def asked_at(self, moment: int) -> "Save":
+        """Returns the same save, for which backward requests the storage last at this moment."""
+        return Save(self.site, self.left, self.modules, self.at, moment, self.line)
+
 
 def limited_saves(saves: Sequence[Save], reasons: Sequence[str]) -> list[Save]:
     """Returns the saves of one storage, as they are once codes of few levels were found wrong.

@@ -324,7 +324,7 @@ def _as_requested(
 ) -> Storage:
     """The storage as backward will ask for it; it was dropped, and held nothing after its use."""
     saves = tuple(
-        replace(save, asked=asked.get((index, nth), last)) for nth, save in enumerate(storage.saves)
+        save.asked_at(asked.get((index, nth), last)) for nth, save in enumerate(storage.saves)
     )
     needs = tuple(sorted({save.asked for save in saves}))
     return replace(

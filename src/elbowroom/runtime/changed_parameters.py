@@ -10,6 +10,7 @@ user shows in the parameter's version alone, and cannot be undone.
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -132,10 +133,19 @@ def _has_moved(p: Tensor, memory: Tensor) -> bool:
 
 def _writes(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> bool:
     """Returns whether a call may write to its first argument, or to its `out`."""
+    by_name = _writes_by_name(func)
+    if by_name is None:
+        return bool(kwargs and ("out" in kwargs or "inplace" in kwargs))
+    return by_name
+
+
+@lru_cache(1024)  # it is asked of each op of an examined forward
+def _writes_by_name(func: Callable[..., Any]) -> bool | None:
+    """Returns whether calls of a function write to their first argument; None: some may."""
     name: str = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name.startswith("__i") or name == "__setitem__"
-    return name.endswith("_") or bool(kwargs and ("out" in kwargs or "inplace" in kwargs))
+    return True if name.endswith("_") else None
 
 
 def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -128,7 +128,7 @@ def may_carry_error(call: Call) -> bool:
     It is not, where no argument wants a gradient but parameters, if nothing in the piece has lost
     one before. Memory that is handed out to be filled, unseen, tells nothing.
     """
-    given = list(tensors_in((call.args, call.kwargs)))
+    given = call.tensors
     is_filled = call.name in LENDS or "empty" in call.name
     return not given or is_filled or any(map(_wants_gradient, given))
 
@@ -136,7 +136,7 @@ def may_carry_error(call: Call) -> bool:
 def loses_gradient(call: Call, out: Any) -> bool:
     """Returns whether the ended call has made a tensor that wants no gradient of one that does."""
     return any(not x.requires_grad for x in tensors_in(out)) and any(
-        map(_wants_gradient, tensors_in((call.args, call.kwargs)))
+        map(_wants_gradient, call.tensors)
     )
 
 

@@ -36,6 +36,7 @@ from elbowroom.plan.site import (
 from elbowroom.runtime.gathered import here
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
+from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import PLAIN, version_of
@@ -178,6 +179,7 @@ class Call:
     in_parts: bool = False
     of_parts: SiteName | None = None
     began: int = field(default_factory=torch._C._autograd._get_sequence_nr)
+    _tensors: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name or _name(self.func)
@@ -188,6 +190,14 @@ class Call:
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument, by position or keyword."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among its arguments, in nested containers, too."""
+        found = self._tensors
+        if found is None:
+            found = self._tensors = [*tensors_in((self.args, self.kwargs))]
+        return found
 
     @property
     def changes_first(self) -> bool:

@@ -54,6 +54,8 @@ class Context:
     waited_in     names of the modules in which rows waited, or were summed
     finer_levels  whether codes for attention are made finer than its values need now, since a
                   forward left its script because they had come to need more
+    has_checkpoints    whether a forward of a fit has come to a checkpoint of the user's
+    opens_checkpoints  whether these are opened, in every forward (`opened_checkpoints.py`)
     takes_small   whether a fit also plans tensors below its min_nbytes
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
@@ -80,6 +82,7 @@ class Context:
         self.waited_in: set[str] = set()
         self.runs_again = self.gathers = self.rows_wait = False
         self.takes_small = self.drops_codecs = self.finer_levels = False
+        self.has_checkpoints = self.opens_checkpoints = False
         self.kept: dict[SiteKey, str] = {}
         self.held_raw: set[str] = set()
         self.survivors: set[SiteName] = set()

@@ -331,7 +331,7 @@ class Saving(NodeChoice):
             if self._watch is not None:
                 self._watch.ended(call, out)
             if self.recorder is not None:
-                self.recorder.ended(call, out, self._sources.slots_of(call.args, call.kwargs))
+                self.recorder.ended(call, out, self._sources.slots_of(call.tensors))
             self._listener.ended(call, out)
 
     def calls(
@@ -583,12 +583,12 @@ class Saving(NodeChoice):
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:
             self._note_fine(None if origin is None else origin.root(), call)
-        self._serving.serve(request)
+        why = None if self.recorder is None else left_alone(request, self.min_nbytes)
+        self._serving.serve(request, why)
         slot.promise(need, name.consumer)
         view = View(slot, geometry, need)
-        if self.recorder is not None and noted is not None:
+        if self.recorder is not None and noted is not None and why is not None:
             site, sources = noted
-            why = left_alone(request, self.min_nbytes)
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:

@@ -35,6 +35,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.stack: tuple[str, ...] | None = None  # their names, until these are others
         self.joined = 0  # number of the first ones, which were called before watching began
         self.outside = 0  # modules that were called around these
         self.names: dict[int, str] = {}  # by id, those in the first of them
@@ -63,7 +64,7 @@ def unwatch() -> None:
         _install()
     if _users == 0:
         _thread.running.clear()
-        _thread.joined = 0
+        _thread.joined, _thread.stack = 0, None
 
 
 def _install() -> None:
@@ -109,11 +110,12 @@ def entered(module: nn.Module) -> Iterator[None]:
 def counting(calls: Calls) -> Iterator[None]:
     """Counts outermost calls on this thread, so that names tell the first from the second."""
     before = _thread.calls, _thread.prefix
-    _thread.calls, _thread.prefix = calls, ""
+    _thread.calls, _thread.prefix, _thread.stack = calls, "", None
     try:
         yield
     finally:
         _thread.calls, _thread.prefix = before
+        _thread.stack = None
 
 
 @contextmanager
@@ -149,6 +151,7 @@ def cut_short() -> Iterator[None]:
         yield
     finally:
         del running[before:]
+        _thread.stack = None
 
 
 def join(calls: Calls, outside: int) -> None:
@@ -158,7 +161,7 @@ def join(calls: Calls, outside: int) -> None:
     """
     running = on_stack()[outside:]
     _thread.running[:] = running
-    _thread.joined, _thread.outside = len(running), outside
+    _thread.joined, _thread.outside, _thread.stack = len(running), outside, None
     if running:
         _thread.names = _names_in(running[0])
         calls[running[0]] = calls.get(running[0], 0) + 1
@@ -173,8 +176,9 @@ def _running() -> list[nn.Module]:
             if mine is not module:
                 break
             joined += 1
-        del _thread.running[joined : _thread.joined]
-        _thread.joined = joined
+        if joined < _thread.joined:
+            del _thread.running[joined : _thread.joined]
+            _thread.joined, _thread.stack = joined, None
     return _thread.running
 
 
@@ -201,10 +205,15 @@ def stack() -> tuple[str, ...]:
 
     Without those that the first does not contain.
     """
-    if not _running():
+    running = _running()
+    if not running:
         return ()
-    names, prefix = _thread.names, _thread.prefix
-    return tuple(prefix + name for module in _thread.running[1:] if (name := names.get(id(module))))
+    found = _thread.stack
+    if found is None:  # a profiled step asks once or twice for each op
+        names, prefix = _thread.names, _thread.prefix
+        found = tuple(prefix + name for one in running[1:] if (name := names.get(id(one))))
+        _thread.stack = found
+    return found
 
 
 def name_of(module: nn.Module) -> str:
@@ -224,7 +233,7 @@ def is_sharded(module: nn.Module) -> bool:
     `fully_shard` frees them after forward, and puts shards in their place.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None:
+    if kind is None or not kind.__subclasses__():  # `fully_shard` makes one for each class
         return False
     return any(isinstance(one, kind) for one in (*_thread.running, *module.modules()))
 
@@ -246,6 +255,7 @@ def _enter(module: nn.Module) -> None:
         _thread.names = _names_in(module)
         _thread.prefix = _counted(module)
     _thread.running.append(module)
+    _thread.stack = None
 
 
 def _counted(module: nn.Module) -> str:
@@ -258,7 +268,7 @@ def _counted(module: nn.Module) -> str:
 
 
 def _leave(module: nn.Module) -> None:
-    running = _thread.running
+    running, _thread.stack = _thread.running, None
     if running and running[-1] is module:
         running.pop()
     # A module that raised may still lie above its caller: cut down to the one that ends.

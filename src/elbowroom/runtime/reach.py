@@ -17,6 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar, copy_context
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ _ATOMS = frozenset(
 )
 _REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
 _TABLES = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_modules")))
+_TABLES_OF = itemgetter(*_TABLES)
 _WALKED_OF_STDLIB = (
     *(collections.UserDict, collections.UserList, collections.ChainMap),
     *(types.SimpleNamespace, types.MappingProxyType),
@@ -58,6 +60,43 @@ class _Object(NamedTuple):
     def has_changed(self) -> bool:
         return not _same(self.read(self.it), self.contents)
 
+    def restore(self) -> None:
+        self.fill(self.it, self.contents)
+
+
+class _Module(NamedTuple):
+    """A module by its `vars`: its attributes, and its tables of hooks and children.
+
+    A network has hundreds of modules, with a dozen tables each, most of which stay empty.
+
+    tables  of those that are not empty, by name
+    """
+
+    it: dict[str, Any]
+    kind: str
+    attributes: dict[str, Any]
+    tables: dict[str, dict[Any, Any]]
+
+    @property
+    def has_changed(self) -> bool:
+        if not _same(attributes_of(self.it), self.attributes):
+            return True
+        tables = self.tables
+        return any(
+            not _same(dict(table), tables.get(name, _EMPTY))  # of TorchScript it is no dictionary
+            for name, table in zip(_TABLES, _TABLES_OF(self.it), strict=True)
+            if table or name in tables
+        )
+
+    def restore(self) -> None:
+        set_attributes(self.it, self.attributes)
+        for name in _TABLES:
+            if not _same(dict(self.it[name]), self.tables.get(name, _EMPTY)):
+                _fill_dict(self.it[name], self.tables.get(name, _EMPTY))
+
+
+_EMPTY: dict[Any, Any] = {}
+
 
 class Reach:
     """Objects and tensors that can be reached from `roots`, as they are now.
@@ -67,7 +106,7 @@ class Reach:
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self._objects: list[_Object] = []
+        self._objects: list[_Object | _Module] = []
         self.tensors: list[tuple[Tensor, int]] = []
         self.iterators = 0
         self._walk(roots)
@@ -81,7 +120,7 @@ class Reach:
         """Restores the contents of each changed object. Tensors are left as they are."""
         for one in self._objects:
             if one.has_changed:
-                one.fill(one.it, one.contents)
+                one.restore()
 
     def _walk(self, roots: Iterable[Any]) -> None:
         seen: dict[int, Any] = {}  # holds what it names: ids are not used again meanwhile
@@ -116,9 +155,11 @@ class Reach:
         """Walks a module's attributes and its tables of hooks and children."""
         if any(isinstance(p, _UNMADE) for p in _own_tensors(module)):
             return  # its first forward creates it, once for all
-        self._note(vars(module), attributes_of, set_attributes, type(module).__name__)
-        for name in _TABLES:
-            self._note(vars(module)[name], dict, _fill_dict)
+        held = vars(module)
+        attributes = attributes_of(held)
+        both = zip(_TABLES, _TABLES_OF(held), strict=True)
+        tables = {name: dict(table) for name, table in both if table}
+        self._objects.append(_Module(held, type(module).__name__, attributes, tables))
 
     def _other(self, x: Any) -> Iterator[Any]:
         """Notes a container or an instance, and returns what it holds."""

@@ -36,7 +36,6 @@ from elbowroom.runtime.formulas import (
     reduced_by,
 )
 from elbowroom.runtime.kept import Deferred
-from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.storage import is_made_of_parameters
 
 _MAX_NODES = 64  # nodes of one call: torch's own attention with dropout has 15
@@ -252,7 +251,7 @@ def _as_product(formula: Formula, x: Tensor, call: Call) -> Formula:
     A linear layer's input is read for the gradient of weights, which ends there. In a product of
     two activations (q k^T) its error goes on upstream, however many are summed.
     """
-    given = tensors_in((call.args, call.kwargs))
+    given = call.tensors
     if sum(one.grad_fn is not None and not is_made_of_parameters(one) for one in given) > 1:
         return Formula.MATRIX
     if x.dim() == 3 and x.shape[0] > 1 and min(x.shape[1:]) < FEW:

@@ -35,6 +35,7 @@ from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.modules import cut_short
+from elbowroom.runtime.opened_checkpoints import as_now
 from elbowroom.runtime.rerun import Region
 from elbowroom.runtime.rewind import Attributes, Generators, are_same, modules_of
 from elbowroom.runtime.storage import version_of, versions_of
@@ -69,11 +70,11 @@ def recomputed(
         large = state.take()
         is_known = leave_out_unread(module, arguments)
     first = call if is_known else noting_unread(module, arguments, call)
-    tensors = arguments.let_go()
+    tensors, opened = arguments.let_go(), as_now()
 
     def again(tensors: list[Tensor]) -> None:
         again_args, again_kwargs = arguments.again(tensors)
-        with cut_short(), state.again():
+        with cut_short(), opened(), state.again():
             call(*again_args, **again_kwargs)
 
     with torch._C.DisableTorchFunction():

@@ -52,7 +52,6 @@ from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
 from elbowroom.plan.site import Formula, HalfSuffices
 from elbowroom.runtime.consumers import RESHAPES, Call, Part
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import WeakStorage, is_touchable
@@ -390,7 +389,7 @@ def exponents(call: Call, out: Any) -> Iterator[int]:
 
 def _touchable(call: Call) -> Iterator[Tensor]:
     """Yields the tensor arguments of a call whose storage may be accessed."""
-    yield from (x for x in tensors_in((call.args, call.kwargs)) if is_touchable(x))
+    yield from (x for x in call.tensors if is_touchable(x))
 
 
 def _is_made_by(names: tuple[str, ...], out: Any) -> bool:

@@ -150,8 +150,11 @@ class Serving:
         self.pieces.clear()
         self.undecided.clear()
 
-    def serve(self, request: Request) -> None:
-        """Makes the slot hold what the op needs, if it does not yet."""
+    def serve(self, request: Request, why: str | None = None) -> None:
+        """Makes the slot hold what the op needs, if it does not yet.
+
+        why: what `left_alone` says of it, if it was asked already
+        """
         slot, x, _, call, _, name, _ = request
         if (slot.sites or slot.value is not None) and is_served(request):
             if slot.sites and request.reading.formula is Formula.RELATIVE:
@@ -161,7 +164,7 @@ class Serving:
             if slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(slot, self._site(request)[0])
             return
-        why = left_alone(request, self._min_nbytes)
+        why = left_alone(request, self._min_nbytes) if why is None else why
         if not why:
             self._act(request)
             return

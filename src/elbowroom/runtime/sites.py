@@ -36,7 +36,6 @@ from elbowroom.runtime.consumers import Call, Reading, is_argument, is_running_c
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.handles.rebuild import Ready
 from elbowroom.runtime.masks import masks_differ
-from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.normal import layout_of
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import Origin, is_made_of_parameters, is_parameter
@@ -264,8 +263,7 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
     """
     if call is None:
         return False
-    given = tensors_in((call.args, call.kwargs))
-    others = [one for one in given if one.requires_grad]
+    others = [one for one in call.tensors if one.requires_grad]
     return all(is_parameter(one) or is_made_of_parameters(one) for one in others)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
-from elbowroom.runtime.nested import tensors_in
 
 if TYPE_CHECKING:
     from elbowroom.runtime.handles.rebuild import Ready, Recipe
@@ -67,9 +66,11 @@ class WeakStorage:
         """Returns the number of tensors that share the storage, views and detached ones counted."""
         return 0 if self.expired() else self._count() - _counted_always()
 
-    def is_held_by_more(self, than: int) -> bool:
+    def is_held_by_more(
+        self, than: int, count: Callable[[Any], int] = torch._C._storage_Use_Count
+    ) -> bool:
         """Returns whether more than `than` tensors share the storage. It is called very often."""
-        return torch._C._storage_Use_Count(self.address) > than + _counted_always()
+        return count(self.address) > than + _counted_always()
 
     def _count(self) -> int:
         return torch._C._storage_Use_Count(self.address)
@@ -171,7 +172,7 @@ def untouchable(x: Tensor) -> str:
     """Returns why x must be kept as it is, or "" if it is a plain dense tensor."""
     if type(x) not in PLAIN:
         return f"tensor subclass {type(x).__name__}"
-    keys = torch._C._dispatch_keys(x).raw_repr()  # these decide: test once for each set
+    keys = _dispatch_keys(x).raw_repr()  # these decide: test once for each set
     why = _untouchable_keys.get(keys)
     if why is None:
         why = _untouchable_keys[keys] = _why_untouchable(x)
@@ -181,6 +182,9 @@ def untouchable(x: Tensor) -> str:
 def is_touchable(x: Any) -> bool:
     """Returns whether x is a plain dense tensor."""
     return type(x) in PLAIN and not untouchable(x)
+
+
+_dispatch_keys = torch._C._dispatch_keys  # it is asked many times for each examined op
 
 
 _untouchable_keys: dict[int, str] = {}
@@ -381,10 +385,10 @@ class Storages:
         found = None if known is None else known.slots.get((version_of(x), x.dtype))
         return None if found is None else found()
 
-    def slots_of(self, *values: Any) -> list[Slot]:
-        """The slots of all tensors in these arguments."""
-        tensors = filter(is_touchable, tensors_in(values))
-        return [slot for x in tensors if (slot := self.slot(x)) is not None]
+    def slots_of(self, tensors: Iterable[Tensor]) -> list[Slot]:
+        """The slots of all of these."""
+        touchable = filter(is_touchable, tensors)
+        return [slot for x in touchable if (slot := self.slot(x)) is not None]
 
     def stored(self, x: Tensor) -> Stored:
         """Returns the record of x's storage, which is created if there is none."""

@@ -159,7 +159,7 @@ def _note_data(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """
     if out.numel() < _MIN_DATA or not is_touchable(out):
         return None
-    given = [*tensors_in(call.args), *tensors_in(call.kwargs)]
+    given = call.tensors
     if not given or not all(map(is_touchable, given)):
         return None  # memory may come from elsewhere: an array, a buffer, a file
     at = out.untyped_storage()._cdata
