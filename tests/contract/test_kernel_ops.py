@@ -25,7 +25,7 @@ UNSERVED = {  # by now: the reference serves them
     "triton": {
         *("places_pack", "places_unpack", "advance", "beyond", "batch_norm_backward"),
         *("layer_norm_backward", "times_bits", "row_statistics", "head_spread"),
-        *("sparse_pack", *CONVERSIONS),
+        *("sparse_pack", "fingerprint", *CONVERSIONS),
     },
     "numba": {  # on a CPU payloads are as long as they must be: nothing waits
         *("nonzero_quantize_into", "sided_quantize_into", "comet_quantize_into"),
@@ -112,6 +112,7 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         ),
         "advance": lambda: ([torch.ones(()), torch.zeros(())], 1),
         "beyond": lambda: ([x, bits.bfloat16()], 2.0),
+        "fingerprint": lambda: ([x, bits.bfloat16()], [3, 1]),
         "moments_quantize": lambda: (x, x * x, *moments(n, device), "softsign8", "log8", 100, 1),
         "moments_dequantize": lambda: (*moments(n, device), "softsign8", "log8", 100, n),
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),

@@ -24,6 +24,7 @@
                    skip, steps)                           many parameters of one format
     advance(counters!, by)                                what they are then
     beyond(xs, limit)                                     1 if one has NaN or is larger, else 0
+    fingerprint(xs, words)                                an int64 of so many words of each tensor
     moments_quantize(m, v, states!, kinds, row, seed)     an optimizer's states, [D, ...] each
     moments_dequantize(states, kinds, row, n)             m, v
     batch_norm_backward(grad, factor, inner, x!)          grad_weight, grad_bias; x is normalized,
@@ -246,6 +247,7 @@ affine = cast(Callable[..., None], _calls.affine.default)
 optimizer_step = cast(Callable[..., None], _calls.optimizer_step.default)
 advance = cast(Callable[..., Tensor], _calls.advance.default)
 beyond = cast(Callable[..., Tensor], _calls.beyond.default)
+fingerprint = cast(Callable[..., Tensor], _calls.fingerprint.default)
 moments_quantize = cast(Callable[..., None], _calls.moments_quantize.default)
 moments_dequantize = cast(Callable[..., tuple[Tensor, Tensor]], _calls.moments_dequantize.default)
 dropout = cast(Callable[..., None], _calls.dropout.default)

@@ -152,6 +152,10 @@ SPECS: dict[str, OpSpec] = {
         "(Tensor[] xs, float limit) -> Tensor",
         lambda xs, limit: xs[0].new_empty((), dtype=torch.int32),
     ),
+    "fingerprint": OpSpec(
+        "(Tensor[] xs, int[] words) -> Tensor",
+        lambda xs, words: torch.empty(len(xs), dtype=torch.int64, device="cpu"),
+    ),
     "moments_quantize": OpSpec(
         f"(Tensor m, Tensor v, {_STATES}, str m_kind, str v_kind, int row, int seed) -> ()"
     ),

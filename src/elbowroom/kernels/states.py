@@ -97,3 +97,8 @@ def bound_shape(kind: str, n: int, row: int) -> tuple[int, int]:
     """[D, bounds a row]."""
     D, _, G = rows_of(n, row)
     return D, G * BOUNDS[kind]
+
+
+# Of a fingerprint (reference/fingerprint.py): the step between words, both factors of the mixing,
+# and the step between places.
+FINGERPRINT = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 40503

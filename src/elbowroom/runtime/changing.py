@@ -13,9 +13,10 @@ forward from copies. These cost time and memory, so they are made only
     where a parameter is known    of a module that runs again, in every forward. Nothing is rebuilt
     to change                     from such a parameter
 
-Otherwise backward raises RestoreError, and the parameter is known to change from then on.
+Otherwise backward raises RestoreError, and the parameter is known to change from then on. A forward
+that is not examined finds out by fingerprints (`fingerprints.py`).
 
-Which ones are known is noted in `storage.py`, and here for the modules that run again.
+Which ones are known is noted in `storage.py`.
 """
 
 import weakref
@@ -26,12 +27,14 @@ from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
 from elbowroom.kernels.fakes import would_wait
+from elbowroom.runtime.fingerprints import Fingerprints, changed_unseen
 from elbowroom.runtime.storage import (
     PLAIN,
     changed_in_place,
+    changing_of,
     is_small,
     is_touchable,
-    note_change,
+    note_changing_of,
     storage_nbytes,
     version_of,
     versions_of,
@@ -39,7 +42,6 @@ from elbowroom.runtime.storage import (
 
 _STRIDE = 61  # elements: no power of two, as rows have
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_modules: "weakref.WeakKeyDictionary[nn.Module, frozenset[int]]" = weakref.WeakKeyDictionary()
 # The last copies of a module's parameters, which its next call shares while they are in use.
 _Copies: TypeAlias = "weakref.WeakValueDictionary[int, Tensor]"
 _latest: "weakref.WeakKeyDictionary[nn.Module, _Copies]" = weakref.WeakKeyDictionary()
@@ -76,14 +78,22 @@ class ParametersAsRead:
     """
 
     __slots__ = (
-        *("_all", "_copies", "_has_run", "_lent", "_memory", "_module", "_samples"),
-        *("_versions", "_wants"),
+        *("_all", "_copies", "_fingerprints", "_has_run", "_lent", "_memory", "_module"),
+        *("_samples", "_versions", "_wants"),
     )
 
     def __init__(
-        self, module: nn.Module, parameters: list[Tensor], *, is_examined: bool = False
+        self,
+        module: nn.Module,
+        parameters: list[Tensor],
+        fingerprints: Fingerprints | None = None,
+        *,
+        is_examined: bool = False,
     ) -> None:
-        """is_examined: what is not known to change is copied, too, if it is small."""
+        """is_examined: what is not known to change is copied, too, if it is small.
+
+        fingerprints: of a forward that is not examined
+        """
         self._module, self._all = weakref.ref(module), parameters
         self._has_run = False  # again: what is changed from then on is the update of the step
         self._versions = versions_of(parameters)
@@ -103,7 +113,10 @@ class ParametersAsRead:
                     self._copy(i)
                 else:
                     self._samples[i] = _sample(p)
-        for i in _modules.get(module, ()):
+        self._fingerprints = fingerprints
+        if fingerprints is not None:
+            fingerprints.note_module(parameters, self._module)
+        for i in changing_of(module):
             if i < len(parameters):
                 self._copy(i)
 
@@ -137,7 +150,7 @@ class ParametersAsRead:
         for i in mine:
             if version_of(self._all[i]) == self._versions[i]:
                 self._copy(i)
-            self._learn(i)
+            note_changing_of(self._module(), i)
         return bool(mine)
 
     def lend(self) -> None:
@@ -146,6 +159,8 @@ class ParametersAsRead:
         Raises RestoreError if one was changed in place, and has no copy.
         """
         self._set_wants(self._wants)
+        if self._fingerprints is not None:
+            self._check(self._fingerprints.changed(self._all))
         if versions_of(self._all) == self._versions and not (self._copies or self._memory):
             return
         for i, (p, version) in enumerate(zip(self._all, self._versions, strict=True)):
@@ -153,14 +168,28 @@ class ParametersAsRead:
             if before is not None:
                 has_moved = bool(self._memory) and self._memory[i].data_ptr() != p.data_ptr()
                 self._lent[before.untyped_storage()._cdata] = p, p.detach(), version, has_moved
-                self._learn(i)
+                note_changing_of(self._module(), i)
                 p.data = before
+
+    def _check(self, changed: list[int]) -> None:
+        """Raises RestoreError if a changed parameter has no copy. changed: their indices."""
+        unseen = [
+            i
+            for i in changed
+            if i not in self._copies and version_of(self._all[i]) == self._versions[i]
+        ]
+        if unseen:
+            raise self._unseen(unseen[0])
+
+    def _unseen(self, i: int) -> RestoreError:
+        name = type(self._module()).__name__
+        return changed_unseen(self._all[i], f"'{name}' reads it when it runs again in backward")
 
     def _before(self, i: int, p: Tensor, version: int) -> Tensor | None:
         """Returns the former memory of a parameter; None: its values are what they were."""
         copy, now = self._copies.get(i), version_of(p)
         if now != version and copy is None:
-            self._learn(i)
+            note_changing_of(self._module(), i)
             error = changed_in_place(tuple(p.shape), p.dtype, version, now)
             if not is_small(p):
                 raise error
@@ -168,30 +197,15 @@ class ParametersAsRead:
         if now != version:
             return copy
         if copy is not None and storage_nbytes(p) >= p.nbytes:  # FSDP may have freed its memory
-            return copy if i in self._known or not has_same_values(p, copy) else None
+            is_known = i in changing_of(self._module())
+            return copy if is_known or not has_same_values(p, copy) else None
         memory = self._memory[i] if self._memory else p
         if memory is p or memory.data_ptr() == p.data_ptr():
             if self._samples.get(i, 0) != (_sample(p) if i in self._samples else 0):
-                self._learn(i)
-                raise RestoreError(
-                    f"a parameter of {tuple(p.shape)} was changed after forward through its data, "
-                    f"and '{type(self._module()).__name__}' reads it when it runs again in "
-                    "backward. Change it before forward, or after backward."
-                )
+                note_changing_of(self._module(), i)
+                raise self._unseen(i)
             return None
         return memory if storage_nbytes(memory) >= memory.nbytes else None
-
-    def _learn(self, i: int) -> None:
-        module, known = self._module(), self._known
-        if module is not None and i not in known:
-            _modules[module] = known | {i}
-            note_change()
-
-    @property
-    def _known(self) -> frozenset[int]:
-        """Indices of the parameters of the module that are known to change."""
-        module = self._module()
-        return frozenset() if module is None else _modules.get(module, frozenset())
 
     def take_back(self, wants: list[bool]) -> None:
         """Undoes `lend`. wants: whether each parameter wants a gradient now."""

@@ -2,21 +2,31 @@
 
 A forward may change more than it returns: a cache argument, a dictionary from which it removes an
 entry, a list to which a forward hook appends, an attribute. `Reach` walks from such values through
-containers, instances and modules, and through functions to what these close over and to the globals
-that they name. It remembers the contents of each mutable object (by identity, not a copy of what is
-inside), so it knows which objects have changed since, and can restore their contents.
+containers, instances, modules and their classes, and through functions to what these close over and
+to the globals that they name or set. It remembers the contents of each mutable object (by identity,
+not a copy of what is inside), so it knows which objects have changed since, and can restore their
+contents.
+
+Iterators, generators, files and context variables without a value cannot be set back: what can
+reach one is not run a second time (`Reach.not_set_back`). Those of a trainer that a module refers
+to, under a name that its forward does not use, do not count.
 
 Left as they are, and not walked into: instances of classes of torch and of the standard library
-other than containers (locks, queues, threads and loggers are shared with others), parameters and
-buffers of modules, and iterators, which cannot be reset.
+other than containers (locks, queues, threads and loggers are shared with others), and parameters
+and buffers of modules.
 """
 
+import array
 import collections
+import dis
 import functools
+import io
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar, copy_context
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -25,18 +35,13 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
+from elbowroom.runtime import contents
+from elbowroom.runtime.contents import ATOMS, REGISTRIES, Access, same, slots_of
 from elbowroom.runtime.storage import version_of
 
 LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
 SMALL = 1 << 16  # bytes of a tensor that is always copied
 _MAX = 20_000  # objects of one walk; objects beyond this number are not seen
-_ATOMS = frozenset(
-    (
-        *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-    )
-)
-_REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
 _TABLES = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_modules")))
 _TABLES_OF = itemgetter(*_TABLES)
 _WALKED_OF_STDLIB = (
@@ -45,23 +50,24 @@ _WALKED_OF_STDLIB = (
 )
 _UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_LONGEST = 1 << 20  # bytes of an array that is compared and restored
 
 
 class _Object(NamedTuple):
-    """A mutable object, its kind, what it contained, and how to read and fill it."""
+    """A mutable object, its kind, and what it contained."""
 
     it: Any
     kind: str
-    contents: Any
-    read: Callable[[Any], Any]
-    fill: Callable[[Any, Any], None]
+    held: Any
+    access: Access
 
     @property
     def has_changed(self) -> bool:
-        return not _same(self.read(self.it), self.contents)
+        return not same(self.access.read(self.it), self.held)
 
     def restore(self) -> None:
-        self.fill(self.it, self.contents)
+        self.access.fill(self.it, self.held)
 
 
 class _Module(NamedTuple):
@@ -79,20 +85,20 @@ class _Module(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        if not _same(attributes_of(self.it), self.attributes):
+        if not same(contents.ATTRIBUTES.read(self.it), self.attributes):
             return True
         tables = self.tables
         return any(
-            not _same(dict(table), tables.get(name, _EMPTY))  # of TorchScript it is no dictionary
+            not same(dict(table), tables.get(name, _EMPTY))  # of TorchScript it is no dictionary
             for name, table in zip(_TABLES, _TABLES_OF(self.it), strict=True)
             if table or name in tables
         )
 
     def restore(self) -> None:
-        set_attributes(self.it, self.attributes)
+        contents.ATTRIBUTES.fill(self.it, self.attributes)
         for name in _TABLES:
-            if not _same(dict(self.it[name]), self.tables.get(name, _EMPTY)):
-                _fill_dict(self.it[name], self.tables.get(name, _EMPTY))
+            if not same(dict(self.it[name]), self.tables.get(name, _EMPTY)):
+                contents.DICT.fill(self.it[name], self.tables.get(name, _EMPTY))
 
 
 _EMPTY: dict[Any, Any] = {}
@@ -101,14 +107,15 @@ _EMPTY: dict[Any, Any] = {}
 class Reach:
     """Objects and tensors that can be reached from `roots`, as they are now.
 
-    tensors    all tensors but parameters and buffers of modules, with their versions
-    iterators  number of iterators, which give their items only once
+    tensors       all tensors but parameters and buffers of modules, with their versions
+    not_set_back  kinds of the objects that cannot be set back: iterators give their items once
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._objects: list[_Object | _Module] = []
         self.tensors: list[tuple[Tensor, int]] = []
-        self.iterators = 0
+        self.not_set_back: list[str] = []
+        self._unnamed: list[Any] = []  # attributes of modules that no forward names
         self._walk(roots)
 
     def changed(self) -> list[str]:
@@ -125,15 +132,22 @@ class Reach:
     def _walk(self, roots: Iterable[Any]) -> None:
         seen: dict[int, Any] = {}  # holds what it names: ids are not used again meanwhile
         todo = collections.deque(roots)
-        while todo and len(seen) < _MAX:
+        count = None  # of those that cannot be set back, among what is named
+        while (todo or self._unnamed) and len(seen) < _MAX:
+            if not todo:
+                count = len(self.not_set_back) if count is None else count
+                todo.extend(self._unnamed)
+                self._unnamed = []
             x = todo.popleft()
-            if type(x) in _ATOMS or id(x) in seen:
+            if type(x) in ATOMS or id(x) in seen:
                 continue
             seen[id(x)] = x
             try:
                 todo.extend(self._visited(x))
             except Exception:
                 continue
+        if count is not None:
+            del self.not_set_back[count:]
 
     def _visited(self, x: Any) -> list[Any]:
         """Notes an object, and returns what it holds."""
@@ -143,20 +157,50 @@ class Reach:
             return []
         if isinstance(x, nn.Module):
             self._module(x)
-            return [v for n, v in vars(x).items() if n not in _REGISTRIES]
+            held = {n: v for n, v in vars(x).items() if n not in REGISTRIES}
+            kind: Any = type(x)
+            used = _names_of(kind, kind.forward)
+            unnamed = [n for n, v in held.items() if n not in used and _is_walked(v)]
+            self._unnamed += [held.pop(n) for n in unnamed]
+            return [*held.values(), *_own_classes(kind)]
+        if isinstance(x, types.CellType):
+            return list(self._note(x, contents.CELL, "variable of a closure"))
+        if (
+            isinstance(x, types.FunctionType)
+            and not _is_of_library(x.__module__)
+            and (names := _globals_set_in(x.__code__))
+        ):
+            self._note_names(x.__globals__, names)
         if isinstance(x, _FUNCTIONS):
             return list(_held_by_function(x))
+        if isinstance(x, type):
+            return list(self._note(x, contents.CLASS, f"class {x.__name__}").values())
         if isinstance(x, ContextVar):
-            return [x.get(None)]
-        self.iterators += isinstance(x, collections.abc.Iterator)
+            value = self._note(x, contents.VARIABLE)
+            if not value:
+                self.not_set_back.append("ContextVar without a value")
+            return list(value)
         return list(self._other(x))
+
+    def _note_names(self, known: dict[str, Any], names: tuple[str, ...]) -> None:
+        """Notes global variables of a module, by name."""
+
+        def read(known: dict[str, Any]) -> dict[str, Any]:
+            return {name: known[name] for name in names if name in known}
+
+        def fill(known: dict[str, Any], held: dict[str, Any]) -> None:
+            for name in read(known).keys() - held.keys():
+                del known[name]
+            known.update(held)
+
+        self._note(known, Access(read, fill), "global variable")
 
     def _module(self, module: nn.Module) -> None:
         """Walks a module's attributes and its tables of hooks and children."""
         if any(isinstance(p, _UNMADE) for p in _own_tensors(module)):
             return  # its first forward creates it, once for all
         held = vars(module)
-        attributes = attributes_of(held)
+        attributes = contents.ATTRIBUTES.read(held)
         both = zip(_TABLES, _TABLES_OF(held), strict=True)
         tables = {name: dict(table) for name, table in both if table}
         self._objects.append(_Module(held, type(module).__name__, attributes, tables))
@@ -164,39 +208,49 @@ class Reach:
     def _other(self, x: Any) -> Iterator[Any]:
         """Notes a container or an instance, and returns what it holds."""
         if isinstance(x, list):
-            yield from self._note(x, list.copy, _fill_list)
+            yield from self._note(x, contents.LIST)
         elif isinstance(x, collections.deque):
-            yield from self._note(x, list, _fill_deque)
+            yield from self._note(x, contents.DEQUE)
         elif isinstance(x, dict):
-            yield from self._note(x, _read_dict, _fill_dict).values()
+            yield from self._note(x, contents.DICT).values()
         elif isinstance(x, set):
-            yield from self._note(x, set.copy, _fill_set)
+            yield from self._note(x, contents.SET)
         elif isinstance(x, np.ndarray):
-            if x.dtype != object and x.nbytes <= 1 << 20 and x.flags.writeable:
-                self._note(x, _read_array, _fill_array)
+            if x.dtype != object and x.nbytes <= _LONGEST and x.flags.writeable:
+                self._note(x, contents.ARRAY)
+            return
+        elif isinstance(x, bytearray | array.array | memoryview):
+            if memoryview(x).nbytes <= _LONGEST and not memoryview(x).readonly:
+                self._note(x, contents.BYTES)
+            return
+        elif isinstance(x, io.StringIO | io.BytesIO):
+            if not x.closed:
+                self._note(x, contents.STREAM)
+            return
+        elif isinstance(x, threading.local):
+            yield from self._note(x.__dict__, contents.DICT, "threading.local").values()
+            return
+        elif isinstance(x, collections.abc.Iterator | io.IOBase):
+            if not any(x is one for one in (sys.stdout, sys.stderr)):
+                self.not_set_back.append(type(x).__name__)
             return
         elif isinstance(x, tuple | frozenset):
             yield from x
         elif isinstance(x, types.MappingProxyType):
             yield from x.values()
         if _is_walked(x):
+            kind: Any = type(x)
+            yield from _own_classes(kind)
             held = getattr(x, "__dict__", None)
             if type(held) is dict:
-                yield from self._note(held, dict, _fill_dict, type(x).__name__).values()
-            kind: Any = type(x)
-            if _slots_of(kind):
-                yield from self._note(x, _read_slots, _fill_slots).values()
+                yield from self._note(held, contents.DICT, type(x).__name__).values()
+            if slots_of(kind):
+                yield from self._note(x, contents.SLOTS).values()
 
-    def _note(
-        self,
-        x: Any,
-        read: Callable[[Any], Any],
-        fill: Callable[[Any, Any], None],
-        kind: str = "",
-    ) -> Any:
-        contents = read(x)
-        self._objects.append(_Object(x, kind or type(x).__name__, contents, read, fill))
-        return contents
+    def _note(self, x: Any, access: Access, kind: str = "") -> Any:
+        held = access.read(x)
+        self._objects.append(_Object(x, kind or type(x).__name__, held, access))
+        return held
 
 
 class Values:
@@ -259,7 +313,10 @@ def behind_calls(module: nn.Module) -> list[Any]:
     context's variables.
     """
     children = list(module.modules())
-    forwards = {type(child).forward for child in children if not _is_of_torch(type(child))}
+    classes: dict[Any, None] = {
+        type(child): None for child in children if not _is_of_torch(type(child))
+    }
+    forwards = dict.fromkeys(chain.from_iterable(_methods_of(cls, cls.forward) for cls in classes))
     tables = (vars(child)[name] for child in children for name in _TABLES if "forward" in name)
     hooks = [hook for table in tables for hook in table.values()]
     return [*children, *forwards, *hooks, *copy_context().values()]
@@ -289,15 +346,15 @@ def _held_by_function(x: Any) -> Iterator[Any]:
     elif isinstance(x, types.MethodType):
         yield from (x.__func__, x.__self__)
     elif not _is_of_library(x.__module__):
-        for cell in x.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
+        yield from x.__closure__ or ()
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
         known = x.__globals__
         for name in _names_in(x.__code__):
-            if name in known and not isinstance(known[name], nn.Module | types.ModuleType | type):
+            if name not in known or isinstance(known[name], nn.Module | types.ModuleType):
+                continue
+            if isinstance(known[name], type):
+                yield from _own_classes(known[name])
+            else:
                 yield known[name]
 
 
@@ -305,6 +362,42 @@ def _held_by_function(x: Any) -> Iterator[Any]:
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return (*code.co_names, *(name for c in inner for name in _names_in(c)))
+
+
+@functools.lru_cache(4096)
+def _globals_set_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of the global variables that a function, or one inside it, sets."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in _SETS]
+    return tuple({*own, *(name for c in inner for name in _globals_set_in(c))})
+
+
+@functools.lru_cache(4096)
+def _own_classes(cls: Any) -> tuple[type, ...]:
+    """Returns a class and those that it is derived from, but for those of libraries."""
+    return tuple(one for one in cls.__mro__ if not _is_of_library(one.__module__))
+
+
+@functools.lru_cache(4096)
+def _methods_of(cls: Any, forward: Any) -> tuple[Any, ...]:
+    """Returns the forward of a class of modules, and the methods that it calls, and so on."""
+    found: dict[Any, None] = {forward: None}
+    waiting = list(found)
+    while waiting:
+        code = getattr(waiting.pop(), "__code__", None)
+        names = () if code is None else _names_in(code)
+        methods = [getattr(cls, name, None) for name in names]
+        new = [x for x in methods if isinstance(x, types.FunctionType) and x not in found]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return tuple(found)
+
+
+@functools.lru_cache(4096)
+def _names_of(cls: Any, forward: Any) -> frozenset[str]:
+    """Returns the names that the forward of a class of modules uses, and the methods it calls."""
+    codes = [getattr(one, "__code__", None) for one in _methods_of(cls, forward)]
+    return frozenset(name for code in codes if code is not None for name in _names_in(code))
 
 
 def _is_walked(x: Any) -> bool:
@@ -329,89 +422,3 @@ def _is_of_library(module: str | None) -> bool:
 
 def _is_of_torch(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torch"
-
-
-@functools.cache
-def _slots_of(cls: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else slots
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Returns whether two contents are of the same objects, in the same order."""
-    if isinstance(one, dict):
-        if len(one) != len(other):
-            return False
-        keys = zip(one, other, strict=True)
-        same = all(k is j or bool(k == j) for k, j in keys)
-        return same and all(map(_is_same, one.values(), other.values()))
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, np.ndarray):
-        return bool(one.tobytes() == other.tobytes())
-    return len(one) == len(other) and all(map(_is_same, one, other))
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    """Returns whether x and y are the same object, or equal numbers or words."""
-    return x is y or (type(x) is type(y) and type(x) in _ATOMS and (x == y or repr(x) == repr(y)))
-
-
-def _fill_list(x: list[Any], contents: list[Any]) -> None:
-    list.__setitem__(x, slice(None), contents)
-
-
-def _fill_deque(x: "collections.deque[Any]", contents: list[Any]) -> None:
-    x.clear()
-    x.extend(contents)
-
-
-def _read_dict(x: dict[Any, Any]) -> dict[Any, Any]:
-    return dict(dict.items(x))
-
-
-def _fill_dict(x: dict[Any, Any], contents: dict[Any, Any]) -> None:
-    kind: Any = collections.OrderedDict if isinstance(x, collections.OrderedDict) else dict
-    kind.clear(x)
-    for key, value in contents.items():
-        kind.__setitem__(x, key, value)
-
-
-def _fill_set(x: set[Any], contents: set[Any]) -> None:
-    set.clear(x)
-    set.update(x, contents)
-
-
-def _read_array(x: Any) -> Any:
-    return x.copy()
-
-
-def _fill_array(x: Any, contents: Any) -> None:
-    x[...] = contents
-
-
-def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a module, of its `vars`, without torch's registries of what it contains."""
-    return {n: v for n, v in held.items() if n not in _REGISTRIES or n == "training"}
-
-
-def set_attributes(held: dict[str, Any], contents: dict[str, Any]) -> None:
-    """Makes the attributes of a module these, and no others."""
-    for name in attributes_of(held).keys() - contents.keys():
-        del held[name]
-    held.update(contents)
-
-
-def _read_slots(x: Any) -> dict[str, Any]:
-    kind: Any = type(x)
-    return {n: getattr(x, n) for n in _slots_of(kind) if hasattr(x, n)}
-
-
-def _fill_slots(x: Any, contents: dict[str, Any]) -> None:
-    for name in _read_slots(x).keys() - contents.keys():
-        object.__delattr__(x, name)
-    for name, value in contents.items():
-        object.__setattr__(x, name, value)

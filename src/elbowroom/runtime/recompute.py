@@ -34,6 +34,7 @@ from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.changing import ParametersAsRead
+from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.modules import cut_short
 from elbowroom.runtime.opened_checkpoints import as_now
 from elbowroom.runtime.rerun import Region
@@ -56,15 +57,16 @@ def recomputed(
     begin: Callable[[], None] = lambda: None,
     ended: Callable[[int], None] = lambda saves: None,
     reading: list[ParametersAsRead] | None = None,
+    fingerprints: Fingerprints | None = None,
 ) -> Any:
     """Calls call(*args, **kwargs), which runs again in backward.
 
     arguments: the same as they are now. begin: called once inputs are saved. ended: called when it
     has run, with the number of tensors that it has saved, none of which is held. reading: takes
-    the parameters that the second run reads, if the forward is examined
+    the parameters that the second run reads, if the forward is examined. fingerprints: if not
     """
     with torch._C.DisableTorchFunction():  # not for ops of other code
-        state = State(module, arguments.sources, is_examined=reading is not None)
+        state = State(module, arguments.sources, fingerprints, is_examined=reading is not None)
         if reading is not None:
             reading.append(state.parameters)
         large = state.take()
@@ -107,7 +109,12 @@ class State:
     """
 
     def __init__(
-        self, module: nn.Module, given: Iterable[Any] = (), *, is_examined: bool = False
+        self,
+        module: nn.Module,
+        given: Iterable[Any] = (),
+        fingerprints: Fingerprints | None = None,
+        *,
+        is_examined: bool = False,
     ) -> None:
         """given: generators of random numbers among its arguments."""
         self._name = type(module).__name__
@@ -121,7 +128,7 @@ class State:
         self._tables = [table for table in tables if isinstance(table, dict)]
         self._read: list[dict[str, Any]] = [*map(_COPY, self._tables)]
         found = [p for p in chain.from_iterable(map(_VALUES, parameters)) if p is not None]
-        self.parameters = ParametersAsRead(module, found, is_examined=is_examined)
+        self.parameters = ParametersAsRead(module, found, fingerprints, is_examined=is_examined)
         self.changed_buffer = ""
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._before: list[Tensor] = []  # their copies

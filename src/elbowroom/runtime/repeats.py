@@ -161,7 +161,10 @@ def _tested(
     unread = frozenset[int]()
     devices = sorted({x.get_device() for x in arguments.tensors if x.is_cuda})
     given = []
-    with _put_back(module, arguments) as parameters:
+    before = Reach([*behind_calls(module), *arguments.shared])
+    if kinds := before.not_set_back:
+        return f"what it can reach cannot be set back after a second run (a '{kinds[0]}')", False
+    with _put_back(module, before) as parameters:
         for _ in range(2):
             tensors: list[Tensor] = []  # without those of the run before
             tensors = with_stand_ins(arguments.tensors, candidates, module)
@@ -205,13 +208,12 @@ def _tested(
 
 
 @contextmanager
-def _put_back(module: nn.Module, arguments: Arguments) -> Iterator[ChangedParameters]:
-    """Restores, on exit, all objects that can be reached from a module and its hooks.
+def _put_back(module: nn.Module, reach: Reach) -> Iterator[ChangedParameters]:
+    """Restores, on exit, all objects that can be reached from a module and its hooks (`reach`).
 
     Yields the record of changes of its parameters.
     """
     parameters = ChangedParameters(module)
-    reach = Reach([*behind_calls(module), *arguments.shared])
     tensors = Values(reach.tensors, LARGE)
     try:
         with parameters:

@@ -29,16 +29,15 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
 from elbowroom.runtime.changed_parameters import ChangedParameters
+from elbowroom.runtime.contents import attributes_of, set_attributes
 from elbowroom.runtime.reach import (
     LARGE,
     SMALL,
     Reach,
     Values,
-    attributes_of,
     behind_calls,
     is_left_alone,
     nbytes_of,
-    set_attributes,
 )
 from elbowroom.runtime.storage import version_of
 
@@ -104,8 +103,8 @@ class Rewind:
 
     @property
     def is_possible(self) -> bool:
-        """True if forward can be called with equal arguments again: none of them is an iterator."""
-        return not self._given.iterators
+        """True if forward can be called with equal arguments again: it can reach no iterator."""
+        return not (self._given.not_set_back or self._beside.not_set_back)
 
     @property
     def changed(self) -> str | None:

@@ -302,6 +302,7 @@ def taken_for_plain(kind: type[Tensor]) -> Iterator[None]:
 
 _SMALL_PARAMETER = 1 << 16  # bytes
 _changing: dict[int, WeakStorage] = {}
+_changing_of: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
 _changes = count(1)
 _last_change = 0
 
@@ -322,6 +323,22 @@ def note_changing(x: Tensor) -> None:
     at = x.untyped_storage()._cdata
     if at not in _changing:
         _changing[at] = WeakStorage(x)
+        note_change()
+
+
+def changing_of(module: nn.Module | None) -> frozenset[int]:
+    """Returns the indices of a module's parameters that are known to change before it runs again.
+
+    None: the module is gone.
+    """
+    return frozenset() if module is None else _changing_of.get(module, frozenset())
+
+
+def note_changing_of(module: nn.Module | None, i: int) -> None:
+    """Notes that a parameter of a module is changed before the module runs again. i: its index."""
+    known = changing_of(module)
+    if module is not None and i not in known:
+        _changing_of[module] = known | {i}
         note_change()
 
 

@@ -22,6 +22,7 @@ from elbowroom.kernels.numba.division import division_quantize as division_quant
 from elbowroom.kernels.numba.dropout import dropout as dropout
 from elbowroom.kernels.numba.fdsr import fdsr_dequantize as fdsr_dequantize
 from elbowroom.kernels.numba.fdsr import fdsr_quantize as fdsr_quantize
+from elbowroom.kernels.numba.fingerprint import fingerprint as fingerprint
 from elbowroom.kernels.numba.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.numba.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.numba.group import group_dequantize as group_dequantize

@@ -20,6 +20,7 @@ from elbowroom.kernels.numba.compiled import TILE, counted, f32, i32, jit, u8, u
 from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
 from elbowroom.kernels.numba.dither import _quantize as _dither_quantize
 from elbowroom.kernels.numba.dither import bounds_at
+from elbowroom.kernels.numba.fingerprint import fingerprints as fingerprints
 from elbowroom.kernels.numba.group import _dequantize as _group_dequantize
 from elbowroom.kernels.numba.group import _quantize as _group_quantize
 from elbowroom.kernels.numba.head_spread import _heads

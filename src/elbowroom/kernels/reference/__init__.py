@@ -22,6 +22,7 @@ from elbowroom.kernels.reference.division import division_quantize as division_q
 from elbowroom.kernels.reference.dropout import dropout as dropout
 from elbowroom.kernels.reference.fdsr import fdsr_dequantize as fdsr_dequantize
 from elbowroom.kernels.reference.fdsr import fdsr_quantize as fdsr_quantize
+from elbowroom.kernels.reference.fingerprint import fingerprint as fingerprint
 from elbowroom.kernels.reference.fp8 import fp8_dequantize as fp8_dequantize
 from elbowroom.kernels.reference.fp8 import fp8_quantize as fp8_quantize
 from elbowroom.kernels.reference.group import group_dequantize as group_dequantize

@@ -44,6 +44,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.kernels import ops
 from elbowroom.plan import Need
 from elbowroom.runtime.changing import has_same_values
+from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.handles.encode import EncodeHandle, Parts
 from elbowroom.runtime.normal import OfNormal, flat_of
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
@@ -267,6 +268,7 @@ class Ready:
     """A recipe that holds its sources. It is never changed.
 
     copies  of the fixed parameters that may be changed until backward; of an examined forward alone
+    fingerprints  of them; of a replayed forward alone
     """
 
     op: Op
@@ -278,6 +280,7 @@ class Ready:
     noise: Slot | None
     others: "tuple[Slot | Ready, ...]" = ()
     copies: "tuple[Tensor | None, ...]" = ()
+    fingerprints: Fingerprints | None = None
 
     def with_copies(self) -> "Ready":
         """Returns the recipe with copies of the small parameters that its ops read."""
@@ -379,7 +382,7 @@ class Ready:
         lent = self._lend() if self.copies else ()
         try:
             if not lent:
-                check_parameters(self.op.fixed, self.versions)
+                check_parameters(self.op.fixed, self.versions, self.fingerprints)
             device = self.root.device.type
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
@@ -417,7 +420,7 @@ class Ready:
         """
         if self.copies and tuple(versions_of(self.op.fixed)) != self.versions:
             return None
-        check_parameters(self.op.fixed, self.versions)
+        check_parameters(self.op.fixed, self.versions, self.fingerprints)
         source, affine = self.source, self.op.affine
         if affine is None or not isinstance(source, Slot):
             return None
@@ -528,7 +531,9 @@ def _with_copies(source: "Slot | Ready") -> "Slot | Ready":
     return source.with_copies() if isinstance(source, Ready) else source
 
 
-def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+def check_parameters(
+    fixed: tuple[Tensor, ...], versions: tuple[int, ...], fingerprints: Fingerprints | None = None
+) -> None:
     """Raises RestoreError if a parameter was changed since, or its memory freed."""
     for tensor, version in zip(fixed, versions, strict=True):
         if tensor.is_inference() or tensor._version != version:
@@ -540,6 +545,8 @@ def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> No
                 f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
                 "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
             )
+    if fingerprints is not None:
+        fingerprints.check(fixed)
 
 
 def laid_out(out: Tensor, made: Geometry) -> Tensor:

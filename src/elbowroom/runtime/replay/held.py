@@ -26,6 +26,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.plan.site import SiteName
+from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.handles import EncodeHandle, Handle
 from elbowroom.runtime.handles.encode import is_normalized, normalized, say_raw
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
@@ -89,11 +90,13 @@ class How(NamedTuple):
     dtype: torch.dtype
 
 
-class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], Token | None]):
+class Rebuilt(
+    tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], Token | None, Fingerprints]
+):
     """A tensor that is recomputed from others, which are kept.
 
-    How; its sources; statistics of this forward; versions of the parameters that are read; and what
-    lives as long as anything that is held so.
+    How; its sources; statistics of this forward; versions of the parameters that are read; what
+    lives as long as anything that is held so; and the fingerprints of the parameters.
     """
 
     __slots__ = ()
@@ -103,13 +106,13 @@ class Rebuilt(tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], 
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.restore()
-        (run, fixed, base, view, dtype), sources, given, versions, _ = self
+        (run, fixed, base, view, dtype), sources, given, versions, _, fingerprints = self
         device = sources[0][0].device.type
         if torch.is_autocast_enabled(device):  # which would run other kernels than forward did
             with torch.autocast(device, enabled=False):
                 return self.restore()
         if fixed:
-            check_parameters(fixed, versions)
+            check_parameters(fixed, versions, fingerprints)
         tensors = []
         for x, version, _ in sources:
             if x.is_inference() or x._version != version:
@@ -343,7 +346,9 @@ def _rebuild(
         else:
             given = tuple(map(replay.noted.__getitem__, numbers_of_given))
         versions = tuple(map(version, fixed))
-        return Rebuilt((how, sources, given, versions, replay.token))
+        if fixed:
+            replay.fingerprints.note(fixed)
+        return Rebuilt((how, sources, given, versions, replay.token, replay.fingerprints))
 
     return rebuild
 

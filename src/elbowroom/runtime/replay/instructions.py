@@ -149,8 +149,11 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
 
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots
+        again = op if bound is None else bound(*[ref.tensor(replay) for ref in given])
+        if fixed:
+            replay.fingerprints.note(again.fixed)
         return Ready(
-            op if bound is None else bound(*[ref.tensor(replay) for ref in given]),
+            again,
             slots[number] if below is None else below(replay),
             seen,
             made,
@@ -158,6 +161,8 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),
+            (),
+            replay.fingerprints,
         )
 
     return make_ready
@@ -176,6 +181,7 @@ def _ready_varying(
         slots, sizes = replay.slots, replay.sizes
         links = tuple([(link, now(seen, sizes)) for link, seen in op.others])
         again = op.changed(others=links) if bound is None else bound(*_given(recipe, replay))
+        replay.fingerprints.note(again.fixed)
         return Ready(
             again,
             slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
@@ -185,6 +191,8 @@ def _ready_varying(
             None if bits == NOWHERE else slots[bits].bits,
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),
+            (),
+            replay.fingerprints,
         )
 
     return make_ready

@@ -34,6 +34,7 @@ from elbowroom.runtime.consumers import QUESTIONS, Call
 from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
+from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
@@ -134,6 +135,7 @@ class Replay(Observing):
     sizes     numbers of rows that its script leaves open, as its tensors have told them so far
     places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
+    fingerprints  of the parameters that backward reads again
     diverged  the forward was another one
     bounded   it may save no more elements than those that its script was written from,
               and `spare` more
@@ -152,6 +154,7 @@ class Replay(Observing):
         self.sources: list[Kept] = []
         self.sizes: list[int] = []
         self.noted: list[Tensor] = []
+        self.fingerprints = Fingerprints()
         self.diverged = False
         self.saving: Saving | None = None
         self._others = others
@@ -227,6 +230,7 @@ class Replay(Observing):
             self.diverged = self._act() is not self._acts[-1]
             for late in self.script.compiled.last if not self.diverged else ():
                 late(self)
+            self.fingerprints.take()
         self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
 
     def __torch_function__(
@@ -395,7 +399,8 @@ class Replay(Observing):
 
         try:
             with nullcontext() if inside is None else unobserved():
-                out = recomputed(module, call, args, kwargs, arguments, begin, ended)
+                given = args, kwargs, arguments, begin, ended
+                out = recomputed(module, call, *given, fingerprints=self.fingerprints)
         finally:
             self._holds, self._saved, self._is_inside = outer
         if inside is not None:  # its second run will hold more, or less
@@ -573,6 +578,7 @@ class Replay(Observing):
         """Examines the rest of a forward that differs from its script."""
         if self.saving is None:
             self.diverged = True
+            self.fingerprints.take()  # what runs now may change the parameters
             assert self._seeds is not None
             self.context.give_back(self._seeds, self.script.seeds, self._drawn)
             if self._calls is not None:

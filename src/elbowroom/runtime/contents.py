@@ -1,0 +1,207 @@
+"""What mutable objects contain: how it is read, compared, and put back.
+
+Each kind of object has an `Access`, by which `reach.py` remembers and restores it.
+"""
+
+import collections
+import functools
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+ATOMS = frozenset(
+    (
+        *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    )
+)
+REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
+
+
+class Access(NamedTuple):
+    """How objects of a kind are read and filled.
+
+    read  returns the contents: by identity, not a copy of what is inside
+    fill  makes an object contain just these
+    """
+
+    read: Callable[[Any], Any]
+    fill: Callable[[Any, Any], None]
+
+
+@functools.cache
+def slots_of(cls: Any) -> tuple[str, ...]:
+    """Returns the names of the slots of a class."""
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two contents are of the same objects, in the same order."""
+    if isinstance(one, bytes):
+        return bool(one == other)
+    if isinstance(one, dict):
+        if len(one) != len(other):
+            return False
+        keys = zip(one, other, strict=True)
+        same = all(k is j or bool(k == j) for k, j in keys)
+        return same and all(map(is_same, one.values(), other.values()))
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() == other.tobytes())
+    return len(one) == len(other) and all(map(is_same, one, other))
+
+
+def is_same(x: Any, y: Any) -> bool:
+    """Returns whether x and y are the same object, or equal numbers or words."""
+    return x is y or (type(x) is type(y) and type(x) in ATOMS and (x == y or repr(x) == repr(y)))
+
+
+def _fill_list(x: list[Any], contents: list[Any]) -> None:
+    list.__setitem__(x, slice(None), contents)
+
+
+def _fill_deque(x: "collections.deque[Any]", contents: list[Any]) -> None:
+    x.clear()
+    x.extend(contents)
+
+
+def _read_dict(x: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(dict.items(x))
+
+
+def _fill_dict(x: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    kind: Any = collections.OrderedDict if isinstance(x, collections.OrderedDict) else dict
+    kind.clear(x)
+    for key, value in contents.items():
+        kind.__setitem__(x, key, value)
+
+
+def _fill_set(x: set[Any], contents: set[Any]) -> None:
+    set.clear(x)
+    set.update(x, contents)
+
+
+def _read_cell(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not filled yet
+        return ()
+
+
+def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    if contents:
+        (cell.cell_contents,) = contents
+    else:
+        del cell.cell_contents
+
+
+def _read_class(cls: type) -> dict[str, Any]:
+    """Returns the attributes of a class that are data: no methods, properties or slots."""
+    return {
+        name: x
+        for name, x in vars(cls).items()
+        if not (name.startswith("__") or hasattr(type(x), "__get__") or isinstance(x, type))
+    }
+
+
+def _fill_class(cls: type, contents: dict[str, Any]) -> None:
+    now = _read_class(cls)
+    for name in now.keys() - contents.keys():
+        delattr(cls, name)
+    for name, x in contents.items():
+        if name not in now or now[name] is not x:
+            setattr(cls, name, x)
+
+
+def _read_variable(x: "ContextVar[Any]") -> tuple[Any, ...]:
+    try:
+        return (x.get(),)
+    except LookupError:
+        return ()
+
+
+def _fill_variable(x: "ContextVar[Any]", contents: tuple[Any, ...]) -> None:
+    if contents:
+        x.set(*contents)
+
+
+def _read_bytes(x: Any) -> bytes:
+    return memoryview(x).tobytes()
+
+
+def _fill_bytes(x: Any, contents: bytes) -> None:
+    if isinstance(x, memoryview):
+        x.cast("B")[:] = contents
+    elif isinstance(x, bytearray):
+        x[:] = contents
+    else:
+        del x[:]
+        x.frombytes(contents)
+
+
+def _read_stream(x: Any) -> tuple[Any, ...]:
+    return () if x.closed else (x.getvalue(), x.tell())
+
+
+def _fill_stream(x: Any, contents: tuple[Any, ...]) -> None:
+    value, place = contents
+    x.seek(0)
+    x.truncate()
+    x.write(value)
+    x.seek(place)
+
+
+def _read_array(x: Any) -> Any:
+    return x.copy()
+
+
+def _fill_array(x: Any, contents: Any) -> None:
+    x[...] = contents
+
+
+def _read_slots(x: Any) -> dict[str, Any]:
+    kind: Any = type(x)
+    return {n: getattr(x, n) for n in slots_of(kind) if hasattr(x, n)}
+
+
+def _fill_slots(x: Any, contents: dict[str, Any]) -> None:
+    for name in _read_slots(x).keys() - contents.keys():
+        object.__delattr__(x, name)
+    for name, value in contents.items():
+        object.__setattr__(x, name, value)
+
+
+def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a module, of its `vars`, without torch's registries of what it contains."""
+    return {n: v for n, v in held.items() if n not in REGISTRIES or n == "training"}
+
+
+def set_attributes(held: dict[str, Any], contents: dict[str, Any]) -> None:
+    """Makes the attributes of a module these, and no others."""
+    for name in attributes_of(held).keys() - contents.keys():
+        del held[name]
+    held.update(contents)
+
+
+CELL = Access(_read_cell, _fill_cell)
+CLASS = Access(_read_class, _fill_class)
+VARIABLE = Access(_read_variable, _fill_variable)
+BYTES = Access(_read_bytes, _fill_bytes)
+STREAM = Access(_read_stream, _fill_stream)
+ARRAY = Access(_read_array, _fill_array)
+SLOTS = Access(_read_slots, _fill_slots)
+LIST = Access(list.copy, _fill_list)
+DEQUE = Access(list, _fill_deque)
+DICT = Access(_read_dict, _fill_dict)
+SET = Access(set.copy, _fill_set)
+ATTRIBUTES = Access(attributes_of, set_attributes)

@@ -1,0 +1,222 @@
+"""What a module changes beside its result, by kind: a second run of it is seen by nobody.
+
+Iterators and files cannot be set back; what can reach one is not run a second time.
+"""
+
+import array
+import collections
+import contextvars
+import io
+import itertools
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elbowroom as er
+from elbowroom.runtime.reach import Reach, behind_calls
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
+WIDTH = 96
+LOCAL, VARIABLE = threading.local(), contextvars.ContextVar("count", default=0)
+UNSET: contextvars.ContextVar[int] = contextvars.ContextVar("unset")
+COUNT = 0
+
+
+class Holder:
+    count = 0
+
+
+def by_closure(block):
+    count = 0
+
+    def next_one():
+        nonlocal count
+        count += 1
+        return count
+
+    block.state = next_one
+    return lambda: count
+
+
+def by_class(block):
+    class Own(Holder):
+        pass
+
+    block.state = Own()
+    return lambda: Own.count
+
+
+STATES = {  # what makes it, and returns a function that reads it
+    "closure": by_closure,
+    "class attribute": by_class,
+    "bytearray": lambda block: setattr(block, "state", bytearray(1)) or (lambda: block.state[0]),
+    "memoryview": lambda block: (
+        setattr(block, "state", memoryview(bytearray(1))) or (lambda: block.state[0])
+    ),
+    "array": lambda block: (
+        setattr(block, "state", array.array("i", [0])) or (lambda: block.state[0])
+    ),
+    "StringIO": lambda block: (
+        setattr(block, "state", io.StringIO()) or (lambda: block.state.getvalue())
+    ),
+    "BytesIO": lambda block: setattr(block, "state", io.BytesIO()) or (lambda: block.state.tell()),
+    "thread-local": lambda block: setattr(LOCAL, "count", 0) or (lambda: LOCAL.count),
+    "ContextVar": lambda block: (VARIABLE.set(0) and None) or (lambda: VARIABLE.get()),
+    "global": lambda block: globals().update(COUNT=0) or (lambda: COUNT),
+    "counter": lambda block: (
+        setattr(block, "state", itertools.count()) or (lambda: repr(block.state))
+    ),
+    "generator": lambda block: (
+        setattr(block, "state", (i for i in range(10**6))) or (lambda: list(block.seen)[-1:])
+    ),
+}
+
+
+def count_up(block, kind):
+    global COUNT
+    if kind == "closure":
+        return block.state()
+    if kind == "class attribute":
+        type(block.state).count += 1
+        return type(block.state).count
+    if kind in ("bytearray", "memoryview", "array"):
+        block.state[0] += 1
+        return block.state[0]
+    if kind in ("StringIO", "BytesIO"):
+        block.state.write("x" if kind == "StringIO" else b"x")
+        return block.state.tell()
+    if kind == "thread-local":
+        LOCAL.count += 1
+        return LOCAL.count
+    if kind == "ContextVar":
+        VARIABLE.set(VARIABLE.get() + 1)
+        return VARIABLE.get()
+    if kind == "global":
+        COUNT += 1
+        return COUNT
+    return next(block.state)
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.kind, self.seen = kind, collections.deque(maxlen=100)
+        self.read = STATES[kind](self)
+
+    def forward(self, x):
+        number = count_up(self, self.kind)
+        self.seen.append(number)
+        return x + self.down(F.gelu(self.up(x))) * (1 + 0.01 * number)
+
+
+def trained(kind, budget=None):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(kind) for _ in range(4)))
+    if budget is not None:
+        er.fit(net, budget=budget, exact=True, min_nbytes=1024)
+    results, peak = [], 0
+
+    def run(step):
+        x = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(step))
+        net.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        results.append(loss.detach())
+
+    for step in range(4):
+        if step == 0 and budget is None:
+            peak = er.peak(partial(run, step))
+        else:
+            run(step)
+        results += [p.grad.clone() for p in net.parameters()]
+    if budget is not None:
+        er.release(net)
+    return peak, results, [(b.read(), list(b.seen)) for b in net]
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_fitted_model_counts_each_call_once(kind):
+    """A trial of the block left the count further on."""
+    peak, plain, counts = trained(kind)
+    _, ours, ours_counts = trained(kind, int(0.85 * peak))
+    assert all(map(torch.equal, plain, ours))
+    assert str(ours_counts) == str(counts)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_changed_is_set_back_or_named(kind):
+    block = Block(kind)
+    reach = Reach(behind_calls(block))
+    if kind in ("counter", "generator"):
+        assert reach.not_set_back == [type(block.state).__name__]
+        return
+    assert not reach.not_set_back
+    before = block.read()
+    block(torch.zeros(1, WIDTH))
+    assert block.read() != before
+    assert reach.changed()
+    reach.restore()
+    assert block.read() == before
+    assert not reach.changed()
+
+
+class Trainer:
+    def __init__(self):
+        self.batches = iter([1, 2])
+
+
+class Trained(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Asking(nn.Linear):
+    def forward(self, x):
+        return self.scaled(super().forward(x))
+
+    def scaled(self, x):
+        return x * next(self.trainer.batches)
+
+
+def test_an_iterator_behind_a_name_that_no_forward_uses_does_not_count():
+    """A module may refer to its trainer, which goes through batches."""
+    for cls, found in (Trained, []), (Asking, ["list_iterator"]):
+        net = cls(2, 2)
+        net.trainer = Trainer()
+        assert Reach(behind_calls(net)).not_set_back == found
+
+
+def test_files_and_variables_without_a_value_cannot_be_set_back(tmp_path):
+    class Writes(nn.Linear):
+        def forward(self, x):
+            UNSET.set(1)
+            return super().forward(x)
+
+    with (tmp_path / "log").open("w") as file:
+        net = Writes(2, 2)
+        net.file = file
+        assert len(Reach(behind_calls(net)).not_set_back) == 2
+
+
+def test_a_forward_that_a_class_gets_later_is_walked():
+    class Patched(nn.Linear):
+        pass
+
+    def forward(self, x):
+        global COUNT
+        COUNT += 1
+        return x
+
+    net, before = Patched(2, 2), COUNT
+    Reach(behind_calls(net))
+    Patched.forward = forward
+    reach = Reach(behind_calls(net))
+    net(torch.zeros(2))
+    assert before + 1 == COUNT
+    reach.restore()
+    assert before == COUNT
