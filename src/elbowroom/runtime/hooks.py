@@ -149,6 +149,8 @@ class Saving(NodeChoice):
             is_exact=shares and self.is_exact() and bool(getattr(policy, "rebuild", False)),
         )
         self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else RECORDED
+        # Held, the rows would be made again, in fresh memory, where they are read in parts instead.
+        self.rows_wait = self._sources.is_exact and recorder is None
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
