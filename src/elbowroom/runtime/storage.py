@@ -125,6 +125,20 @@ def check_version(x: Tensor, version: int) -> None:
         raise changed_in_place(tuple(x.shape), x.dtype, version, now)
 
 
+def check_parameters(fixed: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Raises RestoreError if a parameter was changed since, or its memory freed."""
+    for tensor, version in zip(fixed, versions, strict=True):
+        if tensor.is_inference() or tensor._version != version:
+            if version_of(tensor) != version:
+                note_changing(tensor)
+            check_version(tensor, version)
+        if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+            raise RestoreError(
+                f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
+                "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
+            )
+
+
 def changed_in_place(
     shape: tuple[int, ...], dtype: torch.dtype, version: int, now: int
 ) -> RestoreError:
