@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:this saving context changed noth
 
 @pytest.fixture(autouse=True)
 def rows_wait(monkeypatch):
-    """Contexts of `er.saving` let rows wait, as those of a fit do whose budget is short."""
+    """All contexts of `er.saving` let rows wait, as those of a fit do whose budget is short."""
     monkeypatch.setattr(PROCESS, "rows_wait", True)
 
 
@@ -847,11 +847,21 @@ def test_nothing_holds_the_source_or_the_rows():
     assert [one() for one in gone] == [None, None]
 
 
-def test_rows_wait_in_no_other_context(monkeypatch):
+@pytest.mark.parametrize("saving", [er.saving, lambda: er.saving("dither", levels=16)])
+def test_rows_wait_in_exact_contexts_and_in_no_others(saving, monkeypatch):
     monkeypatch.setattr(PROCESS, "rows_wait", False)
-    with er.saving():
-        x = torch.randn(NODES, D, requires_grad=True) * 1
-        assert type(x.index_select(0, torch.randint(NODES, (EDGES,)))) is Tensor
+    waits = Gathered if saving is er.saving else Tensor
+    for _ in range(3):  # the last ones follow a script
+        x = torch.randn(NODES, D, requires_grad=True)
+        index, at = torch.randint(NODES, (EDGES,)), torch.randint(NODES, (EDGES,))
+        with saving():
+            rows = (x * 1).index_select(0, index)
+            assert type(rows) is waits
+            loss = added(rows, at).square().sum()
+        loss.backward()
+        (grad,) = torch.autograd.grad(added((x * 1).index_select(0, index), at).square().sum(), x)
+        if saving is er.saving:
+            assert torch.equal(x.grad, grad)
 
 
 def test_a_change_that_nobody_sees_is_said():

@@ -35,10 +35,10 @@ from elbowroom.plan.precision_floor import at_precision_floor, suffices
 from elbowroom.plan.site import FINE
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.rebuild import Recipe, same_order
+from elbowroom.runtime.handles.rebuild import Recipe
 from elbowroom.runtime.masks import MASKED_OUTPUT
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.slot import Geometry, Slot, same_order
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import WeakStorage, is_touchable
 

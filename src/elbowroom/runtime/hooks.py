@@ -11,7 +11,6 @@ State belongs to the views that autograd holds, never to "the step": unpack may 
 any order, on another thread, or never.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -34,7 +33,6 @@ from elbowroom.plan import (
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
-from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.changed_parameters import written
 from elbowroom.runtime.changing import ParametersAsRead
@@ -53,17 +51,16 @@ from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.direct.choice import NodeChoice
 from elbowroom.runtime.handles import DropHandle, KeepHandle
-from elbowroom.runtime.handles.rebuild import DEEPEST_READY, waits_for_copy
+from elbowroom.runtime.handles.rebuild import DEEPEST_READY
 from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
 from elbowroom.runtime.overwritten import copy_source, keep_parameters
 from elbowroom.runtime.producers import RECORDED, RECORDED_IN_EXACT, note_copy, note_origin
 from elbowroom.runtime.readers import Reader, readers_of, reading_by
-from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.redrawn import Redrawn
-from elbowroom.runtime.repeats import why_another, why_not_again
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saturated import WHY, part_of
 from elbowroom.runtime.serving import Serving
@@ -80,9 +77,6 @@ from elbowroom.runtime.storage import (
 )
 from elbowroom.runtime.waiting import SUMS_OF_ROWS, end_waiting
 
-_log = logging.getLogger("elbowroom")
-_kept_out: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models for which that was logged
-
 
 def _can_be_probed(request: Request) -> bool:
     """Returns whether the reader of a tensor that may carry an error can be probed.
@@ -96,7 +90,7 @@ def _can_be_probed(request: Request) -> bool:
     return reading.need is Need.LOSSY and reading.formula is not Formula.RELATIVE
 
 
-class Saving(NodeChoice):
+class Saving(NodeChoice, ModuleCalls):
     """Context manager: tensors that autograd saves inside go through `policy`.
 
     Backward may run inside or after it.
@@ -149,6 +143,8 @@ class Saving(NodeChoice):
             is_exact=shares and self.is_exact() and bool(getattr(policy, "rebuild", False)),
         )
         self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else RECORDED
+        # Held, the rows would be made again, in fresh memory, where they are read in parts instead.
+        self.rows_wait = self._sources.is_exact and recorder is None
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
@@ -333,69 +329,6 @@ class Saving(NodeChoice):
             if self.recorder is not None:
                 self.recorder.ended(call, out, self._sources.slots_of(call.tensors))
             self._listener.ended(call, out)
-
-    def calls(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a module, which may be recomputed in backward; its call may be recorded."""
-        name, consumers = modules.name_of(module), self._consumers
-        if name not in self.recompute or consumers is None or not torch.is_grad_enabled():
-            if self.recorder is not None:
-                return self.recorder.module(module, call, args, kwargs, self._source_of)
-            return call(*args, **kwargs)
-        if not self._is_innermost():  # inside a checkpoint of the user, or of ours
-            return call(*args, **kwargs)
-        end_waiting()
-        arguments = Arguments(args, kwargs)
-        sharded = modules.is_sharded(module)
-        bits: list[Any] | None = [] if self._may_begin_again else None
-        why = modules.SHARDED if sharded else why_not_again(module, call, arguments, bits)
-        if why:
-            self.keep_out(module, name, why)
-            return call(*args, **kwargs)
-        self._listener.begins_region(module)
-        self._serving.waiting.end_all()
-        with torch._C.DisableTorchFunction():  # our own calls are not ops of the model
-            self._serving.pieces.end()
-            outer, region = consumers.call, Call(recomputed, args, kwargs, name=RECOMPUTE)
-
-        def begin() -> None:
-            if self._region:
-                self._listener.region_saved()
-            consumers.call, self._region = outer, ""
-
-        consumers.call, self._region = region, name
-        self._listener.saves()
-        ended = self._listener.region_ended
-        try:
-            given = args, kwargs, arguments, begin, ended
-            out = recomputed(module, call, *given, reading=self._reading)
-        finally:
-            begin()
-        if bits and (why := why_another(module, out, bits)):
-            self.keep_out(module, name, why)
-        return out
-
-    @property
-    def _may_begin_again(self) -> bool:
-        """True if `keep_out` ends the forward, and lets it begin again."""
-        return False
-
-    def keep_out(self, module: nn.Module, name: str, why: str) -> None:
-        """Warns that a module cannot be recomputed, and holds its saved tensors."""
-        if module not in _kept_out:
-            _kept_out.add(module)
-            _log.warning(
-                "module '%s' is not recomputed: %s. What it saves is held, or made smaller in "
-                "other ways, and takes more of the budget",
-                name,
-                why,
-            )
-        self.context.learn_unrepeatable(name)
 
     def _run_as(self, call: Call) -> Callable[..., Any]:
         """Returns the function to run for a call.
@@ -642,15 +575,6 @@ class Saving(NodeChoice):
     def _may_wait(self, name: SiteName) -> bool:
         """Returns whether this tensor, once it is restored, waits for its next reader."""
         return self._shares or (isinstance(self.policy, Plan) and self.policy.is_shared(name))
-
-    def _source_of(self, x: Tensor) -> Slot | None:
-        if storage_nbytes(x) < self.min_nbytes:
-            return None  # kept, whatever its possible sources
-        origin = self._sources.origin(x)
-        if origin is None or origin.recipe is None or waits_for_copy(origin.recipe):
-            return None
-        ready = origin.ready()
-        return None if ready is None or not ready.exact else ready.sole_source
 
     def _copied(self, slot: Slot, y: Tensor) -> None:
         """Notes that a slot has a copy of a constant among the arguments of an ended call."""

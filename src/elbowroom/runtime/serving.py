@@ -312,8 +312,8 @@ class Serving:
 
     def _may_rebuild(self, request: Request, site: Site, ready: Ready) -> bool:
         """Returns whether x may be rebuilt by this recipe."""
-        if self._sources.is_exact and self._is_dear(ready):  # `LaterSource` decides
-            return False
+        if self._sources.is_exact:  # no source has a code; `LaterSource` decides on what is dear
+            return not self._is_dear(ready)
         if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
             return False  # the plan expects a code
         if request.reading.part is Part.DIFFERENCE and not ready.exact:

@@ -148,6 +148,13 @@ class Geometry(NamedTuple):
         return x.as_strided(self.shape, self.stride, self.offset - base.offset + x.storage_offset())
 
 
+def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Returns whether two strides order the elements of a shape alike."""
+    return one == other or all(
+        a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1
+    )
+
+
 def is_in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Returns whether a tensor lies contiguously in memory."""
     expected = 1

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from elbowroom.errors import RestoreError
 
 if TYPE_CHECKING:
+    from elbowroom.runtime.fingerprints import Fingerprints
     from elbowroom.runtime.handles.rebuild import Ready, Recipe
     from elbowroom.runtime.slot import Slot
 
@@ -124,6 +125,24 @@ def check_version(x: Tensor, version: int) -> None:
         now = 0
     if now != version:
         raise changed_in_place(tuple(x.shape), x.dtype, version, now)
+
+
+def check_parameters(
+    fixed: tuple[Tensor, ...], versions: tuple[int, ...], fingerprints: Fingerprints | None = None
+) -> None:
+    """Raises RestoreError if a parameter was changed since, or its memory freed."""
+    for tensor, version in zip(fixed, versions, strict=True):
+        if tensor.is_inference() or tensor._version != version:
+            if version_of(tensor) != version:
+                note_changing(tensor)
+            check_version(tensor, version)
+        if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
+            raise RestoreError(
+                f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
+                "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
+            )
+    if fingerprints is not None:
+        fingerprints.check(fixed)
 
 
 def changed_in_place(

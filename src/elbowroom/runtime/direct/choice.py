@@ -15,11 +15,16 @@ from elbowroom.runtime.observer import Recorder
 
 
 class NodeChoice(ABC):
-    """Base class of contexts, with the choice between torch's own op and our node for a call."""
+    """Base class of contexts, with the choice between torch's own op and our node for a call.
+
+    rows_wait  large rows that are gathered are made when they are read, also if `context` does not
+               say so
+    """
 
     policy: Policy
     context: Context
     recorder: Recorder | None
+    rows_wait: bool
 
     @property
     @abstractmethod
@@ -70,7 +75,7 @@ class NodeChoice(ABC):
     def _may_stand(self, direct: Direct, call: Call) -> bool:
         """Returns whether this node may be used in this context."""
         if direct.late:
-            return self.context.rows_wait
+            return self.rows_wait or self.context.rows_wait
         if direct.always:
             return True
         # Nodes that read a code gain nothing where none is lossy; those of ReLU and dropout read

@@ -41,19 +41,17 @@ from torch import Tensor
 
 from elbowroom.codecs import Affine
 from elbowroom.errors import RestoreError
-from elbowroom.kernels import ops
 from elbowroom.plan import Need
-from elbowroom.runtime.changing import has_same_values
 from elbowroom.runtime.fingerprints import Fingerprints
-from elbowroom.runtime.handles.encode import EncodeHandle, Parts
+from elbowroom.runtime.handles.encode import Parts
+from elbowroom.runtime.handles.from_codes import decoded, parts_of, replace_outside
+from elbowroom.runtime.handles.lending import lend, with_copies
 from elbowroom.runtime.normal import OfNormal, flat_of
-from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
+from elbowroom.runtime.slot import Geometry, KeepHandle, Slot, same_order
 from elbowroom.runtime.storage import (
     WeakStorage,
-    check_version,
+    check_parameters,
     is_changing,
-    is_small,
-    note_changing,
     version_of,
     versions_of,
 )
@@ -68,7 +66,6 @@ DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselve
 _MAX_WORK = 16
 Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
 OTHER_SHAPE = "dropout's factor has another shape than its input; use er.saving(..., rebuild=False)"
-_AT_ONCE = 1 << 18  # elements, a multiple of 8: what `outside` makes of them stays in the cache
 
 
 class Expected:
@@ -282,14 +279,6 @@ class Ready:
     copies: "tuple[Tensor | None, ...]" = ()
     fingerprints: Fingerprints | None = None
 
-    def with_copies(self) -> "Ready":
-        """Returns the recipe with copies of the small parameters that its ops read."""
-        source, others = (_with_copies(self.source), tuple(map(_with_copies, self.others)))
-        copies = tuple(x.clone() if is_small(x) else None for x in self.op.fixed)
-        if not copies and source is self.source and others == self.others:
-            return self
-        return replace(self, source=source, others=others, copies=copies)
-
     @property
     def exact(self) -> bool:
         """True if the sources are exact now. They may be encoded later, unless they are pinned."""
@@ -379,7 +368,7 @@ class Ready:
 
         Backward may run inside autocast, which would run other kernels than forward did.
         """
-        lent = self._lend() if self.copies else ()
+        lent = lend(self) if self.copies else ()
         try:
             if not lent:
                 check_parameters(self.op.fixed, self.versions, self.fingerprints)
@@ -394,50 +383,12 @@ class Ready:
                 x.data = now
         return laid_out(out, self.made)
 
-    def _lend(self) -> list[tuple[Tensor, Tensor]]:
-        """Puts copies in place of parameters that have changed; returns these, and what they are.
-
-        They are objects of this recipe's op, which share their memory with the parameters.
-        """
-        lent = []
-        for x, version, copy in zip(self.op.fixed, self.versions, self.copies, strict=True):
-            has_changed = version_of(x) != version
-            if copy is None or not (has_changed or not has_same_values(x, copy)):
-                if has_changed:
-                    note_changing(x)
-                check_parameters((x,), (version,))
-                continue
-            note_changing(x)
-            lent.append((x, x.detach(), copy))
-        for x, _, copy in lent:  # once none has raised
-            x.data = copy
-        return [(x, now) for x, now, _ in lent]
-
-    def mapped_source(self) -> tuple[Slot, Affine, Tensor | None] | None:
-        """Returns a slot, an affine and its bits if the tensor is that affine of that slot.
-
-        An affine of an exact slot gives other bits than the op itself: not for exact mode.
-        """
-        if self.copies and tuple(versions_of(self.op.fixed)) != self.versions:
-            return None
-        check_parameters(self.op.fixed, self.versions, self.fingerprints)
-        source, affine = self.source, self.op.affine
-        if affine is None or not isinstance(source, Slot):
-            return None
-        if self.op.needs_bits and self.bits is None:
-            return None
-        same = self.seen == source.base and same_order(
-            self.seen.shape, self.seen.stride, self.made.stride
-        )
-        plain = same and self.made.shape == self.seen.shape
-        return (source, affine(), self.bits) if plain else None
-
     def _run(self) -> Tensor:
         exact, affine = self.exact, self.op.affine
         given = self._deeper_operands() if self.others else {}
         if isinstance(self.source, Ready):
             x, private, base = self.source.make(), True, self.source.made
-        elif not exact and self.seen == self.source.base and (made := self._decoded()) is not None:
+        elif not exact and self.seen == self.source.base and (made := decoded(self)) is not None:
             return made
         else:
             base = self.source.base
@@ -472,23 +423,8 @@ class Ready:
         else:
             x = self.op.lossy(x.clone())
         if self.op.outside is not None and self.bits is not None:
-            _replace_outside(flat_of(x), self.bits, self.op.outside)
+            replace_outside(flat_of(x), self.bits, self.op.outside)
         return x
-
-    def _decoded(self) -> Tensor | None:
-        """Returns the tensor if it is the code of its source, decoded with another scale or shift.
-
-        Of a code of a norm's normalized input, these are the norm's own weight and bias.
-        """
-        source, op = self.source, self.op
-        assert isinstance(source, Slot)
-        if op.affine is None and source.stays_whole():
-            return None  # what is decoded serves other readers, too
-        if op.of_normal is not None and isinstance(source.value, EncodeHandle):
-            x = source.value.restore_normalized(op.of_normal, self.bits)
-            if x is not None:
-                return x
-        return None if op.affine is None else source.restore_mapped(op.affine(), self.bits)
 
     def _deeper_operands(self) -> dict[int, Tensor]:
         """Returns the operands that take more ops than the source does, made before it.
@@ -527,28 +463,6 @@ class Ready:
         return noise
 
 
-def _with_copies(source: "Slot | Ready") -> "Slot | Ready":
-    return source.with_copies() if isinstance(source, Ready) else source
-
-
-def check_parameters(
-    fixed: tuple[Tensor, ...], versions: tuple[int, ...], fingerprints: Fingerprints | None = None
-) -> None:
-    """Raises RestoreError if a parameter was changed since, or its memory freed."""
-    for tensor, version in zip(fixed, versions, strict=True):
-        if tensor.is_inference() or tensor._version != version:
-            if version_of(tensor) != version:
-                note_changing(tensor)
-            check_version(tensor, version)
-        if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-            raise RestoreError(
-                f"rebuilding needs a parameter of shape {tuple(tensor.shape)} whose memory was "
-                "freed after forward (FSDP does so); use er.saving(..., rebuild=False)."
-            )
-    if fingerprints is not None:
-        fingerprints.check(fixed)
-
-
 def laid_out(out: Tensor, made: Geometry) -> Tensor:
     """Returns the result of a recipe in the order of memory that it was made in."""
     if out.shape != made.shape:
@@ -573,15 +487,6 @@ def as_base(x: Tensor, base: Geometry, dtype: torch.dtype) -> Tensor:
     if x.stride() == base.stride and x.shape == base.shape and not base.offset:
         return x
     return x.as_strided(base.shape, base.stride, base.offset + x.storage_offset())
-
-
-def _replace_outside(x: Tensor, bits: Tensor, outside: Callable[[Tensor], Tensor]) -> None:
-    """x [N] <- outside(x) where the bit of bits [ceil(N / 8)] is not set."""
-    for start in range(0, x.numel(), _AT_ONCE):
-        part = x[start : start + _AT_ONCE]
-        inside = torch.empty_like(part)
-        ops.unpack_bits(bits[start // 8 : (start + len(part) + 7) // 8], 1.0, inside)
-        part.copy_(torch.where(inside > 0, part, outside(part)))
 
 
 def link_to(source: "Slot | Link") -> "Link":
@@ -636,13 +541,6 @@ def _depth_of(source: "Slot | Ready") -> int:
     return getattr(recipe, "depth", 0)
 
 
-def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Returns whether two strides order the elements of a shape alike."""
-    return one == other or all(
-        a == b for a, b, length in zip(one, other, shape, strict=True) if length > 1
-    )
-
-
 class RebuildHandle:
     """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
@@ -663,7 +561,7 @@ class RebuildHandle:
         for slot in ready.slots:
             slot.is_source = True
         reads = any(step.op.fixed for step in ready.steps)
-        return cls(ready.with_copies() if reads else ready, base)
+        return cls(with_copies(ready) if reads else ready, base)
 
     @property
     def exact(self) -> bool:
@@ -688,27 +586,7 @@ class RebuildHandle:
 
         None where a recomputed tensor cannot be computed in parts.
         """
-        mapped = self.ready.mapped_source() if self.ready.made == self._base else None
-        if mapped is None:
-            return None
-        source, affine, bits = mapped
-        if isinstance(source.value, EncodeHandle) and source.value.is_needed():
-            return source.value.parts(affine, bits)
-        if affine.scale.dim() > 1 or not _repeats(affine, self._base):
-            return None
-        flat = flat_of(source.restore_value())
-
-        def part(start: int, n: int) -> Tensor:
-            """Returns elements from `start` to start + n.
-
-            They begin with a sample: with the first channel, and with a whole byte of bits.
-            """
-            out = torch.empty(n, dtype=flat.dtype, device=flat.device)
-            own = None if bits is None else bits[start // 8 : -(-(start + n) // 8)]
-            ops.affine(flat[start : start + n], *affine, own, out)
-            return out
-
-        return part
+        return parts_of(self.ready, self._base)
 
     def restore(self, *, private: bool = False) -> Tensor:
         """Runs the recipe.
@@ -721,15 +599,6 @@ class RebuildHandle:
         else:
             x = self.ready.make()
         return as_base(x, self._base, self._dtype)
-
-
-def _repeats(affine: Affine, base: Geometry) -> bool:
-    """Returns whether each sample begins with the first channel.
-
-    The channels of a group norm are counted per sample.
-    """
-    each = prod(base.shape[1:])
-    return each % (len(affine.scale) * affine.inner) == 0
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.rebuild import Op, Recipe, same_order
+from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.kept import Deferred
-from elbowroom.runtime.slot import Geometry, View
+from elbowroom.runtime.slot import Geometry, View, same_order
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import Origin
 

@@ -19,6 +19,13 @@ from elbowroom.runtime.storage import Origin, is_dense, storage_nbytes, untoucha
 _MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _MAX_PARTS = 8  # that are joined
+# Functions that take as long on a CPU, for each element, as so many multiplications of a linear
+# layer: 2.05 ns (tanh) and 0.02 ns with AVX2; exp takes 0.6 ns, GELU 0.2 ns, a product 0.08 ns.
+_LONG = {
+    **dict.fromkeys(("tanh", "atan", "arctan"), 100),
+    **dict.fromkeys(("asin", "arcsin", "acos", "arccos", "tan"), 60),
+    **dict.fromkeys(("mish", "lgamma", "digamma"), 150),
+}
 _EXPONENTIAL = ("exp", "exp2", "expm1")
 _LOG_PROBABILITIES = ("_LogProbabilitiesBackward", "LogSoftmaxBackward0")
 _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
@@ -39,7 +46,9 @@ def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         y: Tensor = func(x, *rest, **named)
         return y
 
-    op = Op(run, run, any_size=True, is_exponential=call.name in _EXPONENTIAL)
+    products = out.numel() * _LONG.get(call.name, 0) if x.device.type == "cpu" else 0
+    is_exponential = call.name in _EXPONENTIAL
+    op = Op(run, run, any_size=True, is_exponential=is_exponential, products=products)
     return origin_of(call, out, sources, op)
 
 

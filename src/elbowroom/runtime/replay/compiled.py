@@ -283,6 +283,12 @@ def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
     instruction = None if save.instruction is None else do(save.instruction, is_exact)
     keeps, shared = save.waits or (fresh and instruction is None), save.shared
 
+    def hold_again(replay: Replay, x: Tensor) -> View:
+        return View(replay.slots[number], geometry, need)
+
+    if not (fresh or keeps or instruction is not None):
+        return hold_again  # one more view, as of each step of a loop over a sequence
+
     def hold(replay: Replay, x: Tensor) -> View:
         if fresh:
             slot = replay.slots[number] = replay.new_slot(number, x, whole)

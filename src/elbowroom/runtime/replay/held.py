@@ -29,7 +29,7 @@ from elbowroom.plan.site import SiteName
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.handles import EncodeHandle, Handle
 from elbowroom.runtime.handles.encode import is_normalized, normalized, say_raw
-from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, check_parameters, laid_out
+from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, laid_out
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
 from elbowroom.runtime.normal import Normalized
 from elbowroom.runtime.replay.script import (
@@ -44,7 +44,7 @@ from elbowroom.runtime.replay.script import (
 from elbowroom.runtime.replay.sizes import Varying
 from elbowroom.runtime.serving import perform
 from elbowroom.runtime.slot import Geometry
-from elbowroom.runtime.storage import check_version, version_of
+from elbowroom.runtime.storage import check_parameters, check_version, version_of
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
