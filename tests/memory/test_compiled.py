@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.compiled import elbowroom
+from elbowroom.compiled.codable import ladder
 from elbowroom.compiled.collect import Kind, facts_of
 from elbowroom.compiled.decide import Search, choose, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.liveness import curve_of
-from elbowroom.compiled.lossy import _worth_codes, ladder
+from elbowroom.compiled.lossy import _worth_codes
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, listening
 from elbowroom.compiled.sums import fuse, split

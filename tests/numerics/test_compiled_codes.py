@@ -8,8 +8,9 @@ from torch._inductor.decomposition import select_decomp_table
 
 from elbowroom.codecs import BitMask, Cast, Dither, Division, Facts, Group, registry
 from elbowroom.compiled import ops
+from elbowroom.compiled.codable import fine, ladder
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import _fewer, _quiet, fine, ladder
+from elbowroom.compiled.lossy import _fewer, _quiet
 from elbowroom.compiled.partition import Decision, Partitioner, listening
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded

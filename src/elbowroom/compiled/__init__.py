@@ -7,8 +7,9 @@
     boundaries.py  the ends of blocks
     cut.py         minimum cuts, by a faster way than torch's
     decide.py      the choice: the fastest whose peak stays inside the budget
-    lossy.py       codes, where saving less does not reach the budget, and what leaves memory
-    readers.py     ... and which values may have them: what backward does with each
+    codable.py     what may have a code, and which
+    lossy.py       ... chosen, where saving less does not reach the budget; and what leaves memory
+    readers.py     ... and what backward does with each value
     indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
     attention.py   ... and attention's gradients from these alone

@@ -32,6 +32,7 @@ from torch._inductor import custom_graph_pass
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.compiled.attention import from_inputs
+from elbowroom.compiled.codable import ladder
 from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import Search, choose, judge_all_cuts
@@ -39,7 +40,7 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import HeldAtBackward, too_small
 from elbowroom.compiled.expand import expand
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import code, code_all, ladder
+from elbowroom.compiled.lossy import code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
@@ -93,7 +94,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
-    menu           the names of codes to choose from (`lossy.ladder`); None: all
+    menu           the names of codes to choose from (`codable.ladder`); None: all
     fills          whether codes hold as much besides as the simulation says that there is room for
     standing_nbytes  of outputs of the forward before, which stand until the next one has ended
     sizes          those that are symbols, in the call that is compiled. Inductor's cache finds a
