@@ -319,6 +319,23 @@ def test_a_sum_that_inductor_joins_with_a_product_is_joined_before_the_plan_is_m
     assert all(torch.equal(a, b) for a, b in zip(gm(*given), tied(*given), strict=True))
 
 
+def test_sums_through_time_are_split_one_after_another() -> None:
+    """What one sum gives is an operand of the next, as gradients of an RNN's states are."""
+
+    def through_time(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
+        for _ in range(3):
+            g = a + torch.mm(g, w)
+        return g
+
+    given = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
+    gm = traced(through_time, *given)
+    fuse(gm.graph)
+    assert len(split(gm.graph, set(gm.graph.nodes))) == 9
+    gm.graph.lint()
+    gm.recompile()
+    assert torch.equal(gm(*given), through_time(*given))
+
+
 def test_of_two_products_inductor_joins_the_same_one() -> None:
     """As where a weight is used twice: the other one gives another rounding."""
     from torch._inductor.fx_passes import post_grad
