@@ -189,6 +189,7 @@ def test_the_least_that_an_error_names_is_enough(net: str) -> None:
     error = refused(net)
     assert isinstance(error, BudgetTooSmall)
     assert error.parts["gradients"] > 0
+    assert sum(error.parts.values()) == error.least_nbytes  # of that plan, and not of another one
     assert decide(NETS[net], error.least_nbytes).peak_nbytes <= error.least_nbytes
 
 

@@ -23,6 +23,7 @@ from elbowroom.compiled.collect import Facts, facts_of, known_size, tensors_of
 from elbowroom.compiled.cost import Clock, device_of
 from elbowroom.compiled.liveness import Curve, curve_of
 
+_PARTS = "gradients", "results and their gradients", "saved tensors", "computed at the peak"
 _CONVOLUTION = torch.ops.aten.convolution.default
 
 
@@ -187,6 +188,23 @@ class Joint:
         assert after is not None
         assert before is not None
         return before, after
+
+    def parts_at_peak(self, step: Step) -> dict[str, int]:
+        """Returns what stands at the worst moment of a step in this graph, by kind, in bytes."""
+        facts, in_forward = self.facts, step.forward_nbytes + self._standing_nbytes
+        curve = step.forward if in_forward >= step.peak_nbytes else step.backward
+        results = {facts[n].storage for n in (*self.forward_outputs, *self.tangents)}
+        gradients = {facts[n].storage for n in self.backward_outputs}
+        saved = {facts[n].storage for n in step.saved}
+        parts = dict.fromkeys(_PARTS, 0)
+        for storage in curve.counted_at_peak(facts):
+            kinds = storage in gradients, storage in results, storage in saved, True
+            parts[_PARTS[kinds.index(True)]] += facts[storage].nbytes
+        if curve is step.forward:
+            parts["results of the step before"] = self._standing_nbytes
+        # Memory of library calls, states of generators, and freed memory that waits in plain graphs
+        parts["workspaces"] = max(step.peak_nbytes - sum(parts.values()), 0)
+        return parts
 
     def saves_changed(self, saved: Iterable[fx.Node]) -> bool:
         """Returns whether forward changes one of these after it was saved.

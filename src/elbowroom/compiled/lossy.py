@@ -10,7 +10,8 @@ tried, then beside codes, for what may have none. No bit changes, but on a CPU e
 longer than running a loop again (`cost.py`), so as few leave as the room needs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -43,6 +44,14 @@ _MIN_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
 
 
 @dataclass(frozen=True)
+class Least:
+    """The lowest peak that was found, and what stands there, by kind; in bytes."""
+
+    nbytes: int
+    parts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class _Choice:
     """A step with codes. seconds: its own, plus the price of its variance."""
 
@@ -51,6 +60,7 @@ class _Choice:
     saved_nbytes: int
     coded: list[Coded]
     base: Step
+    parts: Mapping[str, int]  # of the peak
 
 
 def code(
@@ -64,7 +74,7 @@ def code(
     offloads: bool = False,
     menu: Iterable[str] | None = None,
     fills: bool = False,
-) -> tuple[Step | None, int, float]:
+) -> tuple[Step | None, Least, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
     And the lowest peak that was found, and the variance that the codes of the step are predicted to
@@ -81,7 +91,7 @@ def code(
     fills  whether codes hold as much besides as there is room for
     """
     reach = Reach(search.joint, search.plain)
-    least = step.peak_nbytes
+    least = Least(step.peak_nbytes, search.joint.parts_at_peak(step))
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
@@ -94,11 +104,12 @@ def code(
             if base.seconds >= bound:  # codes do not make it faster
                 continue
             coded = list(codes_of(search.joint, base, variant, leaves))
-            max_nbytes = max(room_nbytes, least)
+            max_nbytes = max(room_nbytes, least.nbytes)
             chosen = _choice(search.joint, reach, base, coded, noise, variants, max_nbytes)
             if chosen is None:
                 continue
-            least = min(least, chosen.peak_nbytes)
+            if chosen.peak_nbytes < least.nbytes:
+                least = Least(chosen.peak_nbytes, chosen.parts)
             if chosen.peak_nbytes <= room_nbytes and chosen.seconds < bound:
                 (found if chosen.saved_nbytes <= held_nbytes else wide).append(chosen)
                 bound = min([bound, *(one.seconds for one in found[-1:])])
@@ -206,11 +217,12 @@ def _choice(
     quiet = _quiet(reach, base, coded, noise, variants)
     if quiet is None or _held_at_least(joint, base, quiet) > max_nbytes:
         return None
-    step = _judged(joint, base, quiet)
-    if step is None:
-        return None
+    with _tried(joint, base, quiet) as step:
+        if step is None:
+            return None
+        parts = joint.parts_at_peak(step)
     seconds = step.seconds * (1 + reach.variance(base, quiet))
-    return _Choice(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base)
+    return _Choice(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base, parts)
 
 
 def _best(found: Sequence[_Choice], wide: Sequence[_Choice]) -> _Choice | None:
@@ -303,15 +315,18 @@ def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
     return sum(joint.facts[s].nbytes for s in kept) + sum(map(held_nbytes_of, coded))
 
 
-def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
-    """Returns the step that a choice becomes with these codes; the graph is left as it is."""
+@contextmanager
+def _tried(joint: Joint, base: Step, coded: Sequence[Coded]) -> Iterator[Step | None]:
+    """Gives the step that a choice becomes with these codes, which are in the graph meanwhile."""
     if not coded:
-        return None
+        yield None
+        return
     saved = {*base.saved, *(one.node for one in coded)}
     rewriting = Rewriting(joint, saved, coded, is_tentative=True)
-    step = joint.step(rewriting.saved)
-    rewriting.undo()
-    return step
+    try:
+        yield joint.step(rewriting.saved)
+    finally:
+        rewriting.undo()
 
 
 def _fewer(
@@ -328,10 +343,10 @@ def _fewer(
     large.sort(key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
 
     def fits(coded: list[Coded]) -> bool:
-        step = _judged(joint, base, coded)
-        if step is None or step.peak_nbytes > room_nbytes:
-            return False
-        return step.saved_nbytes <= held_nbytes
+        with _tried(joint, base, coded) as step:
+            if step is None or step.peak_nbytes > room_nbytes:
+                return False
+            return step.saved_nbytes <= held_nbytes
 
     first, last = 0, len(large) - 1
     while first < last:
