@@ -1,5 +1,7 @@
 """Codes inside a compiled graph: what may have them, what they add, and that they repeat."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -357,6 +359,23 @@ def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain)
     assert masks < set(kept) <= set(coded)
     assert masks < set(with_room)
     assert len(with_room) == len(masks) + 1
+
+
+def test_what_backward_does_with_a_value_is_looked_up_once(plain) -> None:
+    """All codecs are tried on the same choices of saved values."""
+    _, decision = plain
+    looked: dict[Any, int] = {}
+
+    def count(value: Any, after: Any, gradients: Any) -> Any:
+        key = value, frozenset(after)
+        looked[key] = looked.get(key, 0) + 1
+        return reading_of(value, after, gradients)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elbowroom.compiled.codable.reading_of", count)
+        run(int(0.46 * decision.peak_nbytes), None)
+    assert looked
+    assert sum(looked.values()) < 1.3 * len(looked)  # two choices may have the same backward
 
 
 class Loud(nn.Module):

@@ -76,13 +76,13 @@ def codes_of(
     joint: Joint, step: Step, codec: Codec | None, leaves: bool = False
 ) -> Iterator[Coded]:
     """The codes of one choice. codec None: exact ones only; leaves: all else goes elsewhere."""
-    _, after = joint.parts(step.saved)
+    after = backward_of(joint, step)
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
     masks = {n for n in step.saved if may_be_coded(joint, n, (torch.bool,), outputs)}
     away = {n: Coded(n, None) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)}
     found = list(_coded_indices(joint, step, after, outputs))
     if codec is not None:
-        for one, compared in _coded_floats(joint, step, codec, after, outputs):
+        for one, compared in _coded_floats(joint, step, codec, outputs):
             found.append(one)
             masks.update(compared)
     held = {one.replaced for one in found}
@@ -104,37 +104,32 @@ def _coded_indices(
 
 
 def _coded_floats(
-    joint: Joint, step: Step, codec: Codec, after: set[fx.Node], outputs: set[fx.Node]
+    joint: Joint, step: Step, codec: Codec, outputs: set[fx.Node]
 ) -> Iterator[tuple[Coded, list[fx.Node]]]:
     """Floats whose readers tolerate an error, each with the comparisons of it, as bits.
 
     Parts of one storage, as q, k and v may be, have codes where all of them may: its memory is free
     then.
     """
-    gradients = joint.gradients()
     parts: dict[fx.Node, list[fx.Node]] = {}
     for node in step.saved:
         parts.setdefault(joint.facts[node].storage, []).append(node)
     for storage, nodes in parts.items():
         if len(nodes) > 1 and sum(map(nbytes_of, nodes)) > joint.facts[storage].nbytes:
             continue
-        found = [_coded_float(joint, n, codec, after, gradients, outputs) for n in nodes]
+        found = [_coded_float(joint, step, n, codec, outputs) for n in nodes]
         if all(found):
             yield from (one for coded in found for one in coded)
 
 
 def _coded_float(
-    joint: Joint,
-    node: fx.Node,
-    codec: Codec,
-    after: set[fx.Node],
-    gradients: set[fx.Node],
-    outputs: set[fx.Node],
+    joint: Joint, step: Step, node: fx.Node, codec: Codec, outputs: set[fx.Node]
 ) -> list[tuple[Coded, list[fx.Node]]]:
     """The codes of one value; none where it stays as it is."""
     if not may_be_coded(joint, node, FLOATS, outputs):
         return []
-    reading = reading_of(node, after, gradients)
+    reading = reading_in(joint, step, node)
+    gradients = gradients_of(joint)
     bits = [n for n in reading.compared if n not in gradients]
     if reading.use is Use.EXACT or len(bits) < len(reading.compared):
         return []
@@ -165,6 +160,25 @@ def _coded_instead(
     if not all(takes(chosen, tensors_of(n)[0]) for n in nodes):
         return []
     return [Coded(n, chosen, floor=floor, ceiling=ceiling, source=value) for n in nodes]
+
+
+def backward_of(joint: Joint, step: Step) -> set[fx.Node]:
+    """The nodes that backward of a step computes."""
+    return joint.once(("backward", step.saved), lambda: joint.parts(step.saved)[1])
+
+
+def gradients_of(joint: Joint) -> set[fx.Node]:
+    """The nodes that depend on a gradient."""
+    return joint.once("gradients", joint.gradients)
+
+
+def reading_in(joint: Joint, step: Step, node: fx.Node) -> Reading:
+    """What backward of a step does with a value that it saves."""
+
+    def find() -> Reading:
+        return reading_of(node, backward_of(joint, step), gradients_of(joint))
+
+    return joint.once(("reading", step.saved, node), find)
 
 
 def takes(codec: Codec, value: torch.Tensor) -> bool:

@@ -10,9 +10,9 @@ autograd_engine`). This is done here in the same way, so that a choice can be ju
 creating the two graphs.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from elbowroom.compiled.cost import Clock, device_of
 from elbowroom.compiled.liveness import Curve, curve_of
 
 _PARTS = "gradients", "results and their gradients", "saved tensors", "computed at the peak"
+Found = TypeVar("Found")
 _CONVOLUTION = torch.ops.aten.convolution.default
 
 
@@ -54,6 +55,7 @@ class Analysis:
     place   of each node in the graph's order
     random  the nodes whose second run would draw other numbers
     redrawn those that the user's checkpoints run again, with the generator's state of forward
+    known   what was found of the graph besides, by any key
     """
 
     facts: dict[fx.Node, Facts]
@@ -61,6 +63,7 @@ class Analysis:
     clock: Clock
     random: frozenset[fx.Node]
     redrawn: frozenset[fx.Node] = frozenset()
+    known: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class Joint:
@@ -106,6 +109,13 @@ class Joint:
     def clock(self) -> Clock:
         """The model of the seconds that kernels of this graph take."""
         return self.analysis.clock
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """Returns what `find` finds in the graph as it is, which is looked for only once."""
+        known = self.analysis.known
+        if key not in known:
+            known[key] = find()
+        return known[key]  # type: ignore[no-any-return]
 
     def refresh(self, *, is_coded: bool = False) -> None:
         """Analyzes the graph again after it has been rewritten.

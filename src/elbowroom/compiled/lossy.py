@@ -21,19 +21,21 @@ from elbowroom.codecs import Codec
 from elbowroom.compiled.codable import (
     FLOATS,
     MIN_NBYTES,
+    backward_of,
     codes_of,
     fine,
     held_nbytes_of,
     ladder,
     may_be_coded,
     plain_nbytes_of,
+    reading_in,
     takes,
 )
 from elbowroom.compiled.collect import Kind, elements_of, reached, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, may_run_again, run_again, without
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
-from elbowroom.compiled.readers import Use, reading_of
+from elbowroom.compiled.readers import Use
 from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
 
 _MAX = 16  # values that might stay, once it is known that something has to leave
@@ -104,6 +106,8 @@ def code(
             if base.seconds >= bound:  # codes do not make it faster
                 continue
             coded = list(codes_of(search.joint, base, variant, leaves))
+            if base.seconds + sum(map(search.joint.clock.coded, _lossy(coded))) >= bound:
+                continue
             max_nbytes = max(room_nbytes, least.nbytes)
             chosen = _choice(search.joint, reach, base, coded, noise, variants, max_nbytes)
             if chosen is None:
@@ -181,6 +185,11 @@ def _emptied(
         else:
             last = middle
             yield choice
+
+
+def _lossy(coded: Iterable[Coded]) -> Iterator[fx.Node]:
+    """The values whose codes are neither masks nor indices, which loops may write by the way."""
+    return (one.node for one in coded if one.is_lossy)
 
 
 def _coarsest(choice: _Choice) -> Codec | None:
@@ -394,8 +403,17 @@ def _bases(search: Search, step: Step) -> list[Step]:
     stride = max(1, -(-len(front) // _MAX_BASES))
     chosen = [*front[::stride], step, front[-1]]
     chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
-    chosen = [_without_cheap(search, _with_statistics(search, one)) for one in chosen]
+    chosen = [_prepared(search, one) for one in chosen]
     return list({frozenset(one.saved): one for one in chosen}.values())
+
+
+def _prepared(search: Search, step: Step) -> Step:
+    """Returns the step as it is best coded; found once for all codecs that are tried."""
+
+    def find() -> Step:
+        return _without_cheap(search, _with_statistics(search, step))
+
+    return search.joint.once(("prepared", step.saved), find)
 
 
 def _with_statistics(search: Search, step: Step) -> Step:
@@ -403,7 +421,7 @@ def _with_statistics(search: Search, step: Step) -> Step:
 
     With these a norm's input is read by sums and products alone, and may have a code.
     """
-    facts, after = search.joint.facts, search.joint.parts(step.saved)[1]
+    facts, after = search.joint.facts, backward_of(search.joint, step)
 
     def is_small(node: fx.Node) -> bool:
         most = max((elements_of(user) for user in node.users if user in after), default=0)
@@ -424,13 +442,12 @@ def _without_cheap(search: Search, step: Step) -> Step:
     As a mask of attention, which loops make of numbers of tokens: with codes it is as large as all
     that a block saves.
     """
-    joint, gradients = search.joint, search.joint.gradients()
+    joint = search.joint
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
     for node in step.saved:
-        after = joint.parts(step.saved)[1]
         if not may_be_coded(joint, node, FLOATS, outputs) or not may_run_again(node):
             continue
-        if reading_of(node, after, gradients).use is not Use.EXACT:
+        if reading_in(joint, step, node).use is not Use.EXACT:
             continue
         views = {n for n in step.saved if joint.facts[n].storage is joint.facts[node].storage}
         freed = without(joint, set(step.saved), views)
@@ -453,13 +470,12 @@ def _worth_codes(joint: Joint, step: Step, codec: Codec | None = None) -> list[s
 
     codec  the code that values get which no function bends; None: one of a byte an element
     """
-    after, gradients = joint.parts(step.saved)[1], joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
 
     def nbytes_of_code(node: fx.Node) -> float:
         if joint.facts[node].nbytes < MIN_NBYTES:
             return joint.facts[node].nbytes
-        use = reading_of(node, after, gradients).use
+        use = reading_in(joint, step, node).use
         if use is Use.EXACT or not may_be_coded(joint, node, FLOATS, outputs):
             return inf
         if codec is None:
