@@ -41,7 +41,9 @@ _log = logging.getLogger("elbowroom")
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
 _FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation
 _NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
-_UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is said as a warning
+# Variance of mini-batches that codes are estimated to add, above which a warning says it: of small
+# gated nets at their least the estimate was 0.6 of it, and a tenth is to be said.
+_UNNOTICED = 0.05
 
 
 @dataclass(frozen=True)
