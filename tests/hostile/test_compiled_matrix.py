@@ -323,6 +323,8 @@ def test_what_a_region_names_is_enough_for_it_and_those_before(
         assert refused <= len(blocks), "a region is refused once"
         assert error.least_nbytes > budget
         assert "Regions that are compiled later may need more" in str(error)
+        assert sum(error.parts.values()) == error.least_nbytes  # what it names adds up
+        assert all(f"region {n} (to " in str(error) for n in range(1, refused))
         budget = error.least_nbytes
     assert refused > 1
     assert len(decided) == len(blocks)

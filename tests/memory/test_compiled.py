@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 import elbowroom as er
 from elbowroom.compiled import elbowroom
+from elbowroom.compiled.codable import ladder
 from elbowroom.compiled.collect import Kind, facts_of
 from elbowroom.compiled.decide import Search, choose, run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.liveness import curve_of
-from elbowroom.compiled.lossy import _worth_codes, ladder
+from elbowroom.compiled.lossy import _worth_codes
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.partition import Decision, Partitioner, check_torch, listening
 from elbowroom.compiled.sums import fuse, split
@@ -188,6 +189,7 @@ def test_the_least_that_an_error_names_is_enough(net: str) -> None:
     error = refused(net)
     assert isinstance(error, BudgetTooSmall)
     assert error.parts["gradients"] > 0
+    assert sum(error.parts.values()) == error.least_nbytes  # of that plan, and not of another one
     assert decide(NETS[net], error.least_nbytes).peak_nbytes <= error.least_nbytes
 
 
@@ -316,6 +318,23 @@ def test_a_sum_that_inductor_joins_with_a_product_is_joined_before_the_plan_is_m
     for product in (n for n in made if n.target is torch.ops.aten.mm.default):
         assert order.index(product) < order.index(late)  # where it was, not where its sum is
     assert all(torch.equal(a, b) for a, b in zip(gm(*given), tied(*given), strict=True))
+
+
+def test_sums_through_time_are_split_one_after_another() -> None:
+    """What one sum gives is an operand of the next, as gradients of an RNN's states are."""
+
+    def through_time(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
+        for _ in range(3):
+            g = a + torch.mm(g, w)
+        return g
+
+    given = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
+    gm = traced(through_time, *given)
+    fuse(gm.graph)
+    assert len(split(gm.graph, set(gm.graph.nodes))) == 9
+    gm.graph.lint()
+    gm.recompile()
+    assert torch.equal(gm(*given), through_time(*given))
 
 
 def test_of_two_products_inductor_joins_the_same_one() -> None:

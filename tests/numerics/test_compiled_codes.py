@@ -1,5 +1,7 @@
 """Codes inside a compiled graph: what may have them, what they add, and that they repeat."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -7,9 +9,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from elbowroom.codecs import BitMask, Cast, Dither, Division, Facts, Group, registry
-from elbowroom.compiled import ops
+from elbowroom.compiled import Regions, Settings, ops
+from elbowroom.compiled.codable import fine, ladder
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import _fewer, _quiet, fine, ladder
+from elbowroom.compiled.lossy import _fewer, _quiet
 from elbowroom.compiled.partition import Decision, Partitioner, listening
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded
@@ -358,6 +361,23 @@ def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain)
     assert len(with_room) == len(masks) + 1
 
 
+def test_what_backward_does_with_a_value_is_looked_up_once(plain) -> None:
+    """All codecs are tried on the same choices of saved values."""
+    _, decision = plain
+    looked: dict[Any, int] = {}
+
+    def count(value: Any, after: Any, gradients: Any) -> Any:
+        key = value, frozenset(after)
+        looked[key] = looked.get(key, 0) + 1
+        return reading_of(value, after, gradients)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elbowroom.compiled.codable.reading_of", count)
+        run(int(0.46 * decision.peak_nbytes), None)
+    assert looked
+    assert sum(looked.values()) < 1.3 * len(looked)  # two choices may have the same backward
+
+
 class Loud(nn.Module):
     """Adds what a step cannot foresee, as labels do: gradients are mostly noise of the batch."""
 
@@ -381,6 +401,46 @@ def test_the_error_that_codes_add_is_below_what_is_predicted_and_of_its_size(pla
     got, decision = run(None, None, make=make, steps=4, codes="dither, 4 levels", min_nbytes=4096)
     measured = sum(error(one, exact) for one in got) / len(got)
     assert 0.3 * decision.noise < measured < decision.noise
+
+
+class GatedLayer(nn.Module):
+    """Three values of four times the width, of which one is multiplied for a weight's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(64), nn.Linear(256, 64)
+        self.gate, self.up = nn.Linear(64, 256), nn.Linear(64, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def gated(p: float = 0.0) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = [GatedLayer() for _ in range(4)]
+    return nn.Sequential(*layers, Loud(1024, 64)), torch.randn(1024, 64)
+
+
+def test_codes_of_what_weights_are_multiplied_with_count_for_these() -> None:
+    """Of gated layers a small plan keeps the wide products alone, in the coarsest codes."""
+    (exact,), _ = run(None, True, make=gated)
+    with pytest.raises(Exception, match="needs at least") as caught:
+        run(1000, False, make=gated)
+    room = caught.value.inner_exception.least_nbytes
+    got, decision = run(room, False, make=gated, steps=4)
+    assert decision.is_lossy
+    measured = sum(error(one, exact) for one in got) / len(got)
+    assert 0.02 < measured < 2 * decision.noise
+
+
+@pytest.mark.parametrize(("noise", "level"), [(0.04, "INFO"), (0.06, "WARNING")])
+def test_noise_that_may_be_a_tenth_is_said_as_a_warning(noise, level, caplog) -> None:
+    caplog.set_level("INFO", logger="elbowroom")
+    decision = Decision(8, 8, 16, 4, 0, is_lossy=True, noise=noise)
+    Regions(Settings(100)).decided(decision)
+    (said,) = [one for one in caplog.records if "codes add about" in one.getMessage()]
+    assert said.levelname == level
 
 
 def test_no_plan_adds_more_than_the_noise_that_is_allowed(plain) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from elbowroom.compiled import lossy, order
+from elbowroom.compiled import codable, lossy, order
 from elbowroom.compiled.decide import Search
 from elbowroom.compiled.joint import Step
 from elbowroom.compiled.noise import Reach
@@ -107,8 +107,8 @@ def test_codes_that_nearly_fit_lose_what_is_computed_again_soonest(
 
     def code(search: Search, step: Step, *_: Any, **__: Any) -> tuple[Step, int, float]:
         joint, base = search.joint, search.plain
-        reach, variants = Reach(joint, base), lossy.ladder()
-        coded = list(lossy._coded(joint, base, variants[-1]))
+        reach, variants = Reach(joint, base), codable.ladder()
+        coded = list(codable.codes_of(joint, base, variants[-1]))
         start = lossy._choice(joint, reach, base, coded, None, variants, 10**9)
         assert start is not None
         room = int(0.97 * start.peak_nbytes)

@@ -7,8 +7,9 @@
     boundaries.py  the ends of blocks
     cut.py         minimum cuts, by a faster way than torch's
     decide.py      the choice: the fastest whose peak stays inside the budget
-    lossy.py       codes, where saving less does not reach the budget, and what leaves memory
-    readers.py     ... and which values may have them: what backward does with each
+    codable.py     what may have a code, and which
+    lossy.py       ... chosen, where saving less does not reach the budget; and what leaves memory
+    readers.py     ... and what backward does with each value
     indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
     attention.py   ... and attention's gradients from these alone
@@ -22,6 +23,7 @@
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps
     written.py     ... and what the code that it has written takes
+    deferred.py    ... before any of its C++ is compiled
     decision.py    ... in figures
     stored.py      ... which Inductor's cache stores with the code
     held.py        a policy of er.saving in the graph, whatever the budget

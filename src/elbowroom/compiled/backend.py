@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import fx
 from elbowroom._checks import BACKEND_OPTIONS
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
+from elbowroom.compiled.deferred import Deferred
 from elbowroom.compiled.stored import Loaded
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
@@ -39,7 +41,9 @@ _log = logging.getLogger("elbowroom")
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
 _FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation
 _NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
-_UNNOTICED = 0.1  # variance of mini-batches that codes may add before it is said as a warning
+# Variance of mini-batches that codes are estimated to add, above which a warning says it: of small
+# gated nets at their least the estimate was 0.6 of it, and a tenth is to be said.
+_UNNOTICED = 0.05
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Regions:
     settings: Settings
     shares: dict[object, int] = field(default_factory=dict)  # by Dynamo's frame, and DDP's bucket
     bounds: dict[object, "Bounds"] = field(default_factory=dict)  # of the shares, by the same keys
+    places: dict[object, str] = field(default_factory=dict)  # where they end, by the same keys
     decisions: list[Decision] = field(default_factory=list)
     runs: int = 1  # number of regions in a forward, where it is known and larger than seen
     elsewhere_nbytes: int = 0  # bytes that other regions may hold while the last one runs
@@ -136,21 +141,27 @@ class Regions:
         self._open = key
         self.bounds[key] = Bounds(_values_nbytes(gm))
         self.shares[key] = self.bounds[key].share_of(room)
+        if stack := getattr(reason, "user_stack", None):
+            self.places[key] = f" (to {Path(stack[-1].filename).name}:{stack[-1].lineno})"
         return room, self.shares[key]
 
-    def budget_for(self, least_nbytes: int) -> int:
-        """Returns the least room of the whole step in which a region has `least_nbytes`.
+    def beside(self, least_nbytes: int) -> dict[str, int]:
+        """Returns what other regions may hold in the least room that leaves `least_nbytes`.
 
-        The regions before it may hold more in a larger room, so it is not the room of this step and
-        what is missing.
+        That is the least room of the whole step, less `least_nbytes`. The regions before may hold
+        more in a larger room, so it is not what they hold in the room of this step.
         """
         if self.runs > 1:  # room - (runs - 1) * (room // (2 * runs)) >= least
-            return -(-least_nbytes * 2 * self.runs // (self.runs + 1))
+            room = -(-least_nbytes * 2 * self.runs // (self.runs + 1))
+            return {OTHERS: room - least_nbytes}
         own, _ = self._last
-        for key in reversed(self.shares):
+        found = {OTHERS: 0}
+        for at, key in reversed(list(enumerate(self.shares, 1))):
             if key != own:
-                least_nbytes = self.bounds[key].room_for(least_nbytes)
-        return least_nbytes
+                room = self.bounds[key].room_for(least_nbytes)
+                found[f"region {at}{self.places.get(key, '')}"] = room - least_nbytes
+                least_nbytes = room
+        return dict(reversed(found.items()))
 
     def _key(self) -> tuple[object, bool]:
         """Returns a key of the region that is compiled, and whether it is a bucket of DDP's.
@@ -242,7 +253,7 @@ def compile_region(
         compiled = _corrected(gm, example_inputs, regions, room, held, options)
     except BudgetTooSmall as error:
         if (regions.elsewhere_nbytes or held is not None) and settings.room_nbytes is not None:
-            others = {OTHERS: regions.budget_for(error.least_nbytes) - error.least_nbytes}
+            others = regions.beside(error.least_nbytes)
             error = in_whole(error, settings.room_nbytes, others, settings.limit)
         if raises:
             raise error from None
@@ -265,8 +276,7 @@ def _corrected(
     lowest, or the last one, still takes too much, the one that came nearest stays if that is near
     enough. Else the region is refused.
     """
-    tries: list[tuple[int, int]] = []  # bytes that a plan takes too many, and its room
-    parts: Mapping[str, int] = {}
+    tries: list[tuple[int, int, int]] = []  # bytes a plan takes too many, its room, its own bytes
     tight, raises, lowest = room, True, 0
     fills = _FILLED if regions.settings.exact is False else 0
     while True:
@@ -283,7 +293,7 @@ def _corrected(
                 continue
             if not tries or room is None:
                 raise
-            parts, is_new = error.parts, not lowest
+            is_new = not lowest
             lowest = error.least_nbytes
             if is_new and lowest < tries[-1][1]:
                 tight = lowest
@@ -296,13 +306,13 @@ def _corrected(
                 fills -= 1
                 tight = less if fills else room
                 continue
-            tries.append((check.over_nbytes, tight))
+            tries.append((check.over_nbytes, tight, check.planned_nbytes))
             tight = less
             if len(tries) < _ATTEMPTS and tight >= lowest:
                 continue
-        over, tight = min(tries)
+        over, tight, planned = min(tries)
         if over > _NEAR * room:
-            parts = {**parts, "not seen by the plan": over}
+            parts = {"planned": planned, "not seen by the plan": room + over - planned}
             raise too_small(room, room + over, parts, regions.settings.limit) from None
         raises = False
     _accept(check, room, regions)
@@ -369,10 +379,17 @@ def _compiled(
         return early.compile(run) if kwargs.get("is_backward") else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
-    with listening(check.made.append), early.wanted(check), Loaded() as loaded:
+    deferred = Deferred()
+    with (
+        listening(check.made.append),
+        early.wanted(check),
+        Loaded() as loaded,
+        deferred.collecting(),
+    ):
         compiled: Any = compile_fx(
             gm, list(example_inputs), inner_compile=compile_graph, config_patches=patches
         )
+    deferred.compile()
     check.load(loaded)
     check.raises = False  # what is compiled later must not end a training
     return compiled  # type: ignore[no-any-return]

@@ -10,9 +10,9 @@ autograd_engine`). This is done here in the same way, so that a choice can be ju
 creating the two graphs.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +23,8 @@ from elbowroom.compiled.collect import Facts, facts_of, known_size, tensors_of
 from elbowroom.compiled.cost import Clock, device_of
 from elbowroom.compiled.liveness import Curve, curve_of
 
+_PARTS = "gradients", "results and their gradients", "saved tensors", "computed at the peak"
+Found = TypeVar("Found")
 _CONVOLUTION = torch.ops.aten.convolution.default
 
 
@@ -53,6 +55,7 @@ class Analysis:
     place   of each node in the graph's order
     random  the nodes whose second run would draw other numbers
     redrawn those that the user's checkpoints run again, with the generator's state of forward
+    known   what was found of the graph besides, by any key
     """
 
     facts: dict[fx.Node, Facts]
@@ -60,6 +63,7 @@ class Analysis:
     clock: Clock
     random: frozenset[fx.Node]
     redrawn: frozenset[fx.Node] = frozenset()
+    known: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class Joint:
@@ -105,6 +109,13 @@ class Joint:
     def clock(self) -> Clock:
         """The model of the seconds that kernels of this graph take."""
         return self.analysis.clock
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """Returns what `find` finds in the graph as it is, which is looked for only once."""
+        known = self.analysis.known
+        if key not in known:
+            known[key] = find()
+        return known[key]  # type: ignore[no-any-return]
 
     def refresh(self, *, is_coded: bool = False) -> None:
         """Analyzes the graph again after it has been rewritten.
@@ -187,6 +198,23 @@ class Joint:
         assert after is not None
         assert before is not None
         return before, after
+
+    def parts_at_peak(self, step: Step) -> dict[str, int]:
+        """Returns what stands at the worst moment of a step in this graph, by kind, in bytes."""
+        facts, in_forward = self.facts, step.forward_nbytes + self._standing_nbytes
+        curve = step.forward if in_forward >= step.peak_nbytes else step.backward
+        results = {facts[n].storage for n in (*self.forward_outputs, *self.tangents)}
+        gradients = {facts[n].storage for n in self.backward_outputs}
+        saved = {facts[n].storage for n in step.saved}
+        parts = dict.fromkeys(_PARTS, 0)
+        for storage in curve.counted_at_peak(facts):
+            kinds = storage in gradients, storage in results, storage in saved, True
+            parts[_PARTS[kinds.index(True)]] += facts[storage].nbytes
+        if curve is step.forward:
+            parts["results of the step before"] = self._standing_nbytes
+        # Memory of library calls, states of generators, and freed memory that waits in plain graphs
+        parts["workspaces"] = max(step.peak_nbytes - sum(parts.values()), 0)
+        return parts
 
     def saves_changed(self, saved: Iterable[fx.Node]) -> bool:
         """Returns whether forward changes one of these after it was saved.

@@ -82,6 +82,15 @@ class Curve:
         """The storages that are held while kernel `at` runs."""
         return [s for s, begin in self.made.items() if begin <= at <= self.last_read[s]]
 
+    def counted_at_peak(self, facts: dict[fx.Node, Facts]) -> list[fx.Node]:
+        """The storages whose bytes make the peak: of two in the same memory, the one written."""
+        at = self.peak_at
+        if at < 0:
+            return self.alive_at(at)
+        held = {s for s, begin in self.made.items() if begin <= at <= max(self.last_read[s], 0)}
+        ends = [s for s in held if max(self.last_read[s], 0) == at and self.made[s] < at]
+        return [s for s in held if s not in _in_place(self.kernels[at], ends, facts).values()]
+
 
 def curve_of(
     order: Sequence[fx.Node],

@@ -1,103 +1,56 @@
 """Chooses codes for what a compiled step saves, where saving less does not reach the budget.
 
-Exact codes go first: a bool that backward asks for takes a byte an element, and one bit says the
-same; an index takes eight, and two say the same of a dimension of 30000 (`indices.py`). Then, if
-errors are allowed, floats are coded at the most bits that fit: 8, 4, 2. Of all registered codecs
-that have a form for graphs, the one of that width with the least error is taken (`ladder`): dither
-with 256, 16 and 4 levels, unless a codec of another package is better. What a function bends (exp,
-GELU) keeps fine codes, and what backward cannot take with an error stays exact (`readers.py`). All
-of it is judged on the rewritten graph, with encode and decode in it. Where codes would add more to
-the gradient's variance than they may (`noise.py`), the largest values get finer ones, and what
-cannot be held so is no choice.
+Exact codes go first. Then, if errors are allowed, floats are coded at the most bits that fit, of
+the codecs that `codable.py` gives for each value. All of it is judged on the rewritten graph, with
+encode and decode in it. Where codes would add more to the gradient's variance than they may
+(`noise.py`), the largest values get finer ones, and what cannot be held so is no choice.
 
 Where the user allows it, values leave the device's memory: with exact codes before any other is
 tried, then beside codes, for what may have none. No bit changes, but on a CPU each byte takes far
 longer than running a loop again (`cost.py`), so as few leave as the room needs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import inf, prod
+from math import inf
 
-import torch
 from torch import fx
 
-from elbowroom.codecs import Codec, Facts, Narrow, codec_class, codecs
-from elbowroom.codecs.facts import NOTHING
-from elbowroom.codecs.names import setting_named
-from elbowroom.codecs.quality import broken_promise, quality_of
-from elbowroom.compiled.collect import (
-    Kind,
-    elements_of,
-    known_size,
-    nbytes_of,
-    reached,
-    tensors_of,
+from elbowroom.codecs import Codec
+from elbowroom.compiled.codable import (
+    FLOATS,
+    MIN_NBYTES,
+    backward_of,
+    codes_of,
+    fine,
+    held_nbytes_of,
+    ladder,
+    may_be_coded,
+    plain_nbytes_of,
+    reading_in,
+    takes,
 )
-from elbowroom.compiled.decide import (
-    Search,
-    has_both_layouts,
-    is_tensor,
-    may_run_again,
-    run_again,
-    without,
-)
-from elbowroom.compiled.exponents import FLOOR, LIMIT
-from elbowroom.compiled.indices import range_of
+from elbowroom.compiled.collect import Kind, elements_of, reached, tensors_of
+from elbowroom.compiled.decide import Search, is_tensor, may_run_again, run_again, without
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.noise import Reach
-from elbowroom.compiled.readers import Reading, Use, reading_of
+from elbowroom.compiled.readers import Use
 from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
 
-_WIDTHS = (8, 4, 2)  # bits of codes that are weighed, half a bit of metadata not counted
-_FINE = 1e-3  # squared error that a bent value may have
-_MIN_NBYTES = 32768
-_MIN_AWAY = 65536  # bytes: smaller values are not worth a file
 _MAX = 16  # values that might stay, once it is known that something has to leave
 _MAX_BASES = 8
 _SMALL = 16  # elements of a reader for each of a statistic
 _NEAR = 1.2  # of the room: what takes more is not emptied
 _MIN_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int64, torch.int32)
 
 
-def ladder(menu: Iterable[str] | None = None) -> tuple[Codec, ...]:
-    """The codecs that plans weigh, from fine to coarse: of each width the one of least error.
+@dataclass(frozen=True)
+class Least:
+    """The lowest peak that was found, and what stands there, by kind; in bytes."""
 
-    menu  names of settings to choose from; None: all that are registered, but unbiased ones alone:
-          an error that does not average out cannot be counted as noise
-    """
-    if menu is None:
-        known = [one for id in codecs() for one in codec_class(id).settings() if serves(one)]
-        kept = [one for one in known if not broken_promise(one)]
-        known = [one for one in kept if quality_of(one, maps=True).unbiased]
-    else:
-        known = list(filter(serves, map(setting_named, menu)))
-    found: dict[Codec, None] = {}
-    for width in _WIDTHS:
-        fitting = [one for one in known if quality_of(one, maps=True).bits < width + 0.5]
-        found |= dict.fromkeys(sorted(fitting, key=error_of)[:1])
-    if not found and known:  # all of them are wide
-        found[min(known, key=error_of)] = None
-    return tuple(found)
-
-
-def serves(codec: Codec) -> bool:
-    """Returns whether a codec can hold floats of which nothing is known, in a graph."""
-    return not codec.lossless and codec.graph_form(NOTHING) is not None
-
-
-def fine(codec: Codec) -> Codec | None:
-    """Returns the codec, or the finest setting of it, for values that a function bends.
-
-    None: they stay as they are.
-    """
-    if error_of(codec) <= _FINE:
-        return codec
-    finest = min(filter(serves, type(codec).settings()), key=error_of, default=None)
-    return None if finest is None or error_of(finest) > _FINE else finest
+    nbytes: int
+    parts: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -109,6 +62,7 @@ class _Choice:
     saved_nbytes: int
     coded: list[Coded]
     base: Step
+    parts: Mapping[str, int]  # of the peak
 
 
 def code(
@@ -122,7 +76,7 @@ def code(
     offloads: bool = False,
     menu: Iterable[str] | None = None,
     fills: bool = False,
-) -> tuple[Step | None, int, float]:
+) -> tuple[Step | None, Least, float]:
     """Rewrite the graph with codes so that the step fits. Returns that step, if any does.
 
     And the lowest peak that was found, and the variance that the codes of the step are predicted to
@@ -139,7 +93,7 @@ def code(
     fills  whether codes hold as much besides as there is room for
     """
     reach = Reach(search.joint, search.plain)
-    least = step.peak_nbytes
+    least = Least(step.peak_nbytes, search.joint.parts_at_peak(step))
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
     found: list[_Choice] = []
     wide: list[_Choice] = []  # which hold more than they may
@@ -151,12 +105,15 @@ def code(
         for base in sorted(_bases(search, step), key=lambda one: one.seconds):
             if base.seconds >= bound:  # codes do not make it faster
                 continue
-            coded = list(_coded(search.joint, base, variant, leaves))
-            max_nbytes = max(room_nbytes, least)
+            coded = list(codes_of(search.joint, base, variant, leaves))
+            if base.seconds + sum(map(search.joint.clock.coded, _lossy(coded))) >= bound:
+                continue
+            max_nbytes = max(room_nbytes, least.nbytes)
             chosen = _choice(search.joint, reach, base, coded, noise, variants, max_nbytes)
             if chosen is None:
                 continue
-            least = min(least, chosen.peak_nbytes)
+            if chosen.peak_nbytes < least.nbytes:
+                least = Least(chosen.peak_nbytes, chosen.parts)
             if chosen.peak_nbytes <= room_nbytes and chosen.seconds < bound:
                 (found if chosen.saved_nbytes <= held_nbytes else wide).append(chosen)
                 bound = min([bound, *(one.seconds for one in found[-1:])])
@@ -204,7 +161,7 @@ def _emptied(
         lower = None if freed is None or not one.is_lossy else search.judge(freed)
         if lower is not None:
             more_s = lower.seconds - start.base.seconds - joint.clock.coded(one.node)
-            found.append((more_s / _held_nbytes(one), at, views))
+            found.append((more_s / held_nbytes_of(one), at, views))
     order = [views for *_, views in sorted(found, key=lambda one: one[:2])]
 
     def without_some(count: int) -> _Choice | None:
@@ -214,7 +171,7 @@ def _emptied(
         base = None if saved is None else search.judge(saved)
         if base is None:
             return None
-        coded = list(_coded(joint, base, codec, leaves))
+        coded = list(codes_of(joint, base, codec, leaves))
         made = _choice(joint, reach, base, coded, noise, variants, room_nbytes)
         fits = made is not None and made.peak_nbytes <= room_nbytes
         return made if fits and made is not None and made.saved_nbytes <= held_nbytes else None
@@ -228,6 +185,11 @@ def _emptied(
         else:
             last = middle
             yield choice
+
+
+def _lossy(coded: Iterable[Coded]) -> Iterator[fx.Node]:
+    """The values whose codes are neither masks nor indices, which loops may write by the way."""
+    return (one.node for one in coded if one.is_lossy)
 
 
 def _coarsest(choice: _Choice) -> Codec | None:
@@ -264,11 +226,12 @@ def _choice(
     quiet = _quiet(reach, base, coded, noise, variants)
     if quiet is None or _held_at_least(joint, base, quiet) > max_nbytes:
         return None
-    step = _judged(joint, base, quiet)
-    if step is None:
-        return None
+    with _tried(joint, base, quiet) as step:
+        if step is None:
+            return None
+        parts = joint.parts_at_peak(step)
     seconds = step.seconds * (1 + reach.variance(base, quiet))
-    return _Choice(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base)
+    return _Choice(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base, parts)
 
 
 def _best(found: Sequence[_Choice], wide: Sequence[_Choice]) -> _Choice | None:
@@ -298,7 +261,7 @@ def _filled(
         base = search.judge({*best.base.saved}.union(*groups[:count]))
         if base is None:
             return None
-        coded = list(_coded(joint, base, codec, leaves))
+        coded = list(codes_of(joint, base, codec, leaves))
         made = _choice(joint, reach, base, coded, noise, variants, room_nbytes)
         if made is None or made.peak_nbytes > room_nbytes or made.saved_nbytes > held_nbytes:
             return None
@@ -358,33 +321,21 @@ def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
     """Returns a bound of the bytes between forward and backward, which no peak can be below."""
     gone = {joint.facts[n].storage for one in coded for n in (one.node, one.replaced)}
     kept = {joint.facts[n].storage for n in base.saved} - gone - joint.outside
-    return sum(joint.facts[s].nbytes for s in kept) + sum(map(_held_nbytes, coded))
+    return sum(joint.facts[s].nbytes for s in kept) + sum(map(held_nbytes_of, coded))
 
 
-def _held_nbytes(one: Coded) -> int:
-    """Bytes of the buffers of a code."""
-    if one.codec is None:
-        return 0
-    value = tensors_of(one.node)[0]
-    return _encoded_nbytes(one.codec, tuple(map(known_size, value.shape)), value.dtype, one.facts)
-
-
-@lru_cache(maxsize=4096)
-def _encoded_nbytes(
-    codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts = NOTHING
-) -> int:
-    return codec.encoded_nbytes(shape, dtype, facts)
-
-
-def _judged(joint: Joint, base: Step, coded: Sequence[Coded]) -> Step | None:
-    """Returns the step that a choice becomes with these codes; the graph is left as it is."""
+@contextmanager
+def _tried(joint: Joint, base: Step, coded: Sequence[Coded]) -> Iterator[Step | None]:
+    """Gives the step that a choice becomes with these codes, which are in the graph meanwhile."""
     if not coded:
-        return None
+        yield None
+        return
     saved = {*base.saved, *(one.node for one in coded)}
     rewriting = Rewriting(joint, saved, coded, is_tentative=True)
-    step = joint.step(rewriting.saved)
-    rewriting.undo()
-    return step
+    try:
+        yield joint.step(rewriting.saved)
+    finally:
+        rewriting.undo()
 
 
 def _fewer(
@@ -401,10 +352,10 @@ def _fewer(
     large.sort(key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
 
     def fits(coded: list[Coded]) -> bool:
-        step = _judged(joint, base, coded)
-        if step is None or step.peak_nbytes > room_nbytes:
-            return False
-        return step.saved_nbytes <= held_nbytes
+        with _tried(joint, base, coded) as step:
+            if step is None or step.peak_nbytes > room_nbytes:
+                return False
+            return step.saved_nbytes <= held_nbytes
 
     first, last = 0, len(large) - 1
     while first < last:
@@ -430,7 +381,7 @@ def code_all(search: Search, codec: Codec | None, min_nbytes: int) -> tuple[Step
     min_nbytes  values below are left alone
     """
     joint, plain = search.joint, search.plain
-    coded = [one for one in _coded(joint, plain, codec) if _plain_nbytes(one) >= min_nbytes]
+    coded = [one for one in codes_of(joint, plain, codec) if plain_nbytes_of(one) >= min_nbytes]
     if not coded:
         return plain, 0.0
     variance = Reach(joint, plain).variance(plain, coded)
@@ -440,13 +391,6 @@ def code_all(search: Search, codec: Codec | None, min_nbytes: int) -> tuple[Step
         rewriting.undo()
         return plain, 0.0
     return step, variance
-
-
-def _plain_nbytes(one: Coded) -> int:
-    """The bytes that eager PyTorch would hold: a comparison counts as its operand."""
-    value = tensors_of(one.node)[0]
-    itemsize = 4 if value.dtype is torch.bool else value.dtype.itemsize
-    return known_size(value.numel()) * itemsize
 
 
 def _bases(search: Search, step: Step) -> list[Step]:
@@ -459,8 +403,17 @@ def _bases(search: Search, step: Step) -> list[Step]:
     stride = max(1, -(-len(front) // _MAX_BASES))
     chosen = [*front[::stride], step, front[-1]]
     chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
-    chosen = [_without_cheap(search, _with_statistics(search, one)) for one in chosen]
+    chosen = [_prepared(search, one) for one in chosen]
     return list({frozenset(one.saved): one for one in chosen}.values())
+
+
+def _prepared(search: Search, step: Step) -> Step:
+    """Returns the step as it is best coded; found once for all codecs that are tried."""
+
+    def find() -> Step:
+        return _without_cheap(search, _with_statistics(search, step))
+
+    return search.joint.once(("prepared", step.saved), find)
 
 
 def _with_statistics(search: Search, step: Step) -> Step:
@@ -468,7 +421,7 @@ def _with_statistics(search: Search, step: Step) -> Step:
 
     With these a norm's input is read by sums and products alone, and may have a code.
     """
-    facts, after = search.joint.facts, search.joint.parts(step.saved)[1]
+    facts, after = search.joint.facts, backward_of(search.joint, step)
 
     def is_small(node: fx.Node) -> bool:
         most = max((elements_of(user) for user in node.users if user in after), default=0)
@@ -489,13 +442,12 @@ def _without_cheap(search: Search, step: Step) -> Step:
     As a mask of attention, which loops make of numbers of tokens: with codes it is as large as all
     that a block saves.
     """
-    joint, gradients = search.joint, search.joint.gradients()
+    joint = search.joint
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
     for node in step.saved:
-        after = joint.parts(step.saved)[1]
-        if not _may_be_coded(joint, node, _FLOATS, outputs) or not may_run_again(node):
+        if not may_be_coded(joint, node, FLOATS, outputs) or not may_run_again(node):
             continue
-        if reading_of(node, after, gradients).use is not Use.EXACT:
+        if reading_in(joint, step, node).use is not Use.EXACT:
             continue
         views = {n for n in step.saved if joint.facts[n].storage is joint.facts[node].storage}
         freed = without(joint, set(step.saved), views)
@@ -518,21 +470,20 @@ def _worth_codes(joint: Joint, step: Step, codec: Codec | None = None) -> list[s
 
     codec  the code that values get which no function bends; None: one of a byte an element
     """
-    after, gradients = joint.parts(step.saved)[1], joint.gradients()
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
 
     def nbytes_of_code(node: fx.Node) -> float:
-        if joint.facts[node].nbytes < _MIN_NBYTES:
+        if joint.facts[node].nbytes < MIN_NBYTES:
             return joint.facts[node].nbytes
-        use = reading_of(node, after, gradients).use
-        if use is Use.EXACT or not _may_be_coded(joint, node, _FLOATS, outputs):
+        use = reading_in(joint, step, node).use
+        if use is Use.EXACT or not may_be_coded(joint, node, FLOATS, outputs):
             return inf
         if codec is None:
             return joint.facts[node].elements
         chosen = fine(codec) if use is Use.CURVED else codec
-        if chosen is None or not _takes(chosen, tensors_of(node)[0]):
+        if chosen is None or not takes(chosen, tensors_of(node)[0]):
             return inf
-        return _held_nbytes(Coded(node, chosen))
+        return held_nbytes_of(Coded(node, chosen))
 
     found: list[tuple[float, set[fx.Node]]] = []
     for rate, group in run_again(joint, step):
@@ -542,140 +493,3 @@ def _worth_codes(joint: Joint, step: Step, codec: Codec | None = None) -> list[s
         if spared > 0 and nbytes < inf:
             found.append((spared / nbytes, group))
     return [group for _, group in sorted(found, key=lambda one: -one[0])]
-
-
-def _coded(joint: Joint, step: Step, codec: Codec | None, leaves: bool = False) -> Iterator[Coded]:
-    """The codes of one choice. codec None: exact ones only; leaves: all else goes elsewhere."""
-    _, after = joint.parts(step.saved)
-    outputs = {joint.facts[n].storage for n in joint.forward_outputs}
-    masks = {n for n in step.saved if _may_be_coded(joint, n, (torch.bool,), outputs)}
-    away = {n: Coded(n, None) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)}
-    found = list(_coded_indices(joint, step, after, outputs))
-    if codec is not None:
-        for one, compared in _coded_floats(joint, step, codec, after, outputs):
-            found.append(one)
-            masks.update(compared)
-    held = {one.replaced for one in found}
-    yield from found
-    yield from (one for n, one in away.items() if n not in masks | held)
-    yield from (Coded.mask(n) for n in sorted(masks, key=joint.place.__getitem__))
-
-
-def _coded_indices(
-    joint: Joint, step: Step, after: set[fx.Node], outputs: set[fx.Node]
-) -> Iterator[Coded]:
-    """Integers in as few bytes as hold their range."""
-    for node in step.saved:
-        if not _may_be_coded(joint, node, _INTEGERS, outputs):
-            continue
-        known, dtype = range_of(node, after), tensors_of(node)[0].dtype
-        if known is not None and Narrow().encoded_nbytes((1,), dtype, known) < dtype.itemsize:
-            yield Coded(node, Narrow(), known)
-
-
-def _coded_floats(
-    joint: Joint, step: Step, codec: Codec, after: set[fx.Node], outputs: set[fx.Node]
-) -> Iterator[tuple[Coded, list[fx.Node]]]:
-    """Floats whose readers tolerate an error, each with the comparisons of it, as bits.
-
-    Parts of one storage, as q, k and v may be, have codes where all of them may: its memory is free
-    then.
-    """
-    gradients = joint.gradients()
-    parts: dict[fx.Node, list[fx.Node]] = {}
-    for node in step.saved:
-        parts.setdefault(joint.facts[node].storage, []).append(node)
-    for storage, nodes in parts.items():
-        if len(nodes) > 1 and sum(map(nbytes_of, nodes)) > joint.facts[storage].nbytes:
-            continue
-        found = [_coded_float(joint, n, codec, after, gradients, outputs) for n in nodes]
-        if all(found):
-            yield from (one for coded in found for one in coded)
-
-
-def _coded_float(
-    joint: Joint,
-    node: fx.Node,
-    codec: Codec,
-    after: set[fx.Node],
-    gradients: set[fx.Node],
-    outputs: set[fx.Node],
-) -> list[tuple[Coded, list[fx.Node]]]:
-    """The codes of one value; none where it stays as it is."""
-    if not _may_be_coded(joint, node, _FLOATS, outputs):
-        return []
-    reading = reading_of(node, after, gradients)
-    bits = [n for n in reading.compared if n not in gradients]
-    if reading.use is Use.EXACT or len(bits) < len(reading.compared):
-        return []
-    if not all(_may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
-        return []
-    if reading.log_probabilities or reading.saturated or reading.slope:
-        instead = _coded_instead(joint, node, reading, codec, outputs)
-        return [(one, bits) for one in instead]
-    chosen = fine(codec) if reading.use is Use.CURVED else codec
-    if chosen is None or not _takes(chosen, tensors_of(node)[0]):
-        return []
-    return [(Coded(node, chosen), bits)]
-
-
-def _coded_instead(
-    joint: Joint, value: fx.Node, reading: Reading, codec: Codec, outputs: set[fx.Node]
-) -> list[Coded]:
-    """Codes of what stands in for a value, as log-probabilities do for logits.
-
-    None where one of them may have none.
-    """
-    chosen = fine(codec)
-    nodes = reading.log_probabilities or reading.saturated or reading.slope
-    floor = FLOOR if reading.log_probabilities else -LIMIT if reading.saturated else None
-    ceiling = LIMIT if reading.saturated else None
-    if chosen is None or not all(_may_be_coded(joint, n, _FLOATS, outputs) for n in nodes):
-        return []
-    if not all(_takes(chosen, tensors_of(n)[0]) for n in nodes):
-        return []
-    return [Coded(n, chosen, floor=floor, ceiling=ceiling, source=value) for n in nodes]
-
-
-def _takes(codec: Codec, value: torch.Tensor) -> bool:
-    """Returns whether a codec holds values of this dtype and size in a graph, in fewer bytes."""
-    form = codec.graph_form(NOTHING)
-    if form is None or value.dtype not in codec.dtypes:
-        return False
-    if not form.any_size and any(isinstance(size, torch.SymInt) for size in value.shape):
-        return False
-    shape = tuple(map(known_size, value.shape))
-    return _encoded_nbytes(codec, shape, value.dtype) < prod(shape) * value.dtype.itemsize
-
-
-def _may_be_coded(
-    joint: Joint, node: fx.Node, dtypes: tuple[torch.dtype, ...], outputs: set[fx.Node]
-) -> bool:
-    """Returns whether a code of a saved value frees its memory; that of inputs is the caller's."""
-    storage = joint.facts[node].storage
-    if not is_tensor(node) or node.op != "call_function" or storage in outputs | joint.outside:
-        return False
-    value = tensors_of(node)[0]
-    if value.dtype not in dtypes or any(map(_is_unknown, value.shape)):
-        return False
-    return known_size(value.numel()) * value.dtype.itemsize >= _MIN_NBYTES // (
-        1 if value.dtype.is_floating_point else 4
-    )
-
-
-def _may_leave(joint: Joint, step: Step, node: fx.Node, outputs: set[fx.Node]) -> bool:
-    """Returns whether a saved value may go elsewhere, and its memory is free once it has gone."""
-    storage = joint.facts[node].storage
-    if not is_tensor(node) or node.op != "call_function" or storage in outputs | joint.outside:
-        return False
-    value = tensors_of(node)[0]
-    if any(map(_is_unknown, value.shape)) or (joint.is_channels_last and has_both_layouts(value)):
-        return False
-    views = sum(joint.facts[n].storage is storage for n in step.saved)
-    nbytes = known_size(value.numel()) * value.dtype.itemsize
-    return views == 1 and _MIN_AWAY <= nbytes <= joint.facts[storage].nbytes
-
-
-def _is_unknown(size: int | torch.SymInt) -> bool:
-    """Returns whether a size is known only when the program runs, as after `nonzero`."""
-    return isinstance(size, torch.SymInt) and getattr(size.node, "hint", None) is None

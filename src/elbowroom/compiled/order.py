@@ -51,7 +51,7 @@ def gradients_first(joint: Joint, *, sums: bool = False) -> list[fx.Node] | None
     starts = list(joint.place)[first].prev
     behind: dict[fx.Node, list[fx.Node]] = {}  # nodes that will follow a node
     bases: dict[fx.Node, fx.Node] = {}
-    for node in _ends(joint, gradients):
+    for node in ends_of(joint, gradients):
         for one in (*_views(node, joint.place), node):
             if joint.place[one] >= first and one not in bases:
                 bases[one] = _base(one, joint.place)
@@ -162,7 +162,7 @@ def _ends_backward(node: fx.Node) -> bool:
     )
 
 
-def _ends(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:
+def ends_of(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:
     """Returns the calls of backward after which no other call follows, in the graph's order."""
     calls: set[fx.Node] = set()  # nodes from which a call can be reached
     for node in reversed(joint.place):

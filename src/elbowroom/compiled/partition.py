@@ -32,6 +32,7 @@ from torch._inductor import custom_graph_pass
 from elbowroom.codecs import Codec
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.compiled.attention import from_inputs
+from elbowroom.compiled.codable import ladder
 from elbowroom.compiled.collect import is_away, nbytes_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import Search, choose, judge_all_cuts
@@ -39,7 +40,7 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import HeldAtBackward, too_small
 from elbowroom.compiled.expand import expand
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.lossy import code, code_all, ladder
+from elbowroom.compiled.lossy import Least, code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
@@ -93,7 +94,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     noise          the most that codes may add to the gradient's variance, as a share of that of
                    mini-batches; None: as much as the room needs
     offloads       whether saved values may leave the device's memory
-    menu           the names of codes to choose from (`lossy.ladder`); None: all
+    menu           the names of codes to choose from (`codable.ladder`); None: all
     fills          whether codes hold as much besides as the simulation says that there is room for
     standing_nbytes  of outputs of the forward before, which stand until the next one has ended
     sizes          those that are symbols, in the call that is compiled. Inductor's cache finds a
@@ -272,7 +273,7 @@ class _Answer:
                 return step, plain, search, 0.0
         coded, least, noise = self._coded(search, step, room)
         if coded is None:
-            raise _too_small(joint, step, least, inputs_nbytes, self._settings)
+            raise _too_small(least, inputs_nbytes, self._settings)
         return coded, plain, search, noise
 
     def _fastest(
@@ -297,12 +298,12 @@ class _Answer:
         if coded is None and step.peak_nbytes > room:
             step = choose(search, room)
             coded, lower, noise = self._coded(search, step, room)
-            least = min(least, lower)
+            least = min(least, lower, key=lambda one: one.nbytes)
         if coded is None and step.peak_nbytes > room:
-            raise _too_small(joint, step, least, inputs_nbytes, self._settings)
+            raise _too_small(least, inputs_nbytes, self._settings)
         return step if coded is None else coded, plain, search, noise
 
-    def _coded(self, search: Search, step: Step, room: int) -> tuple[Step | None, int, float]:
+    def _coded(self, search: Search, step: Step, room: int) -> tuple[Step | None, Least, float]:
         """Puts codes into the graph, so that the step fits; see `lossy.code`."""
         given = self._settings
         return code(
@@ -459,30 +460,15 @@ def _held(joint: Joint, step: Step) -> HeldAtBackward:
     )
 
 
-def _too_small(
-    joint: Joint, step: Step, least: int, inputs_nbytes: int, settings: Partitioner
-) -> BudgetTooSmall:
-    """Returns the error for a budget below what was found.
-
-    It lists what is alive at the peak without codes.
-    """
+def _too_small(least: Least, inputs_nbytes: int, settings: Partitioner) -> BudgetTooSmall:
+    """Returns the error for a budget below what was found, with what the lowest peak holds."""
     assert settings.room_nbytes is not None
-    curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
-    saved = {joint.facts[n].storage for n in step.saved}
-    gradients = {joint.facts[n].storage for n in joint.backward_outputs}
-    parts = {"gradients": 0, "saved tensors": 0, "computed at the peak": 0}
-    for storage in curve.alive_at(curve.peak_at):
-        name = "computed at the peak"
-        if storage in saved:
-            name = "saved tensors"
-        elif storage in gradients:
-            name = "gradients"
-        parts[name] += joint.facts[storage].nbytes
+    nbytes, parts = least.nbytes, dict(least.parts)
     if settings.counts_inputs:
-        least += inputs_nbytes
+        nbytes += inputs_nbytes
         parts["parameters and inputs"] = inputs_nbytes
     noise = None if settings.exact else settings.noise
-    return too_small(settings.room_nbytes, least, parts, noise)
+    return too_small(settings.room_nbytes, nbytes, parts, noise)
 
 
 def check_torch() -> None:

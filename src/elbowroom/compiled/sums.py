@@ -67,6 +67,7 @@ def split(graph: fx.Graph, among: Collection[fx.Node]) -> list[fx.Node]:
         for one in (product, negative, total):
             one.meta = dict(meta)
             made.append(one)
+        place[total] = place[node]  # an operand of a later one, where backward walks through time
         node.replace_all_uses_with(total)
         graph.erase_node(node)
     return made
