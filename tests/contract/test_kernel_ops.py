@@ -213,6 +213,7 @@ LOOK = {  # whose payloads are as long as they must be: in training others take 
     *("nonzero_quantize", "sided_quantize", "comet_quantize", "sparse_pack"),
     *CONVERSIONS,  # of a file's states
     "advance",  # counters of steps are the host's
+    "fingerprint",  # of the host's parameters alone
 }
 
 

@@ -295,10 +295,10 @@ def test_so_they_are_of_attention_and_of_what_is_made_of_what_is_made_again(
         spent["again"] += ONE_PASS * _AGAIN_S
         return in_one_pass(*args)
 
-    def counted_look(call: Any) -> Any:
+    def counted_look(call: Any, **how: Any) -> Any:
         if call.fewest is None:
             spent["look"] += 3 * x.nbytes / _RATE
-        return by_values(call)
+        return by_values(call, **how)
 
     monkeypatch.setattr(node.one_pass, "gradients", counted_again)
     monkeypatch.setattr(levels, "levels_by_values", counted_look)

@@ -12,8 +12,9 @@ host would wait.
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class Fingerprints:
         self._parameters: list[Tensor] = []
         self._readers: list[tuple[list[Tensor], weakref.ref[nn.Module]]] = []
         self._layout = _NOTHING
-        self._before: Tensor | None = None  # int64 [parameters that can be read]
+        self._before: bytes | None = None  # 8 of each parameter that can be read
         self._changed: frozenset[int] = frozenset()  # by `id`
         self._backward = _NEVER  # in which they were compared last
 
@@ -88,16 +89,16 @@ class Fingerprints:
     def _among(self, parameters: Sequence[Tensor]) -> list[int]:
         return [i for i, p in enumerate(parameters) if id(p) in self._changed]
 
-    def _compared(self, before: Tensor) -> frozenset[int]:
+    def _compared(self, before: bytes) -> frozenset[int]:
         with torch._C.DisableTorchFunction():
             layout = _layout_of(self._parameters)
             now = layout.read(self._parameters)
-            if layout is self._layout and torch.equal(now, before):
+            if layout is self._layout and now == before:
                 return frozenset()
-            former = dict(zip(self._layout.at, before.tolist(), strict=True))
+            former = dict(zip(self._layout.at, _each(before), strict=True))
             found = [
                 self._parameters[i]
-                for i, one in zip(layout.at, now.tolist(), strict=True)
+                for i, one in zip(layout.at, _each(now), strict=True)
                 if former.get(i, one) != one
             ]
             for p in found:
@@ -109,27 +110,33 @@ class _Layout(NamedTuple):
     """Where parameters lie, and what is read of them.
 
     at     the indices of those that can be read; words: how many, of each of these
-    table  int64 [3, len(at)]: addresses, bytes and words
+    table  int64 [3, len(at)]: addresses, bytes and words; where: its own address
     """
 
     addresses: list[int]
     sizes: list[int]
     at: list[int]
     words: list[int]
-    table: Tensor
+    table: np.ndarray[Any, Any]
+    where: int
 
-    def read(self, parameters: list[Tensor]) -> Tensor:
-        """Returns the fingerprints of those that can be read."""
+    def read(self, parameters: list[Tensor]) -> bytes:
+        """Returns the fingerprints of those that can be read, in memory that is no tensor's."""
         kernels = ops.by_address(_EMPTY)
         if kernels is None:
-            return ops.fingerprint([parameters[i] for i in self.at], self.words)
-        found = torch.empty(len(self.at), dtype=torch.int64, device="cpu")
-        kernels.fingerprints(self.table.data_ptr(), len(self.at), found.data_ptr())
-        return found
+            found = ops.fingerprint([parameters[i] for i in self.at], self.words).numpy()
+        else:
+            found = np.empty(len(self.at), np.int64)
+            kernels.fingerprints(self.where, len(self.at), found.ctypes.data)
+        return found.tobytes()
+
+
+def _each(fingerprints: bytes) -> list[int]:
+    return [int(one) for one in np.frombuffer(fingerprints, np.int64)]
 
 
 _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
-_NOTHING = _Layout([], [], [], [], _EMPTY)
+_NOTHING = _Layout([], [], [], [], np.empty((3, 0), np.int64), 0)
 _layouts: dict[tuple[int, ...], _Layout] = {}  # by `id`; what lies elsewhere is looked at again
 
 
@@ -146,8 +153,8 @@ def _layout_of(parameters: list[Tensor]) -> _Layout:
     at = [i for i in unique.values() if _may_be_read(parameters[i])]
     words = [_words_of(parameters[i]) for i in at]
     there = [[addresses[i] for i in at], [sizes[i] for i in at], words]
-    table = torch.tensor(there, dtype=torch.int64, device="cpu")
-    made = _Layout(addresses, sizes, at, words, table)
+    table = np.array(there, np.int64)
+    made = _Layout(addresses, sizes, at, words, table, table.ctypes.data)
     while len(_layouts) >= _MOST_LAYOUTS:
         _layouts.pop(next(iter(_layouts)), None)
     _layouts[key] = made
