@@ -258,7 +258,7 @@ class Planner(StateView):
 
     def has_run(self, nodes: int) -> None:
         """Notes that a forward was not compared with its script, and how many nodes it has made."""
-        self.scripts.has_run(*self._running, nodes)
+        self.scripts.has_run(nodes, *self._running)
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearses before the first step. If all may be kept, the step is measured instead."""

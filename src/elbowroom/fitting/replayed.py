@@ -29,13 +29,7 @@ class ReplayedSaving(Replay):
         room_nbytes = fit.surely_allowed_nbytes() - script.held_nbytes
         if after is not None:
             room_nbytes -= after.held_nbytes
-        self._each = script.nbytes_each
-        each = _AT_ONCE * self._each
-        if script.sizes and after is None:
-            # Inputs are no larger than the largest of its plan, whose transients are known; what
-            # they save beyond the script's own is held as that is.
-            each = self._each = script.held_each
-        self.spare = int(max(room_nbytes, 0) / each)
+        self.spare = int(max(room_nbytes, 0) / (_AT_ONCE * script.nbytes_each))
         self.rest: FittedSaving | None = None
         self.entry: Entry | None = None
 
@@ -47,7 +41,7 @@ class ReplayedSaving(Replay):
         """Returns a context that may climb, in which the bytes that are held already count."""
         after = None if self._after is None else self._after.begun()
         self.rest, (before, held) = FittedSaving(self._fit, after=after), self.so_far
-        more = int(self.surplus * self._each)
+        more = int(self.surplus * self.script.nbytes_each)
         self.entry = self.rest.ledger.open("", "replayed", "", before + more)
         self.entry.hold(held + more)
         if self.surplus > self.spare:  # what is held already can be made no smaller

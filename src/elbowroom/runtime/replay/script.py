@@ -306,11 +306,6 @@ class Script:
         """Bytes that plain autograd would hold for each element that is saved."""
         return max(self.before_nbytes, 1) / max(self.numel, self.max_numel, 1)
 
-    @property
-    def held_each(self) -> float:
-        """Bytes that are held for each element that is saved."""
-        return max(self.held_nbytes, 1) / max(self.numel, self.max_numel, 1)
-
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Parameters that the script compares arguments with, and keeps alive."""
