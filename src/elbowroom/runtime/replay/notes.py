@@ -164,6 +164,7 @@ class NotedOp:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     operands: list[Place]
+    so_far: tuple[int, int]  # `Step.so_far`
     saves: list[NotedSave] = field(default_factory=list)
     run: Callable[..., Any] | None = None
     direct: Direct | None = None
@@ -177,7 +178,6 @@ class NotedOp:
     calls: int = 0  # of a recomputed module: the number of ops that it called
     dropped: int = 0  # of tensors that it saved
     numel: int = 0  # of all that it has saved
-    so_far: tuple[int, int] = (0, 0)  # `Step.so_far`
 
     @property
     def addresses(self) -> Iterator[int]:

@@ -123,8 +123,7 @@ class Tracer(Listener):
         except Unwritable:
             args, kwargs = (Unwritable,), ()
         self._stack.append(len(self._ops))
-        op = NotedOp(call.func, call.name, args, kwargs, operands, so_far=self._so_far())
-        self._ops.append(op)
+        self._ops.append(NotedOp(call.func, call.name, args, kwargs, operands, self._so_far()))
         self._when, self._inputs = BEFORE, None
 
     def _so_far(self) -> tuple[int, int]:
@@ -146,8 +145,7 @@ class Tracer(Listener):
             self.refuse("a checkpoint, or a function of the user's, inside of one of torch's own")
             return
         self._inputs, self._when = len(self._ops), BEFORE
-        op = NotedOp(checkpoint, name, (), (), [], is_between=True, so_far=self._so_far())
-        self._ops.append(op)
+        self._ops.append(NotedOp(checkpoint, name, (), (), [], self._so_far(), is_between=True))
 
     def leaves(self) -> None:
         """Records the end of the forward; the tensors that wait for it are decided on."""
@@ -196,7 +194,7 @@ class Tracer(Listener):
             return
         self._region = len(self._ops)
         self._stack.append(self._region)
-        op = NotedOp(type(module), RECOMPUTE, (), (), [], so_far=self._so_far())
+        op = NotedOp(type(module), RECOMPUTE, (), (), [], self._so_far())
         op.module = weakref.ref(module)
         self._ops.append(op)
         self._when, self._inputs = BEFORE, None
