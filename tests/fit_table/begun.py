@@ -130,6 +130,14 @@ ROWS = {
         replace(SETTLED, gradient_nbytes=150), StepBegan(STOCK, ONE), {}
     ),
     "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(STOCK, ONE), {"now": ONE}),
+    "a call as large as any, for whose size the plan was never measured": Row(
+        replace(SETTLED, largest=TWO, proven=(ONE,), rounds=3, tries=2),
+        StepBegan(STOCK, TWO),
+        {"now": TWO, "phase": P.VERIFYING, "rounds": 0, "tries": 0},
+    ),
+    "a call that is no larger than one for which it was": Row(
+        replace(SETTLED, largest=TWO, proven=(ONE,)), StepBegan(STOCK, ONE), {}
+    ),
     "a larger call is planned by the same profile": Row(
         replace(SETTLED, rounds=2, tries=3, was_watched=True, preset=0, varies=True),
         StepBegan(STOCK, TWO),

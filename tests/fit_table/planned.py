@@ -190,6 +190,7 @@ ROWS = {
             "tries": 1,
             "has_fit": True,
             "headroom": Headroom(450),
+            "proven": (ONE,),
             "attempts": KNOWN.attempts.after(KEEPS, 887),
         },
         (said(KEEPS, 887),),

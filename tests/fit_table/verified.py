@@ -26,6 +26,7 @@ from fit_table.values import (
     LOSSY,
     MAKE,
     MORE,
+    ONE,
     OTHER,
     PLAN,
     SETTLED,
@@ -122,9 +123,29 @@ ROWS = {
             "has_fit": True,
             # Of what a step needs beside what stands, a ninth more.
             "headroom": Headroom(562),
+            "proven": (ONE,),
             "attempts": KNOWN.attempts.after(PLAN, 1000),
         },
         (said(PLAN, 1000),),
+    ),
+    "a larger call than all that it was measured to fit for fits, too": Row(
+        replace(VERIFYING, proven=(ONE,), now=TWO, largest=TWO),
+        step(990),
+        {
+            "phase": P.SETTLED,
+            "tries": 1,
+            "has_fit": True,
+            "proven": (),
+            "headroom": Headroom(590, seen_nbytes=460),
+            "attempts": KNOWN.attempts.after(PLAN, 990),
+        },
+        (said(PLAN, 990),),
+    ),
+    "it does not: smaller ones tell nothing of it": Row(
+        replace(VERIFYING, proven=(ONE,), now=TWO, largest=TWO),
+        step(1100),
+        replace(FRESH, largest=TWO, now=TWO, only_largest=True, exceeded=TWO.numel),
+        (said(PLAN, 1100), FORGET),
     ),
     "an estimate that leaves much free is rebuilt with half of it": Row(
         GUESSED,

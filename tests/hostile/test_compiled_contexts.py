@@ -289,3 +289,21 @@ def test_options_of_our_backend_do_not_reach_inductor(how: str, uncompiled) -> N
     assert given["max_autotune"] is True
     assert not given.keys() & {*ours, "max-autotune"}
     assert not compiler.ran_eagerly()
+
+
+def test_a_policy_that_runs_eagerly_takes_a_compiled_module_without_a_length():
+    """The truth value of a compiled module is its `len()`, which most modules do not have."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(64, 128), nn.Linear(128, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(torch.sigmoid(self.inner(x)))
+
+    compiled, x = torch.compile(Gate(), backend="eager"), torch.randn(2048, 64)
+    with er.saving("comet") as saved:
+        loss = compiled(x).square().mean()
+    loss.backward()
+    assert saved.ledger.after_nbytes < saved.ledger.before_nbytes

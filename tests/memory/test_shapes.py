@@ -1,8 +1,10 @@
 """fit: each kind of forward has its own plan, found from its own steps, and never a wrong one."""
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.fitting.plan_cache import _MAX
@@ -328,3 +330,50 @@ def test_the_number_of_boxes_in_each_image_makes_no_kind_of_its_own() -> None:
     assert kind(5, 12).numel == images.numel() + 17 * 4
     few = signature_of(model, (torch.randn(8, 4), [torch.randn(5, 4), torch.randn(2, 4)]), {})
     assert few.shapes == ((8, 4), (5, 4), (2, 4))
+
+
+class Attends(nn.Module):
+    """What attention holds, written out, grows with the square of the length."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.qkv:
+            q, k, v = layer(x).chunk(3, -1)
+            x = x + (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return x.square().mean()
+
+
+def test_a_plan_that_fits_for_a_shorter_text_is_measured_for_a_longer_one():
+    """By numbers of elements the longer one would fit, too. It was above the budget in each step,
+    and nothing was said of it after the first ones."""
+    torch.manual_seed(0)
+    model = Attends()
+    texts = [torch.randn(2, length, 16) for length in (200, 256)]
+
+    def peaks(model: nn.Module, count: int) -> list[int]:
+        found = []
+        for x in texts * count:
+            model.zero_grad()
+            found.append(er.peak(lambda: model(x).backward()))  # noqa: B023
+        return found
+
+    weights = sum(p.nbytes for p in model.parameters())
+    plain = peaks(copy.deepcopy(model), 1)[1]
+    least = None
+    for share in (0.3, 0.36, 0.42, 0.48, 0.54):
+        budget = weights + int(share * plain)
+        fitted = er.fit(copy.deepcopy(model), budget=budget, exact=True, min_nbytes=0)
+        try:
+            for x in texts * 15:
+                fitted.zero_grad()
+                fitted(x).backward()
+        except er.errors.BudgetTooSmall as error:
+            least = error.least_nbytes
+            er.release(fitted)
+            continue
+        assert max(peaks(fitted, 2)) + weights <= budget
+        er.release(fitted)
+    assert least is not None  # one of them was too small

@@ -294,6 +294,13 @@ def _verified(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
         state = _allowing(replace(state, has_fit=True), seen, peak_nbytes)
     estimated = state.from_rehearsal or state.ratio > 1
     useful = estimated and slack > _SLACK * (budget_nbytes - profile.static)
+    if slack >= 0:
+        known = tuple(one for one in state.proven if not state.now.covers(one))
+        proven = () if state.now == state.largest else (state.now, *known)
+        state = replace(state, proven=proven)
+    elif state.proven:
+        state, commands = learn_anew(state)
+        return replace(state, exceeded=state.now.numel), commands
     if slack >= 0 and not (useful and state.rounds < _MAX_ROUNDS):
         return begin_to_watch(state)
     if state.rounds < _MAX_ROUNDS and state.phase is not Phase.SMALLEST:

@@ -67,7 +67,7 @@ def begun(state: FitState, plan: "Plan") -> Step:
     other = peak_nbytes - profile.static - plan.held_nbytes
     other = min(other, 0) if above else other
     headroom = state.headroom.learned(other)
-    return replace(state, headroom=headroom, withdrawn=False), (BeginPlan(),)
+    return replace(state, headroom=headroom, withdrawn=False, proven=()), (BeginPlan(),)
 
 
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:

@@ -85,6 +85,9 @@ class FitState:
     resumes       the phase in which a watched plan was verified
     infeasible    the strictest preset holds too much, or a step had more forwards: rehearse
     has_fit       a step of this kind was measured within the budget
+    proven        the calls that the plan was measured to fit for, until it is for the largest
+    exceeded      elements of a call that was above the budget although a smaller one had shown, by
+                  its scaled peak, that it would not be; 0: there was none
     withdrawn     codes of the plan were withdrawn since, so that it holds more than it predicts
     was_rehearsed the first plan is of a rehearsal, so that no uniform preset was measured to fit
     was_watched   the noise of codes was measured, or there was no memory to measure it
@@ -132,6 +135,8 @@ class FitState:
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
     has_fit: bool = False
+    proven: "tuple[Signature, ...]" = ()
+    exceeded: int = 0
     withdrawn: bool = False
     was_rehearsed: bool = False
     was_watched: bool = False
@@ -357,6 +362,22 @@ class FitState:
         return self.begins_with_less
 
     @property
+    def is_large(self) -> bool:
+        """True if the call tells by its peak what the largest one takes."""
+        return self.now.numel >= _NEAR * self.largest.numel
+
+    @property
+    def is_unproven(self) -> bool:
+        """True if the plan was measured to fit for smaller calls alone.
+
+        Their peaks were scaled by numbers of elements. Attention takes more by the square of a
+        length, and a graph by its edges.
+        """
+        if self.plan is None or not (self.settled and self.proven and self.is_large):
+            return False
+        return not any(one.covers(self.now) for one in self.proven)
+
+    @property
     def wants_measuring(self) -> bool:
         """True if there is something to learn from the step that begins."""
         match self.phase:
@@ -367,11 +388,11 @@ class FitState:
             case _ if self.waits_for_fuller_step:
                 return False
             case _ if self.only_largest:
-                return self.now == self.largest
+                return self.now == self.largest or 0 < self.exceeded <= self.now.numel
             case Phase.IDLE:
                 return self._outruns_profile
             case Phase.VERIFYING | Phase.SMALLEST:
-                return self.now.numel >= _NEAR * self.largest.numel
+                return self.is_large
         return True
 
     @property

@@ -160,6 +160,8 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
         state, more = _plan_again(state, largest.numel / before_numel)
     else:
         more = ()
+        if state.is_unproven:
+            state = replace(state, phase=Phase.VERIFYING, rounds=0, tries=0)
     return state, (*commands, *more)
 
 

@@ -142,7 +142,10 @@ class Context:
         if self.learns:
             known = self.kept
         else:
-            known, key = self.exact.setdefault(model or self, {}), _of_any_shape(key)
+            known, key = (
+                self.exact.setdefault(self if model is None else model, {}),
+                _of_any_shape(key),
+            )
         before = known.get(key)
         milder = isinstance(before, HalfSuffices) and not isinstance(why, HalfSuffices)
         is_new = before is None or milder
@@ -153,7 +156,7 @@ class Context:
 
     def why_exact(self, model: nn.Module | None, key: SiteKey) -> str | None:
         """Returns why this site of a model is kept, from `learn_exact`; None: it is not."""
-        return self.exact.get(model or self, {}).get(_of_any_shape(key))
+        return self.exact.get(self if model is None else model, {}).get(_of_any_shape(key))
 
     @property
     def needs_exact(self) -> dict[SiteKey, str]:

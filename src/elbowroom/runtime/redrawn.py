@@ -114,7 +114,7 @@ class Redrawn:
     def _looks(self, model: nn.Module | None) -> dict[object, int]:
         """Returns how often each code was to be measured, by those that learn of it."""
         context = self.context
-        return _looks.setdefault(context if context.learns else model or context, {})
+        return _looks.setdefault(context if context.learns or model is None else model, {})
 
 
 class _Reading:
