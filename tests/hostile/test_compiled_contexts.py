@@ -291,6 +291,7 @@ def test_options_of_our_backend_do_not_reach_inductor(how: str, uncompiled) -> N
     assert not compiler.ran_eagerly()
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile", "ignore:Gate is compiled, and runs")
 def test_a_policy_that_runs_eagerly_takes_a_compiled_module_without_a_length():
     """The truth value of a compiled module is its `len()`, which most modules do not have."""
 
