@@ -173,7 +173,7 @@ def gradients_of(joint: Joint) -> set[fx.Node]:
 
 
 def reading_in(joint: Joint, step: Step, node: fx.Node) -> Reading:
-    """What backward of a step does with a value that it saves."""
+    """This says what the backward of a step does with a value that it saves."""
 
     def find() -> Reading:
         return reading_of(node, backward_of(joint, step), gradients_of(joint))

@@ -1,4 +1,4 @@
-"""What mutable objects contain: how it is read, compared, and put back.
+"""This module reads, compares and puts back what mutable objects contain.
 
 Each kind of object has an `Access`, by which `reach.py` remembers and restores it.
 """
