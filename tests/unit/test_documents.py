@@ -111,6 +111,38 @@ def test_rows_of_the_readme_with_a_plan_have_the_figures_of_the_results(name, ri
     assert f"| {peak} | {time} | {own} in the same memory, exact |" in README.replace("**", "")
 
 
+def public_cells():
+    """Returns for each public model: peak and time of each way, gErr2 of codes, time of a fit."""
+    rows = json.loads((RESULTS / "public-models.json").read_text())["rows"]
+    for row in rows:
+        cells = []
+        for way in ("checkpoint", "exact", "dither levels=16"):
+            ran = way in row and row[way].get("time")
+            cells += [f"{100 / row[way]['peak_less']:.0f} %" if ran else "n/a"]
+            cells += [f"{row[way]['time']['ratio']:.2f}" if ran else "n/a"]
+        fit = row["fit"]["40%"]
+        held = fit["outcome"] == "held"
+        gerr2 = f"{row['dither levels=16']['gerr2']:.3f}"
+        yield row["name"], cells, gerr2, f"{fit['time']['ratio']:.2f}" if held else fit["outcome"]
+
+
+def test_the_page_of_benchmarks_has_the_figures_of_all_public_models():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    said = [line for line in text.splitlines() if line.startswith("| ")]
+    for name, cells, gerr2, fit in public_cells():
+        assert f"| {name} | {' | '.join([*cells, gerr2, fit])} |" in said
+
+
+def test_rows_of_the_readme_of_public_models_have_the_figures_of_the_results():
+    said = dict(re.findall(r"^\| ([\w-]+) \([\w ]+\) \| (.+) \|$", README, re.MULTILINE))
+    assert len(said) == 6
+    by_name = {name: (cells, gerr2) for name, cells, gerr2, _ in public_cells()}
+    for label, row in said.items():
+        cells, gerr2 = by_name[label.lower().replace("-", "")]
+        pairs = [f"{peak}, {time}" for peak, time in zip(cells[::2], cells[1::2], strict=True)]
+        assert row == f"{' | '.join(pairs)}, {gerr2}"
+
+
 def test_the_row_of_the_readme_with_codes_has_the_figures_of_the_results():
     rows, plain = rows_of("training-resnet18", "way")
     rival = rows['er.saving("group", bits=2, group_size=256, rebuild=False)']
