@@ -138,13 +138,14 @@ class Saving(NodeChoice, ModuleCalls):
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
         self._many = Many()
+        by_hand = shares and bool(getattr(policy, "rebuild", False))
         self._sources = Sources(
             self.ledger if getattr(policy, "rebuild", True) else None,
-            is_exact=shares and self.is_exact() and bool(getattr(policy, "rebuild", False)),
+            is_exact=by_hand and self.is_exact(),
         )
         self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else RECORDED
         # Held, the rows would be made again, in fresh memory, where they are read in parts instead.
-        self.rows_wait = self._sources.is_exact and recorder is None
+        self.rows_wait = by_hand and recorder is None
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
