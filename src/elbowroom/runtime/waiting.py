@@ -71,7 +71,7 @@ def may_wait(dim: Any, index: Any, x: Tensor) -> bool:
     """
     if dim not in (0, -x.dim()) or type(index) is not Tensor or index.dim() != 1 or x.dim() < 2:
         return False
-    if x.dtype not in _DTYPES or not x.requires_grad or x.device.type != "cpu":
+    if x.dtype not in _DTYPES or x.device.type != "cpu":
         return False
     nbytes = len(index) * x.shape[1:].numel() * x.itemsize
     if index.device != x.device or nbytes < max(_LEAST_NBYTES, x.nbytes):
