@@ -66,7 +66,7 @@ _TORCH_MODULES = (
     "torch.nn.functional",
     "torch._tensor",
     "torch._C._nn",
-    "elbowroom.runtime.gathered",  # in place of one of torch's own
+    *("elbowroom.runtime.gathered", "elbowroom.runtime.computed_rows"),  # in place of torch's own
 )
 RESHAPES = (
     *(

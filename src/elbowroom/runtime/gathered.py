@@ -24,10 +24,10 @@ which calls read in parts).
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeGuard
+from typing import Any, NamedTuple, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elbowroom.errors import RestoreError
 
-_PART_NUMEL = 1 << 18  # of rows that are made at once
+PART_NUMEL = 1 << 18  # of rows that are made at once
 _lock = threading.RLock()  # two threads may read the same rows
 
 
@@ -52,15 +52,14 @@ class Sources(NamedTuple):
     factor: Tensor | None
     versions: tuple[int, ...]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the rows are made of."""
+        return self[:2] if self.factor is None else self[:3]
+
     def check(self) -> None:
         """Raises RestoreError if a source was changed in place since."""
-        x, at, factor, versions = self
-        if _versions(x, at, factor) != versions:
-            raise RestoreError(
-                "rows of a tensor were to be gathered when they are read, and it was changed in "
-                "place before that, by code that elbowroom does not see. Change it after they are "
-                "read, or copy it first (x.clone())"
-            )
+        check_versions(self.tensors, self.versions)
 
     def part(self, part: slice = slice(None)) -> Tensor:
         """Returns a new copy of some of the rows, outside of the graph.
@@ -73,6 +72,74 @@ class Sources(NamedTuple):
             at = at[part]
             rows = x.index_select(0, at) if at.dim() == 1 else x.gather(0, at)
             return rows if factor is None else factor[part] * rows
+
+    def of(self, tensors: Iterator[Tensor]) -> "Sources":
+        """Returns the same of other tensors, such as those that backward restores."""
+        return sources_of(*(None if one is None else next(tensors) for one in self[:3]))
+
+    def with_graph(self) -> Tensor:
+        """Returns all rows, with a graph, to differentiate a gradient."""
+        x, at, factor, _ = self
+        rows = x.index_select(0, at) if at.dim() == 1 else x.gather(0, at)
+        return rows if factor is None else factor * rows
+
+
+class Added(NamedTuple):
+    """The sum of two gradients of the same rows."""
+
+    one: "Rows"
+    other: "Rows"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it is made of."""
+        return (*self.one.tensors, *self.other.tensors)
+
+    def check(self) -> None:
+        """Raises RestoreError if one of these was changed in place since."""
+        self.one.check()
+        self.other.check()
+
+    def part(self, part: slice = slice(None)) -> Tensor:
+        """Returns a part of it; raises RestoreError as `check` does."""
+        return self.one.part(part) + self.other.part(part)
+
+
+class Rows(Protocol):
+    """What rows that wait are made of (`Sources`, and those of `computed_rows.py`)."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the rows are made of."""
+
+    def check(self) -> None:
+        """Raises RestoreError if one of these was changed in place since."""
+
+    def part(self, part: slice = ...) -> Tensor:
+        """Returns a new copy of some of the rows, outside of the graph."""
+
+
+def sources_of(x: Tensor | None, at: Tensor | None, factor: Tensor | None = None) -> Sources:
+    """Returns the sources of rows, as they are now."""
+    assert x is not None
+    assert at is not None
+    found = Sources(x, at, factor, ())
+    return found._replace(versions=versions_of(*found.tensors))
+
+
+def versions_of(*tensors: Tensor) -> tuple[int, ...]:
+    """Returns how often each was changed in place; -1: it does not count."""
+    return tuple(-1 if x.is_inference() else x._version for x in tensors)
+
+
+def check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Raises RestoreError if a tensor was changed in place since it had its version."""
+    if versions_of(*tensors) != versions:
+        raise RestoreError(
+            "rows of a tensor were to be gathered when they are read, and it was changed in "
+            "place before that, by code that elbowroom does not see. Change it after they are "
+            "read, or copy it first (x.clone())"
+        )
 
 
 @dataclass(eq=False)
@@ -96,7 +163,7 @@ class Mark:
 class _State:
     """sources: None once all rows were made. hooks: those of saved tensors, at the gather."""
 
-    sources: Sources | None
+    sources: Rows | None
     mark: Mark
     hooks: Any = None
     values: Tensor | None = None
@@ -110,20 +177,20 @@ class Gathered(Tensor):
     @classmethod
     def like(cls, x: Tensor, index: Tensor) -> Self:
         """Returns a tensor without memory or graph, in the shape of x[index]."""
-        shape = (len(index), *x.shape[1:])
+        return cls.empty((len(index), *x.shape[1:]), x)
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], x: Tensor) -> Self:
+        """Returns a tensor without memory or graph, of this shape, and of the dtype of x."""
         made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=x.dtype, device=x.device)
         made._state = None
         return made
 
-    def of(self, *sources: Tensor | None, mark: Mark | None = None) -> Self:
-        """Notes what the rows are gathered from: x, index and factor. Returns itself."""
-        x, index, factor = sources
-        assert x is not None
-        assert index is not None
+    def of(self, sources: Rows, mark: Mark | None = None) -> Self:
+        """Notes what the rows are made of. Returns itself."""
         mark = mark or Mark()
         mark.ref = weakref.ref(self)
-        known = Sources(x, index, factor, _versions(*sources))
-        self._state = _State(known, mark, _innermost_hooks(True))
+        self._state = _State(sources, mark, _innermost_hooks(True))
         return self
 
     @property
@@ -138,8 +205,8 @@ class Gathered(Tensor):
         return self._state
 
     @property
-    def sources(self) -> Sources:
-        """What they are gathered from, as long as they wait."""
+    def sources(self) -> Rows:
+        """What they are made of, as long as they wait."""
         found = self.state.sources
         assert found is not None
         return found
@@ -156,7 +223,7 @@ class Gathered(Tensor):
             state.mark.used = True
             if state.values is None:
                 with torch._C.DisableTorchFunction(), _unseen():
-                    state.values = self.sources.part()
+                    state.values = assembled(self.sources, self.shape, self.shape)
                 state.sources = None
             return state.values
 
@@ -172,12 +239,13 @@ class Gathered(Tensor):
         if state.sources is None:
             self.become()
             return
-        x, index, factor, _ = state.sources
         here.rows = self
-        if factor is None:
-            ask(index_select, (), (x, 0, index), {})
+        if not isinstance(state.sources, Sources):
+            ask(computed_rows, (), state.sources.tensors, {})
+        elif state.sources.factor is None:
+            ask(index_select, (), (state.sources.x, 0, state.sources.at), {})
         else:
-            ask(scaled_rows, (), (x, index, factor), {})
+            ask(scaled_rows, (), state.sources.tensors, {})
 
     def make(self, ask: Callable[..., Any]) -> None:
         """Makes the rows, if not an ordinary tensor of them; ask: as in `use`."""
@@ -257,6 +325,8 @@ class Gathered(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
+        if func is torch.ops.aten.add.Tensor and _are_gradients(*args):
+            return cls.empty(first.shape, first).of(Added(first.sources, args[1].sources))
         if type(first) is Gathered and first._state is None:  # a node of ours saves its own result
             assert func is torch.ops.aten.detach.default
             return Gathered.like(first, first)
@@ -278,11 +348,15 @@ class _Thread(threading.local):
     """Rows of the forward that this thread runs.
 
     rows   those whose sources are the arguments of the function of ours that runs next
+    call   what that function is to compute of rows, and its arguments (`computed_rows.py`)
+    made   what the rows are made of that were made last
     alive  all that may wait
     """
 
     def __init__(self) -> None:
         self.rows: Gathered | None = None
+        self.made: Rows | None = None
+        self.call: tuple[Any, tuple[Any, ...]] | None = None
         self.alive: list[weakref.ref[Gathered]] = []
 
     def taken(self) -> Gathered:
@@ -290,6 +364,12 @@ class _Thread(threading.local):
         rows, self.rows = self.rows, None
         assert rows is not None
         return rows
+
+    def taken_call(self) -> tuple[Any, tuple[Any, ...]]:
+        """Returns what is to be computed of rows; nothing refers to them from here any more."""
+        call, self.call = self.call, None
+        assert call is not None
+        return call
 
 
 here = _Thread()
@@ -320,6 +400,13 @@ _OUTSIDE = frozenset(
 )
 
 
+def _are_gradients(*args: Any) -> bool:
+    """Returns whether two gradients of rows wait, which a running backward adds."""
+    if len(args) != 2 or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    return all(type(x) is Gathered and x._state is not None and x.waits for x in args)
+
+
 def use_all(args: tuple[Any, ...], kwargs: dict[str, Any], ask: Callable[..., Any]) -> None:
     """Makes ordinary tensors of all rows among the arguments of a call."""
     for rows in tree_leaves((args, kwargs)):
@@ -336,17 +423,13 @@ def _alike(rows: Gathered) -> Tensor:
     return rows.values().detach().requires_grad_(rows.requires_grad)
 
 
-def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(-1 if x is None or x.is_inference() else x._version for x in tensors)
-
-
 # ----------------------------------------------- functions that run in place of torch's, with nodes
 
 
 def gather_later(input: Tensor, dim: int, index: Tensor) -> Gathered:
     """Computes torch.index_select of arguments that pass `waiting.may_wait`, when it is read."""
     rows = _GatherRows.apply(input, index)  # type: ignore[no-untyped-call]
-    return _wait(rows, input, index, None)
+    return wait_for(rows, sources_of(input, index))
 
 
 def scale_rows(x: Tensor, index: Tensor, factor: Tensor) -> Gathered:
@@ -354,19 +437,22 @@ def scale_rows(x: Tensor, index: Tensor, factor: Tensor) -> Gathered:
     given = here.taken()
     given.sources.check()
     rows = _ScaleRows.apply(given, x, index, factor, given.state.mark)  # type: ignore[no-untyped-call]
-    return _wait(rows, x, index, factor)
+    return wait_for(rows, sources_of(x, index, factor))
 
 
-def sum_rows_(input: Tensor, x: Tensor, index: Tensor, factor: Tensor | None, at: Tensor) -> Tensor:
-    """Adds the handed rows to the input at these places, in parts, and returns it."""
+def sum_rows_(input: Tensor, at: Tensor, *tensors: Tensor) -> Tensor:
+    """Adds the handed rows to the input at these places, in parts, and returns it.
+
+    tensors: what the rows are made of
+    """
     rows = here.taken()
     made: Tensor = _SumOfRows.apply(input, rows, at, rows.state.mark)  # type: ignore[no-untyped-call]
     return made
 
 
-def sum_rows(input: Tensor, x: Tensor, index: Tensor, factor: Tensor | None, at: Tensor) -> Tensor:
+def sum_rows(input: Tensor, at: Tensor, *tensors: Tensor) -> Tensor:
     """Computes `sum_rows_` of a copy of the input."""
-    return sum_rows_(input.clone(), x, index, factor, at)
+    return sum_rows_(input.clone(), at, *tensors)
 
 
 def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -379,11 +465,19 @@ def scaled_rows(x: Tensor, index: Tensor, factor: Tensor) -> Tensor:
     return here.taken().become()
 
 
-def _wait(rows: Tensor, *sources: Tensor | None) -> Gathered:
+def computed_rows(*tensors: Tensor) -> Tensor:
+    """Makes the handed rows, which are computed of these."""
+    rows = here.taken()
+    here.made = rows.state.sources
+    return rows.become()
+
+
+def wait_for(rows: Tensor, sources: Rows) -> Gathered:
+    """Returns rows that wait, which the node of these gives, and that are made of the sources."""
     mark = Mark()
     waits = _give(rows, mark)
     here.alive.append(weakref.ref(waits))
-    return waits.of(*sources, mark=mark)
+    return waits.of(sources, mark)
 
 
 def _give(rows: Tensor, mark: Mark, *, is_changed: bool = False) -> Gathered:
@@ -449,7 +543,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Gathered:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(index)
-        ctx.shape, ctx.workspace_nbytes = x.shape, 3 * _PART_NUMEL * x.itemsize
+        ctx.shape, ctx.workspace_nbytes = x.shape, 3 * PART_NUMEL * x.itemsize
         return Gathered.like(x, index)
 
     @staticmethod
@@ -458,7 +552,7 @@ class _GatherRows(torch.autograd.Function):
         if grad is None:
             return None, None
         made = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
-        if _is_in_parts(grad):
+        if is_in_parts(grad):
             for part in parts(index, ctx.shape):
                 made.index_add_(0, index[part], grad.sources.part(part))
             return made, None
@@ -472,7 +566,7 @@ class _ScaleRows(torch.autograd.Function):
     ) -> Gathered:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if factor.requires_grad else None, index, factor)
-        ctx.mark, ctx.workspace_nbytes = mark, 3 * _PART_NUMEL * x.itemsize
+        ctx.mark, ctx.workspace_nbytes = mark, 3 * PART_NUMEL * x.itemsize
         return Gathered.like(x, index)
 
     @staticmethod
@@ -482,16 +576,16 @@ class _ScaleRows(torch.autograd.Function):
         of_factor: Tensor | None = None
         if grad is None:
             return (None,) * 5
-        if _is_in_parts(grad):
+        if is_in_parts(grad):
             if x is not None:
                 of_factor = torch.empty_like(factor)
                 for part in parts(index, x.shape):
                     own = grad.sources.part(part) * x.index_select(0, index[part])
                     of_factor[part] = own.sum_to_size(factor[part].shape)
-            if not ctx.mark.is_whole:
-                summed, at, *_ = grad.sources
-                grad.sources.check()
-                of_rows = Gathered.like(summed, at).of(summed, at, factor)
+            known = grad.sources
+            if not ctx.mark.is_whole and isinstance(known, Sources) and known.factor is None:
+                known.check()
+                of_rows = Gathered.empty(grad.shape, grad).of(sources_of(*known[:2], factor))
         elif x is not None:
             of_factor = (grad * x.index_select(0, index)).sum_to_size(factor.shape)
         of_rows = grad * factor if of_rows is None else of_rows
@@ -521,17 +615,31 @@ class _SumOfRows(torch.autograd.Function):
             of_rows = grad.gather(0, at) if at.dim() > 1 else grad.index_select(0, at)
         else:
             # A copy: another function may get the same gradient, and change it in place.
-            of_rows = Gathered.like(grad, at).of(grad.clone(), at, None)
+            of_rows = Gathered.like(grad, at).of(sources_of(grad.clone(), at))
         return grad, of_rows, None, None
 
 
-def _is_in_parts(grad: Tensor) -> TypeGuard[Gathered]:
+def is_in_parts(grad: Tensor) -> TypeGuard[Gathered]:
     """Returns whether a gradient is that of a sum over rows alone, and is read in parts."""
     return type(grad) is Gathered and grad.waits and not torch.is_grad_enabled()
 
 
 def parts(index: Tensor, of: torch.Size) -> Iterator[slice]:
     """The places of an index into a tensor of this shape, some at a time, all of like sizes."""
-    most = max(_PART_NUMEL // max(of[1:].numel(), 1), 1)
+    most = max(PART_NUMEL // max(of[1:].numel(), 1), 1)
     rows = -(-len(index) // max(-(-len(index) // most), 1))
     return (slice(start, start + rows) for start in range(0, len(index), rows))
+
+
+def assembled(rows: Rows, shape: torch.Size, widest: torch.Size) -> Tensor:
+    """Returns all rows in one tensor of this shape, made in parts.
+
+    widest: the shape of the largest rows on the way
+    """
+    first = rows.tensors[0]
+    if isinstance(rows, Sources):
+        return rows.part()
+    made = torch.empty(shape, dtype=first.dtype, device=first.device)
+    for part in parts(made, widest):
+        made[part] = rows.part(part)
+    return made

@@ -22,9 +22,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import RestoreError
+from elbowroom.runtime.computed_rows import FUNCTIONS, apply_rows, compute, computes
 from elbowroom.runtime.gathered import (
     QUESTIONS,
     Gathered,
+    Sources,
+    computed_rows,
     here,
     scale_rows,
     scaled_rows,
@@ -58,6 +61,7 @@ _PURE = frozenset(
     (
         *(getattr(of, name) for of in (torch, Tensor) for name in _PURE_NAMES if hasattr(of, name)),
         *(*QUESTIONS, *_NEW, F.linear, _made, scaled_rows, scale_rows, sum_rows),
+        *(computed_rows, apply_rows),
     )
 )
 # They change the first argument alone.
@@ -115,12 +119,14 @@ def ready(
     if waiting:
         changed = _storages(_changed(func, args, kwargs))
         for rows in waiting if changed else ():
-            if rows.waits and changed & _storages(rows.sources):
+            if rows.waits and changed & _storages(rows.sources.tensors):
                 rows.make(ask)
         del waiting[:]  # nothing but the program refers to them as they are read
         known = _IN_PARTS.get(func)
         if known is not None and known[0](*args, **kwargs):
             return known[1](func, *args, **kwargs)
+        if func in FUNCTIONS and computes(_reads_in_parts, func, args, kwargs):
+            return *compute(func, args, kwargs), {}
     use_all(args, kwargs, ask)
     return func, args, kwargs
 
@@ -204,7 +210,10 @@ def _is_scaled(*args: Any, **kwargs: Any) -> bool:
     rows, factor = args if type(args[0]) is Gathered else args[::-1]
     if type(factor) is not Tensor or not _reads_in_parts(rows):
         return False
-    if rows.sources.factor is not None or factor.dtype is not rows.dtype:
+    known = rows.sources
+    if not isinstance(known, Sources) or known.factor is not None:
+        return False
+    if factor.dtype is not rows.dtype:
         return False
     if factor.dim() != rows.dim() or _FEWER * factor.numel() > rows.numel():
         return False
@@ -216,9 +225,8 @@ def _is_scaled(*args: Any, **kwargs: Any) -> bool:
 def _scaled(func: Any, *args: Tensor) -> _Call:
     rows, factor = args if type(args[0]) is Gathered else args[::-1]
     assert type(rows) is Gathered
-    x, index, *_ = rows.sources
     here.rows = rows
-    return scale_rows, (x, index, factor), {}
+    return scale_rows, (*rows.sources.tensors, factor), {}
 
 
 def _is_scattered(
@@ -257,7 +265,7 @@ def _summed(func: Any, into: Tensor, dim: int, index: Tensor, *args: Any, **kwar
     (rows,) = (*args, *kwargs.values())
     here.rows = rows
     run = sum_rows_ if func.__name__.endswith("_") else sum_rows
-    return run, (into, *rows.sources[:3], index), {}
+    return run, (into, index, *rows.sources.tensors), {}
 
 
 _IN_PARTS: dict[Callable[..., Any], tuple[Callable[..., bool], Callable[..., _Call]]] = {

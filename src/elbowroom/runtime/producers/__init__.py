@@ -24,7 +24,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.producers.activations import dropout, gelu, leaky_relu, relu, relu6, silu
-from elbowroom.runtime.producers.copies import cast, gather, is_copy, moved, reordered
+from elbowroom.runtime.producers.copies import cast, computed, gather, is_copy, moved, reordered
 from elbowroom.runtime.producers.making import REORDERED
 from elbowroom.runtime.producers.norms import (
     batch_norm,
@@ -278,6 +278,7 @@ _MAKERS: dict[str, _Maker] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), contraction),
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("index_select", "__getitem__"), gather),
+    "computed_rows": computed,
     **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), moved),
 }
 _OF_EXACT: dict[str, _Maker] = {

@@ -1,12 +1,15 @@
 """Recipes of copies: in another order, in another dtype, of some rows."""
 
 import weakref
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elbowroom.runtime.computed_rows import Computed
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.gathered import assembled, here
 from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.producers.making import REORDERED, VIEWS, view_of
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
@@ -130,6 +133,31 @@ def gather(call: Call, out: Tensor, sources: Sources) -> Origin | None:
 
     other = weakref.ref(held), Geometry.of(index)
     op = Op(lambda x: x, lambda x: x, others=(other,), combine=combine, any_size=True)
+    recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
+    return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def computed(call: Call, out: Tensor, sources: Sources) -> Origin | None:
+    """The recipe of rows that functions have made of other rows (`computed_rows.py`)."""
+    made, here.made = here.made, None
+    if not isinstance(made, Computed):
+        return None
+    x, *rest = made.tensors
+    held = [sources.slot(one) for one in rest]
+    source = sources.operand_or_spare(x, call, out)
+    if source is None or any(slot is None or slot.value is None for slot in held):
+        return None
+    shape, template = out.shape, made.of(repeat(x.new_empty(0)))
+
+    def combine(*tensors: Tensor, out: Tensor | None = None) -> Tensor:
+        return assembled(template.of(iter(tensors)), shape, shape)
+
+    others = tuple(
+        (weakref.ref(slot), Geometry.of(one))
+        for slot, one in zip(held, rest, strict=True)
+        if slot is not None
+    )
+    op = Op(lambda x: x, others=others, combine=combine)
     recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
