@@ -66,7 +66,7 @@ _TORCH_MODULES = (
     "torch.nn.functional",
     "torch._tensor",
     "torch._C._nn",
-    *("elbowroom.runtime.gathered", "elbowroom.runtime.computed_rows"),  # in place of torch's own
+    *(f"elbowroom.runtime.{name}" for name in ("gathered", "computed_rows", "extremes")),  # our own
 )
 RESHAPES = (
     *(

@@ -55,7 +55,8 @@ class Sources(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that the rows are made of."""
-        return self[:2] if self.factor is None else self[:3]
+        x, at, factor, _ = self
+        return (x, at) if factor is None else (x, at, factor)
 
     def check(self) -> None:
         """Raises RestoreError if a source was changed in place since."""
@@ -326,7 +327,8 @@ class Gathered(Tensor):
     ) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
         if func is torch.ops.aten.add.Tensor and _are_gradients(*args):
-            return cls.empty(first.shape, first).of(Added(first.sources, args[1].sources))
+            one, other = args
+            return cls.empty(one.shape, one).of(Added(one.sources, other.sources))
         if type(first) is Gathered and first._state is None:  # a node of ours saves its own result
             assert func is torch.ops.aten.detach.default
             return Gathered.like(first, first)

@@ -351,7 +351,7 @@ class Saving(NodeChoice, ModuleCalls):
                 if body is not None:
                     listener.runs(call, body, None)
                     return body
-            if self._sources.is_exact and changes and copy_source(call.first, self._sources):
+            if changes and copy_source(call.first, self._sources):
                 listener.refuse("a source of recipes is changed in place")
             if self._serving.waiting:
                 self._serving.waiting.end_known()
@@ -526,7 +526,9 @@ class Saving(NodeChoice, ModuleCalls):
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
-            slot.is_source |= call.name == "scale_rows" and x is call.first
+            slot.is_source |= call.name == "apply_rows" or (
+                call.name == "scale_rows" and x is call.first
+            )
             call.note_saved(slot, x)
             if self._watch is not None and _can_be_probed(request):
                 self._watch.saved(Use(call, view, name.module), x)

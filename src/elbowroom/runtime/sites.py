@@ -419,7 +419,17 @@ _INDEX_FACTS: dict[str, Callable[[Call], Facts]] = {
     "embedding": _embedding_facts,
     **dict.fromkeys(("gather", "index_select", "scatter_add", "scatter_add_"), _row_facts),
     **dict.fromkeys(("scatter", "scatter_", "index_add", "index_add_"), _row_facts),
-    **dict.fromkeys(("scale_rows", "sum_rows", "sum_rows_", "apply_rows"), _row_facts),
+    **dict.fromkeys(
+        (
+            "scale_rows",
+            "sum_rows",
+            "sum_rows_",
+            "apply_rows",
+            "extremes_of_rows",
+            "extremes_of_rows_",
+        ),
+        _row_facts,
+    ),
     **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "sort", "topk", "kthvalue"), _row_facts),
     **dict.fromkeys(("max", "min", "median", "cummax", "cummin"), _row_facts),
     "take_along_dim": _place_facts,

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.computed_rows import FUNCTIONS, apply_rows, compute, computes
+from elbowroom.runtime.extremes import EXTREMES, extremes_of_rows, extremes_of_rows_
 from elbowroom.runtime.gathered import (
     QUESTIONS,
     Gathered,
@@ -43,8 +44,10 @@ _FEWER = 2  # a factor has at most one element for so many of the rows
 _DTYPES = (torch.float32, torch.float64)  # sums of others are rounded once, not in each part
 _INDICES = (torch.int64, torch.int32)
 _SCATTERED = (torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_)
+_REDUCED = (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_)
 _ADDED = (torch.index_add, Tensor.index_add, Tensor.index_add_)
-SUMS_OF_ROWS = ("sum_rows", "sum_rows_")  # names of our own functions
+# Names of our own functions, which read all rows.
+SUMS_OF_ROWS = ("sum_rows", "sum_rows_", "extremes_of_rows", "extremes_of_rows_")
 _PRODUCTS = (torch.mul, Tensor.mul, torch.multiply, Tensor.multiply)
 _NEW = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
 _PURE_NAMES = (
@@ -61,11 +64,16 @@ _PURE = frozenset(
     (
         *(getattr(of, name) for of in (torch, Tensor) for name in _PURE_NAMES if hasattr(of, name)),
         *(*QUESTIONS, *_NEW, F.linear, _made, scaled_rows, scale_rows, sum_rows),
-        *(computed_rows, apply_rows),
+        *(computed_rows, apply_rows, extremes_of_rows),
     )
 )
 # They change the first argument alone.
-_ONLY_FIRST = frozenset((Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_, sum_rows_))
+_ONLY_FIRST = frozenset(
+    (
+        *(Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_),
+        *(sum_rows_, extremes_of_rows_),
+    )
+)
 
 
 def may_wait(dim: Any, index: Any, x: Tensor) -> bool:
@@ -246,6 +254,27 @@ def _is_added(
     return alike and len(index) == len(source) and _is_summed(into, dim, index, source, **kwargs)
 
 
+def _is_reduced(
+    into: Any = None, dim: Any = None, index: Any = None, src: Any = None, *rest: Any, **kwargs: Any
+) -> bool:
+    """Returns whether an extreme of rows that wait is taken, by torch.scatter_reduce."""
+    named = dict(kwargs)
+    include_self = named.pop("include_self", True)
+    kind = rest[0] if len(rest) == 1 else named.pop("reduce", None)
+    if len(rest) > 1 or kind not in EXTREMES or type(include_self) is not bool:
+        return False
+    return _is_scattered(into, dim, index, src, **named)
+
+
+def _extreme(
+    func: Any, into: Tensor, dim: int, index: Tensor, src: Gathered, *rest: str, **kwargs: Any
+) -> _Call:
+    here.rows = src
+    run = extremes_of_rows_ if func.__name__.endswith("_") else extremes_of_rows
+    kind = rest[0] if rest else kwargs["reduce"]
+    return run, (into, index, kind, kwargs.get("include_self", True), *src.sources.tensors), {}
+
+
 def _is_summed(into: Any, dim: Any, index: Tensor, rows: Gathered, **kwargs: Any) -> bool:
     if kwargs or type(into) is not Tensor or not _reads_in_parts(rows):
         return False
@@ -274,4 +303,5 @@ _IN_PARTS: dict[Callable[..., Any], tuple[Callable[..., bool], Callable[..., _Ca
     **dict.fromkeys(_PRODUCTS, (_is_scaled, _scaled)),
     **dict.fromkeys(_SCATTERED, (_is_scattered, _summed)),
     **dict.fromkeys(_ADDED, (_is_added, _summed)),
+    **dict.fromkeys(_REDUCED, (_is_reduced, _extreme)),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from elbowroom.runtime.direct.held import private_of
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 
 _aten: Any = torch.ops.aten
 

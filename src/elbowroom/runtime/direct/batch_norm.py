@@ -17,7 +17,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import normalized_of, packed, wanted
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 
 _Grads = tuple[Tensor | None, ...]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 
 Limit = float | int | None
 _Compare = Callable[[Tensor, float], Tensor]

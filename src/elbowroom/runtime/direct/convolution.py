@@ -26,9 +26,9 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.plan.samples import AT_ONCE, samples_at_once
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
-from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, RebuildHandle
 from elbowroom.runtime.handles.encode import Parts
+from elbowroom.runtime.node import Node
 from elbowroom.runtime.slot import Geometry, View
 from elbowroom.runtime.storage import untouchable
 

@@ -35,8 +35,8 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.direct.linear_again import linear_again
-from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
+from elbowroom.runtime.node import Node
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage, untouchable
 

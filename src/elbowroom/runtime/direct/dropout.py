@@ -12,8 +12,8 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import by_element, view_of
-from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import EncodeHandle
+from elbowroom.runtime.node import Node
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed, restored_alone
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import untouchable
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 from elbowroom.runtime.storage import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once

@@ -12,9 +12,9 @@ from elbowroom.kernels import ops
 from elbowroom.plan import Need
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import is_alike, packed, view_of
-from elbowroom.runtime.direct.node import Node
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.masks import Bits
+from elbowroom.runtime.node import Node
 from elbowroom.runtime.slot import View
 
 

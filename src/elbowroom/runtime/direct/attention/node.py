@@ -38,7 +38,7 @@ from elbowroom.kernels import attention as one_pass
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
-from elbowroom.runtime.direct.node import Node
+from elbowroom.runtime.node import Node
 from elbowroom.runtime.storage import PLAIN
 
 _DTYPES = (*FLOATS, torch.float64)
