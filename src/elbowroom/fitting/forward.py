@@ -29,8 +29,8 @@ from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import is_parameter, is_touchable, storage_nbytes
 
-# Rows, their product with a factor and a gradient of it may stand at once.
-_TIMES = 3
+# Rows, others that are gathered beside them, what is made of both, and gradients may stand at once.
+_TIMES = 5
 
 
 class Fit(Protocol):

@@ -89,11 +89,9 @@ _VIEWS = (  # what they make lies in the memory of what they read
     *("UnsqueezeBackward", "ViewBackward"),
 )
 _PARTS = ("CatBackward", "StackBackward")  # each gets a part of what came in
-_EMPTY = {  # nodes of ours: the input whose gradient has no memory
-    "_NegativeLogLikelihoodBackward": 0,
-    "_ScaleRowsBackward": 0,
-    "_SumOfRowsBackward": 1,
-}
+_EMPTY = {"_NegativeLogLikelihoodBackward": 0}  # the input whose gradient has no memory
+# They give rows that wait a gradient without memory.
+_READ_ROWS = ("_ApplyBackward", "_ExtremesBackward", "_ScaleRowsBackward", "_SumOfRowsBackward")
 _ROWS = "_RowsBackward"  # hands on what has no memory, too
 _REDUCING = ("MulBackward", "DivBackward")  # a broadcast factor: the whole product, then its sum
 _NONE = (-1, 0)  # an input that needs no gradient
@@ -298,7 +296,8 @@ class _Backward:
     def _made(self, node: Node, nth: int, to: int, which: int, came: dict[int, int]) -> int:
         if to < 0:
             return -1
-        if _EMPTY.get(node.name) == nth:
+        is_rows = self._nodes[to].name == _ROWS and node.name in _READ_ROWS
+        if is_rows or _EMPTY.get(node.name) == nth:
             return self._gradients.make(0)
         nbytes, name = self._nodes[to].takes[which], _stripped(node.name)
         is_new = nth == 1 and name == _DIFFERENCE
