@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.measure import peak
@@ -291,6 +292,27 @@ def autocast_inside(h, k, small, large, i, j, a):
 def another_dtype(h, k, small, large, i, j, a):
     r = h.index_select(0, i) * small.double()
     return added(r, a).sin().sum(), list
+
+
+@program
+def in_a_checkpoint(h, k, small, large, i, j, a):
+    def run(h, k, small):
+        r = torch.sigmoid(h.index_select(0, i) + k.index_select(0, j)) * small
+        return added(r, a) + reduced(r, a) + (r * r).sum(-1, keepdim=True).mean()
+
+    return checkpoint(run, h, k, small, use_reentrant=False).sin().sum(), list
+
+
+@program
+def a_constant_of_another_dtype(h, k, small, large, i, j, a):
+    r = h.index_select(0, i) * torch.ones(D, dtype=torch.float64)
+    s = h.index_select(0, i) * torch.tensor(2.0, dtype=torch.float64) + torch.ones(D).long()
+    return added(r, a).sin().sum() + added(s, a).sin().sum(), list
+
+
+@program
+def shapes_do_not_fit(h, k, small, large, i, j, a):
+    return added(h.index_select(0, i) + torch.ones(D + 1), a).sum(), list
 
 
 @program

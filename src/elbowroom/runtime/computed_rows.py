@@ -264,6 +264,8 @@ def _argument(x: Tensor, rows: Gathered) -> Argument | None:
         return None
     if x.dim() == rows.dim() and len(x) == len(rows) > 1:
         return Each(x) if x.dtype is rows.dtype else None
+    if x.dim() and x.dtype is not rows.dtype and (x.is_floating_point() or x.is_complex()):
+        return None  # which would give another dtype
     shares = x.dim() < rows.dim() or len(x) == 1
     # Its gradient would be a sum over all rows, whose order is torch's own.
     return All(x) if shares and not x.requires_grad else None
@@ -293,7 +295,7 @@ def apply_rows(*tensors: Tensor) -> Tensor:
     rows = next(x for x in given if type(x) is Gathered)
     sample = computed.part(slice(0, 1))
     shape = torch.Size((len(rows), *sample.shape[1:]))
-    if sample.dtype is not rows.dtype or _FEWER * shape.numel() <= rows.numel():
+    if _FEWER * shape.numel() <= rows.numel():
         made: Tensor = _Apply.apply(computed, shape, args, False, *given)  # type: ignore[no-untyped-call]
         return made
     return wait_for(_Apply.apply(computed, shape, args, True, *given), computed)  # type: ignore[no-untyped-call]
