@@ -33,6 +33,7 @@ from elbowroom.plan.site import Rows
 
 _MIN_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
 _PART = 1 << 16  # elements that are read twice, in a cache's reach, and held once more
+_SURE = 1 / 64  # of a row's mean square: above that, sums in float32 tell its variance
 _RANGE = 1e-18, 1e18  # of 1 / std: of a row of zeros, and so that a quotient of two is a float32
 
 
@@ -167,6 +168,8 @@ def var_mean(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.device.type == "cpu" and x.numel() > 1 and not would_wait(x):
         is_last = dim % x.dim() == x.dim() - 1
+        if is_last and (quick := _by_sums(x)) is not None:
+            return quick
         found = statistics_of_rows(x) if is_last else None
         if found is None:
             var, mean = _in_parts(x, dim, wide)
@@ -176,6 +179,23 @@ def var_mean(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
             return var, mean
     var, mean = torch.var_mean(x.to(wide), dim=dim, correction=0, keepdim=True)
     return var, mean
+
+
+def _by_sums(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The variance and mean of each row of x [..., D] by its sum and its norm.
+
+    Two passes of torch's, which take half as long as a kernel that also finds extremes. Returns
+    None where a mean is so far from 0 that the difference of squares says little of a variance,
+    where a sum is not finite, and for what is not float32 and contiguous.
+    """
+    if x.dtype is not torch.float32 or not x.is_contiguous() or not x.numel():
+        return None
+    mean = x.mean(-1, keepdim=True)
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    var = torch.addcmul(square, mean, mean, value=-1)
+    # Of rows of zeros both are 0; of a NaN no comparison is true.
+    is_sure = (var >= square.mul_(_SURE)).logical_and_(var < torch.inf)
+    return (var, mean) if bool(is_sure.all()) else None
 
 
 def _in_parts(x: Tensor, dim: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
