@@ -8,7 +8,7 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import MORE_NOISE, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
-from elbowroom.units import budget_argument, show_nbytes
+from elbowroom.units import budget_argument, show_nbytes, show_percent
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -155,7 +155,9 @@ def warn_given(options: FitOptions, plan: Plan) -> None:
     _log.warning(
         "budget %s: the plan that was given %s; another one is made",
         show_nbytes(options.budget_nbytes),
-        f"does not know {unknown} of the tensors of this step" if unknown else "does not fit",
+        f"does not know {unknown} of the tensors of this step"
+        if unknown
+        else f"does not fit (it predicts {show_nbytes(plan.peak)}; the measured step took more)",
     )
 
 
@@ -211,10 +213,10 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
     """Logs the noise of codes, at WARNING above a tenth of that of mini-batches, or unmeasured."""
     _log.log(
         logging.INFO if plan.watched and plan.noise <= _UNNOTICED else logging.WARNING,
-        "budget %s: codes add noise to the gradient, %.3g %% of the variance that mini-batches add "
+        "budget %s: codes add noise to the gradient, %s of the variance that mini-batches add "
         "anyway (%s)",
         show_nbytes(options.budget_nbytes),
-        100 * plan.noise,
+        show_percent(plan.noise),
         f"estimated from {plan.watched} measured steps"
         if plan.watched
         else "predicted, and not measured: the budget leaves no room for that, or the measured "
