@@ -295,7 +295,7 @@ def test_a_budget_that_nothing_meets_ends_with_3_and_says_what_to_type(folder):
     assert ran.returncode == 3
     assert "Traceback" not in ran.stderr
     assert re.search(
-        r"elbowroom: budget 1.00 MiB is below the .* or give --budget [\d.]+MiB", ran.stderr
+        r"elbowroom: budget 1.00 MiB is below the .* [gG]ive --budget [\d.]+MiB", ran.stderr
     )
 
 
