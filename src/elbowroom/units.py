@@ -121,6 +121,17 @@ def budget_argument(nbytes: int) -> str:
     return f'budget="{show_at_least(nbytes)}"'
 
 
+def show_percent(share: float) -> str:
+    """0.0123 -> "1.2 %"; 0.27 -> "27 %"; 4e-11 -> "less than 0.01 %"; 0 -> "0 %"."""
+    percent = 100 * share
+    if not percent:
+        return "0 %"
+    if abs(percent) < 0.01:
+        return "less than 0.01 %"
+    digits = 2 if abs(percent) < 0.1 else 1 if abs(percent) < 10 else 0
+    return f"{percent:.{digits}f} %"
+
+
 def show_seconds(seconds: float) -> str:
     """0.00342 -> "3.4 ms"; 95 -> "1 min 35 s"."""
     if seconds < 1e-3:

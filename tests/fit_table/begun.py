@@ -15,6 +15,7 @@ from elbowroom.fitting.commands import (
     Raise,
     RefusePresets,
     RunLayersAgain,
+    RunProductsAgain,
     TakeSmall,
     say,
 )
@@ -517,6 +518,12 @@ ROWS = {
         NoPlanLeft(Fallbacks(layers=True, rows=True)),
         replace(FRESH, is_recurrent=True),
         (FORGET, LetRowsWait()),
+    ),
+    "more plans once linear layers run again": Row(
+        replace(WRITING, is_recurrent=True),
+        NoPlanLeft(Fallbacks(layers=True, checkpoints=True, products=True)),
+        replace(FRESH, is_recurrent=True),
+        (FORGET, RunProductsAgain()),
     ),
     "more plans once checkpoints are opened": Row(
         replace(WRITING, is_recurrent=True),

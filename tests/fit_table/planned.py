@@ -385,13 +385,13 @@ ROWS = {
         SMALLEST,
         SmallestMade(LEFT, None),
         {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "headroom": Headroom(0)},
-        (say(Line.UNCORRECTED, least_nbytes=1100, preset="exact"),),
+        (say(Line.UNCORRECTED, least_nbytes=1100, preset="exact", refuses=False),),
     ),
     "no smallest is found, and no preset was seen to fit": Row(
         replace(VERIFYING, was_rehearsed=True, attempts=TRIED),
         SmallestMade(LEFT, None),
         {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "preset": 5},
-        (say(Line.UNCORRECTED, least_nbytes=1100, preset="dither, 4 levels"),),
+        (say(Line.UNCORRECTED, least_nbytes=1100, preset="dither, 4 levels", refuses=True),),
     ),
     # What codes add.
     "a lossy plan fits": Row(

@@ -708,3 +708,27 @@ def test_a_forward_that_leaves_its_script_knows_what_it_holds_so_far():
     assert following.saving is not None
     assert plain == 3 * 512 * 32 * 4  # x and two ReLUs, which the next products read, too
     assert 0 < held < 0.5 * plain < 0.05 * script.before_nbytes
+
+
+def test_a_source_that_only_a_step_of_another_path_changes_is_an_error_and_examined_it_is_not():
+    """Its recipe was handed out before the step left the script: a limit (docs/limits.md)."""
+    seed = 4920710003
+    model = Model()
+    model.weights = [nn.Parameter(w.detach()) for w in model.weights]
+    saving = exact()
+    saving.tracer = Tracer()
+    gradients(seed, saving, model=model)
+
+    def twisted(context: Any) -> list[Tensor | None]:
+        return gradients(seed, context, model=model, step=2, twist=random.Random(seed * 10 + 2))
+
+    before = [copy.deepcopy(one.state_dict()) for one in model.norms]
+    plain = twisted(contextlib.nullcontext())
+    for context in (Following(saving.tracer.script, exact), exact()):
+        for one, state in zip(model.norms, before, strict=True):
+            one.load_state_dict(state)
+        if isinstance(context, Following):
+            with pytest.raises(RestoreError, match="modified by an inplace operation"):
+                twisted(context)
+        else:
+            assert same(twisted(context), plain)

@@ -17,6 +17,7 @@ from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.undo import tensors_of
 from elbowroom.tools import Discovery
+from elbowroom.units import parse_nbytes
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 BATCH, WIDE = 512, 128
@@ -206,7 +207,8 @@ def trained_plainly(kind):
 
 def named(messages):
     """Return the budgets that warnings name where steps vary: such a training is not refused."""
-    return [int(found[1]) for one in messages if (found := re.search(r"Give budget=(\d+)", one))]
+    found = (re.search(r'Give budget="([^"]+)"', one) for one in messages)
+    return [parse_nbytes(one[1]) for one in found if one]
 
 
 @pytest.mark.parametrize(("kind", "share"), CASES)

@@ -180,7 +180,7 @@ def test_of_plans_that_all_take_too_much_the_nearest_stays_or_none(monkeypatch) 
     assert rooms == [1000, 900, 860, 900]
     assert regions.decisions[0].peak_nbytes == 1040
     run, rooms, regions = corrected(monkeypatch, {1000: 1100, 900: 1100, 800: 1100}, 0)
-    with pytest.raises(BudgetTooSmall, match="not seen by the plan") as caught:
+    with pytest.raises(BudgetTooSmall, match="workspaces of its compiled kernels") as caught:
         run()
     assert rooms == [1000, 900, 800]
     assert caught.value.least_nbytes == 1100

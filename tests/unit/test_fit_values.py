@@ -11,7 +11,10 @@ from elbowroom.fitting.chosen import Candidate, Chosen
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.planned import learn_anew
 from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.fitting.signature import Signature
+from elbowroom.fitting.state import FitState
 from elbowroom.plan.plan import Plan
 
 OPTIONS, STOCK = FitOptions(1000), MemoryState(static_nbytes=300)
@@ -248,3 +251,21 @@ def test_a_plan_of_a_measured_step_leaves_as_much_free_as_it_can_of_three_margin
     profile = SimpleNamespace(static=300, seconds=1.0)
     assert PlannerSettings(OPTIONS).exact_plan(profile) is made
     assert margins[-1] == margin
+
+
+def test_the_largest_call_alone_is_one_that_came():
+    """Graphs of many nodes and of many edges: no graph has both, which was waited for."""
+    nodes, edges = (Signature("", shapes) for shapes in (((9, 2), (3,)), ((4, 2), (15,))))
+    small = Signature("", ((5, 2), (5,)))
+    state = FitState(OPTIONS, STOCK, Signature(None), Signature(None))
+    for signature in (small, nodes, edges, small):
+        state = state.with_call(signature)
+    assert state.largest == nodes.joined(edges)
+    assert state.most == edges
+    state, _ = learn_anew(state)
+    assert (state.largest, state.most) == (edges, None)
+    assert state.covers(nodes)
+    assert not state.covers(Signature("", ((4, 2), (16,))))
+    assert state.with_call(nodes) is state
+    assert replace(state, now=edges).wants_measuring
+    assert not replace(state, now=edges).is_scaled

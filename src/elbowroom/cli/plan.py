@@ -82,6 +82,12 @@ def plan(
         check_writable(out, "--out", profile)
     if html is not None:
         check_writable(html, "--html", profile, out)
+    if profile.is_file() and profile.suffix == ".py":
+        raise UnknownField(
+            f"{profile} is a script, and plan reads a profile of one step of it: "
+            f'"elbowroom profile {profile}" writes profile.json, and '
+            f'"elbowroom plan profile.json --budget ..." reads that'
+        )
     if not profile.is_file():
         raise DataError(f'there is no profile {profile}; "elbowroom profile train.py" writes one')
     known = Profile.load(profile)

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elbowroom.codecs.base import FLOATS, Codec, Encoded
+from elbowroom.codecs.base import FLOATS, Codec, Encoded, Expected
+from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.names import setting_name
 
 DESTROYED = "its decode changes the code, which backward may read again"
 MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
+_TIMES = 2  # the error of a codec that its form for graphs may have
 _ALIGNMENT = 256  # bytes that a buffer may have beyond what it holds
 _ODD = (3, 1667)  # no multiple of any group
 _AT_ONE = 1.85  # the error of a dither of two levels; of n levels it is this / (n - 1)^2
@@ -112,7 +114,7 @@ def broken_promise(codec: Codec) -> str:
         return ""
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            lie = next(_broken_promises(codec), "")
+            lie = next(_broken_promises(codec), "") or broken_form(codec)
         if not lie and dtypes_of(codec):
             measured(codec, maps=True), measured(codec, maps=False)  # which plans ask for
         return lie
@@ -142,7 +144,7 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
                 yield DESTROYED
             if y.shape != x.shape or y.dtype is not x.dtype:
                 yield f"it gives back {y.dtype} of shape {tuple(y.shape)} for {dtype} of {shape}"
-            error = float((y.double() - x.double()).square().sum() / x.double().square().sum())
+            error = _error(y, x)
             if error != error or error == float("inf"):
                 yield "it gives back what is not finite"
             if codec.stated_error is not None and error > codec.stated_error:
@@ -156,6 +158,62 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
             del x
             if not ref.expired():  # type: ignore[no-untyped-call]
                 yield "it keeps the tensor that it encodes, which is then never freed"
+
+
+@cache
+def broken_form(codec: Codec) -> str:
+    """Returns in words how the form of a codec for graphs differs from the codec; "" if it agrees.
+
+    See `GraphForm`. Those of elbowroom are compared in tests.
+    """
+    if is_own(type(codec)):
+        return ""
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            return next(_broken_forms(codec), "")
+    except Exception as error:
+        return f"its form for graphs fails: {type(error).__name__}: {error}"
+
+
+def _broken_forms(codec: Codec) -> Iterator[str]:
+    form = codec.graph_form(NOTHING)
+    for dtype in () if form is None else dtypes_of(codec):
+        for n in (prod(ROWS), 5001):
+            assert form is not None
+            x = _normal((n,)).to(dtype)
+            layout, allowed = (
+                codec._layout(n, dtype, NOTHING),
+                _error(codec.encode(x, 3).decode(), x),
+            )
+            buffers, out = form.quantize(x, 3), torch.empty_like(x)
+            yield from _broken_layout(layout, buffers)
+            if not torch.equal(x, _normal((n,)).to(dtype)):
+                yield "its form for graphs changes the tensor that it encodes"
+            form.dequantize(buffers, 3, out)
+            yield from _broken_error(_error(out, x), allowed)
+            if form.written is not None:
+                quantize, dequantize = form.written
+                buffers = quantize(x, torch.tensor([3]))
+                yield from _broken_layout(layout, buffers)
+                y = dequantize(buffers, torch.tensor([3]), n, dtype)
+                yield from _broken_error(_error(y, x), allowed)
+
+
+def _broken_layout(layout: tuple[Expected, ...], buffers: tuple[Tensor, ...]) -> Iterator[str]:
+    fits = len(layout) == len(buffers)
+    if not fits or not all(one.fits(buffer) for one, buffer in zip(layout, buffers, strict=True)):
+        said = ", ".join(map(str, layout))
+        made = ", ".join(str(Expected(one.dtype, tuple(one.shape))) for one in buffers)
+        yield f"it says that its code is {said}, and its form for graphs makes {made}"
+
+
+def _broken_error(found: float, allowed: float) -> Iterator[str]:
+    if not found <= _TIMES * allowed:
+        yield f"its form for graphs has a squared error of {found:.2g}, and the codec {allowed:.2g}"
+
+
+def _error(y: Tensor, x: Tensor) -> float:
+    return float((y.double() - x.double()).square().sum() / x.double().square().sum())
 
 
 def kept_nbytes(encoded: Encoded) -> int:

@@ -35,7 +35,7 @@ from elbowroom.compiled.deferred import Deferred
 from elbowroom.compiled.stored import Loaded
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
-from elbowroom.units import Share, parse_budget, show_nbytes
+from elbowroom.units import Share, parse_budget, show_nbytes, show_percent
 
 _log = logging.getLogger("elbowroom")
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
@@ -219,10 +219,10 @@ class Regions:
             if decision.is_lossy:
                 _log.log(
                     logging.INFO if decision.noise <= _UNNOTICED else logging.WARNING,
-                    "compiled region %d: codes add about %.3g %% of what mini-batches vary by "
+                    "compiled region %d: codes add about %s of what mini-batches vary by "
                     "anyway (estimated from sizes)",
                     len(self.decisions),
-                    100 * decision.noise,
+                    show_percent(decision.noise),
                 )
 
 
@@ -312,7 +312,10 @@ def _corrected(
                 continue
         over, tight, planned = min(tries)
         if over > _NEAR * room:
-            parts = {"planned": planned, "not seen by the plan": room + over - planned}
+            parts = {
+                "planned": planned,
+                "workspaces of its compiled kernels": room + over - planned,
+            }
             raise too_small(room, room + over, parts, regions.settings.limit) from None
         raises = False
     _accept(check, room, regions)

@@ -22,7 +22,9 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
 from elbowroom.codecs import BitMask, Codec, Narrow
+from elbowroom.codecs.dropped import drop, why_dropped
 from elbowroom.codecs.facts import NOTHING
+from elbowroom.codecs.quality import broken_form, is_own
 from elbowroom.compiled.away import is_away
 from elbowroom.compiled.backend import Regions, Settings, compile_region
 from elbowroom.errors import RestoreError
@@ -35,9 +37,17 @@ Report = Callable[[int, int, Any], None]  # plain bytes, held bytes, object whos
 def acts_in_graphs(codec: Codec) -> bool:
     """Returns whether a codec has a form for the values that a graph saves.
 
-    Exact ones need only take what graphs know of masks and indices.
+    Exact ones need only take what graphs know of masks and indices. One of another package, whose
+    form is not what it declares, is dropped, and is none from then on.
     """
-    return isinstance(codec, BitMask | Narrow) or codec.graph_form(NOTHING) is not None
+    if isinstance(codec, BitMask | Narrow):
+        return True
+    if is_own(type(codec)):
+        return codec.graph_form(NOTHING) is not None
+    lie = broken_form(codec)
+    if lie:
+        drop(type(codec), lie)
+    return not why_dropped(type(codec)) and codec.graph_form(NOTHING) is not None
 
 
 class _Thread(threading.local):

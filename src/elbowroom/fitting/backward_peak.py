@@ -47,3 +47,12 @@ def peak_of_backward(
         stay = min(moment.stay, memory.unallocated_gradient_nbytes)
         highest = max(highest, moment.nbytes + moment.hidden + stay + still)
     return highest and memory.static_nbytes + highest
+
+
+def gradients_peak(outputs: Iterable[Tensor], since: int = 0) -> int:
+    """Returns the most bytes of gradients that stand at once in backward, by the graph alone.
+
+    Those of parameters do not count. 0 where the outputs have no graph. since: as above
+    """
+    moments = run(graph_of(outputs, since=since, is_whole=not since))
+    return max((moment.nbytes + moment.hidden for moment in moments), default=0)

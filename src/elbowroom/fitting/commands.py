@@ -144,6 +144,11 @@ class LetRowsWait:
 
 
 @dataclass(frozen=True)
+class RunProductsAgain:
+    """Command: let plans rebuild what is made of a linear layer's result, from now on."""
+
+
+@dataclass(frozen=True)
 class OpenCheckpoints:
     """Command: run what the program's own checkpoints hold as if it had none, from now on."""
 
@@ -198,6 +203,7 @@ Command = (
     | BlameNoClasses
     | RunLayersAgain
     | LetRowsWait
+    | RunProductsAgain
     | OpenCheckpoints
     | TakeSmall
     | Refuse

@@ -33,6 +33,7 @@ from elbowroom.fitting.commands import (
     Refuse,
     RefusePresets,
     RunLayersAgain,
+    RunProductsAgain,
     Say,
     StartMeter,
     TakePlan,
@@ -120,6 +121,8 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
             planner.forward_profile = None
         case LetRowsWait():
             planner.context.rows_wait, planner.forward_profile = True, None
+        case RunProductsAgain():
+            planner.context.products_again, planner.forward_profile = True, None
         case OpenCheckpoints():
             planner.context.opens_checkpoints, planner.forward_profile = True, None
         case TakeSmall():
@@ -245,6 +248,10 @@ def fallbacks_of(planner: "Planner") -> Fallbacks:
     needed = planner.memory.static_nbytes + int(_WHOLE * context.layer_nbytes)
     fits = planner.options.exact or needed <= planner.options.budget_nbytes
     # Exact plans gain little by that: they run a piece again, as the checkpoint does.
+    # Lossy plans have codes in their place. Of models in turns, predictions were a third too low.
+    is_alone = not (planner.memory.co_resident_nbytes or planner.calls.are_seen)
+    exactly = is_alone and planner.options.exact is True
+    products = exactly and context.has_linears and not context.products_again
     opens = context.has_checkpoints and not (context.opens_checkpoints or planner.options.exact)
     return Fallbacks(
         blamed,
@@ -252,6 +259,7 @@ def fallbacks_of(planner: "Planner") -> Fallbacks:
         stretches=not (planner.options.exact or context.rounds),
         small=not context.takes_small,
         rows=context.gathers and not context.rows_wait,
+        products=products,
         checkpoints=opens,
     )
 

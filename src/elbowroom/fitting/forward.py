@@ -67,6 +67,7 @@ class FittedSaving(Saving):
     too_much    it would have to climb, which is not allowed: likewise
     storages    what the step has saved, once the context is closed
     saved_by    autograd's numbers of the nodes that saved each slot; in a first forward only
+    gradients_nbytes  most bytes of gradients at once, of a forward that is impossible; 0: not known
     copied_nbytes  stand until forward has ended: copies of what it may change
     leaves_room    it may hold half of what is allowed: nobody knows how many forwards will follow
     """
@@ -103,7 +104,7 @@ class FittedSaving(Saving):
         self.impossible = False
         self.too_much = counts
         self._may_climb, self._only_counts = may_climb, counts
-        self.largest_nbytes = self.copied_nbytes = 0
+        self.largest_nbytes = self.copied_nbytes = self.gradients_nbytes = 0
         self.leaves_room = False
         self._limit: tuple[int, int] | None = None
         self._has_diverged = self._begins_again = self._is_dropped = False
@@ -226,6 +227,8 @@ class FittedSaving(Saving):
     def _finished(self, call: Call, out: Any) -> None:
         if self._is_discarded:
             return
+        if call.name == "linear":
+            self.context.has_linears = True
         if not (self._may_climb or self.too_much):
             self._note_result(out)
         super()._finished(call, out)

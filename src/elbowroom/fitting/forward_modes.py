@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
-from elbowroom.fitting.backward_peak import peak_of_backward
+from elbowroom.fitting.backward_peak import gradients_peak, peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.messages import warn_unplanned
 from elbowroom.fitting.planner import Planner
@@ -41,6 +41,8 @@ class ForwardModes(MeasuredSteps):
                 cut_short = True
         if cut_short:
             _refuse_part(self.planner, saving)
+        if saving.impossible and not cut_short:
+            saving.gradients_nbytes = gradients_peak(_with_graph(out))
         self._ended(saving)
         return out
 
@@ -79,8 +81,7 @@ class ForwardModes(MeasuredSteps):
         """
         if not may_measure(self.model_state.device) and self._step is None:
             return False
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        highest = peak_of_backward(made, saving, self.planner.memory, since)
+        highest = peak_of_backward(_with_graph(out), saving, self.planner.memory, since)
         return highest > self.options.budget_nbytes
 
     def _fail(
@@ -129,6 +130,10 @@ class ForwardModes(MeasuredSteps):
         self._last = known
         self._note_setting(known)
         return out
+
+
+def _with_graph(out: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _refuse_part(planner: Planner, saving: FittedSaving) -> None:

@@ -237,7 +237,7 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
     if peak_nbytes <= budget_nbytes:
         state = _with_transients(replace(state, has_fit=True), seen, seen.peak)
         return _allowing(state, seen, seen.peak), ()
-    if state.was_rehearsed and least is not None and not state.varies:
+    if state.refuses_last_resort and least is not None:
         return state, (Refuse(least),)
     commands: tuple[Command, ...] = ()
     if least is not None and least.peak_nbytes < peak_nbytes:

@@ -8,7 +8,7 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import MORE_NOISE, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
-from elbowroom.units import budget_argument, show_nbytes
+from elbowroom.units import budget_argument, show_nbytes, show_percent
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -20,6 +20,8 @@ OFFLOAD_HELPS = "move tensors to a file with offload='file'"
 LAYERS_HELP = "let recurrent layers run again in parts, which rounds otherwise, with exact=None"
 # Transients of a step that is refused before it is measured, in multiples of its largest tensor.
 _GENEROUS = 12
+_CARE = 1.25  # times the gradients that the graph tells of
+_RESTORED = 2  # of its largest tensors beside these: restored ones, workspaces, the loss
 _LITTLE = 0.01  # of a peak: what is saved for backward is not worth moving
 _ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
@@ -66,11 +68,10 @@ def warn_outside(options: FitOptions, peak_nbytes: int, seen_nbytes: int) -> Non
 def warn_above(options: FitOptions, peak_nbytes: int, why: str) -> None:
     """Warns that steps stay above the budget; `why` completes "they ..."."""
     _log.warning(
-        "budget %s: steps take %s, and later ones will, too: they %s. Give budget=%d, or halve the "
-        "batch",
+        "budget %s: steps take %s, and later ones will, too: they %s. Give %s, or halve the batch",
         *map(show_nbytes, (options.budget_nbytes, peak_nbytes)),
         why,
-        peak_nbytes,
+        budget_argument(peak_nbytes),
     )
 
 
@@ -133,16 +134,18 @@ def say_opens(options: FitOptions) -> None:
     )
 
 
-def warn_uncorrected(options: FitOptions, least_nbytes: int, preset: str) -> None:
+def warn_uncorrected(options: FitOptions, least_nbytes: int, preset: str, *, refuses: bool) -> None:
     """Warns that no plan has kept to the budget, and that no more plans are made.
 
     least_nbytes: the lowest peak that was measured.
+    refuses: the budget is refused if the preset does not keep to it either
     """
     _log.warning(
         "budget %s: no plan kept to it (the lowest measured peak is %s), so all tensors use the "
-        "setting '%s' now; after that, fit keeps whatever took the least memory",
+        "setting '%s' for one step, which is measured; if it takes more than the budget, too, %s",
         *map(show_nbytes, (options.budget_nbytes, least_nbytes)),
         preset,
+        "fit refuses the budget" if refuses else "fit keeps whichever took the least memory",
     )
 
 
@@ -152,7 +155,9 @@ def warn_given(options: FitOptions, plan: Plan) -> None:
     _log.warning(
         "budget %s: the plan that was given %s; another one is made",
         show_nbytes(options.budget_nbytes),
-        f"does not know {unknown} of the tensors of this step" if unknown else "does not fit",
+        f"does not know {unknown} of the tensors of this step"
+        if unknown
+        else f"does not fit (it predicts {show_nbytes(plan.peak)}; the measured step took more)",
     )
 
 
@@ -208,10 +213,10 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
     """Logs the noise of codes, at WARNING above a tenth of that of mini-batches, or unmeasured."""
     _log.log(
         logging.INFO if plan.watched and plan.noise <= _UNNOTICED else logging.WARNING,
-        "budget %s: codes add noise to the gradient, %.3g %% of the variance that mini-batches add "
+        "budget %s: codes add noise to the gradient, %s of the variance that mini-batches add "
         "anyway (%s)",
         show_nbytes(options.budget_nbytes),
-        100 * plan.noise,
+        show_percent(plan.noise),
         f"estimated from {plan.watched} measured steps"
         if plan.watched
         else "predicted, and not measured: the budget leaves no room for that, or the measured "
@@ -276,9 +281,9 @@ def warn_inside(options: FitOptions, peak_nbytes: int) -> None:
     _log.warning(
         "budget %s: a forward without gradients ran between the forward and the backward of a "
         "step, and took %s together with what the step holds; no measured step had one. Evaluate "
-        "before forward or after backward, or give at least budget=%d",
+        "before forward or after backward, or give at least %s",
         *map(show_nbytes, (options.budget_nbytes, peak_nbytes)),
-        peak_nbytes,
+        budget_argument(peak_nbytes),
     )
 
 
@@ -382,7 +387,11 @@ def refusal(
         saved = max(saved, saving.ledger.max_nbytes)
     other, kind = transient_nbytes, "measured"
     if other is None:  # an estimate, and rather too large than too small
-        other, kind = memory.unallocated_nbytes + _GENEROUS * saving.largest_nbytes, "estimated"
+        beside = _GENEROUS * saving.largest_nbytes
+        if saving.gradients_nbytes:
+            known = int(_CARE * saving.gradients_nbytes) + _RESTORED * saving.largest_nbytes
+            beside = min(beside, known)
+        other, kind = memory.unallocated_nbytes + beside, "estimated"
     resident = memory.static_nbytes + gradient_nbytes
     least = resident + saved + other
     # More was held at some moment than at the end, or than at this preset from the start, because a
@@ -451,20 +460,28 @@ def without_frames(error: BudgetTooSmall) -> BudgetTooSmall:
     return error.with_traceback(None)
 
 
-def add_room(error: BudgetTooSmall, others_nbytes: int = 0) -> None:
+def add_room(error: BudgetTooSmall, others_nbytes: int = 0, other_kinds_nbytes: int = 0) -> None:
     """Increases the budget that a refusal names, so that steps keep to it when it is given.
 
     Peaks vary a little from step to step: a training script may keep metrics, and data differ.
 
     others_nbytes: additional bytes that graphs of other models may take within a larger budget
+    other_kinds_nbytes: the least that steps of other shapes were measured to take
     """
-    room = error.least_nbytes // _ROOM
-    least = error.least_nbytes + room + others_nbytes
+    own_nbytes = error.least_nbytes
+    more = max(other_kinds_nbytes - own_nbytes, 0)
+    room = (own_nbytes + more) // _ROOM
+    least = own_nbytes + more + room + others_nbytes
     hint, roomy = map(budget_argument, (error.least_nbytes, least))
-    error.args = (str(error).replace(hint, roomy),)
+    said = str(error).replace(hint, roomy)
+    if more:
+        said += f" Steps of other shapes need {show_nbytes(other_kinds_nbytes)}."
+    error.args = (said,)
     error.least_nbytes = least
     if error.parts:
         error.parts["variation between steps"] = room
+        if more:
+            error.parts["more for steps of other shapes"] = more
         if others_nbytes:
             error.parts["more memory of other models"] = others_nbytes
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Fallbacks:
     """Relaxations that are still possible where no plan fits.
 
+    products        linear layers may run again where a plan rebuilds what is made of their results
     checkpoints     checkpoints of the program's own may be opened: plans decide on what is inside
     rows            large rows that are gathered may be made when they are read
     blamed_classes  modules that cannot be recomputed exclude all others of their class
@@ -36,6 +37,7 @@ class Fallbacks:
     stretches: bool = False
     small: bool = False
     rows: bool = False
+    products: bool = False
     checkpoints: bool = False
 
 

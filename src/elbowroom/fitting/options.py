@@ -55,11 +55,13 @@ class FitOptions:
 
     @property
     def lossy_helps(self) -> str:
-        """The remedy that a refusal names if these options forbid codes that would help."""
+        """The remedy that a refusal names if these options forbid codes that would help; or ""."""
         if not self.exact and self.noise is not None:
             return MORE_NOISE
         if self.solver in WITHOUT_CODES:
             return f"leave out solver='{self.solver}', which takes no codes"
+        if not self.exact:
+            return "" if self.codecs is None else "leave out codecs=, so that all codes may serve"
         return f"{LOSSY_HELPS} and noise=0.1" if self.noise == 0 else LOSSY_HELPS
 
     @property

@@ -46,6 +46,15 @@ class PlanCache:
             self._known.move_to_end(signature.bucket)
         return found
 
+    @property
+    def least_nbytes(self) -> int:
+        """The lowest budget that each kind of forward was measured at, or will be refused below.
+
+        0: each of them was within the budget, or none was measured.
+        """
+        tried = (one.state.attempts.least for one in self if not one.state.has_fit)
+        return max((least.peak_nbytes for least in tried if least is not None), default=0)
+
     def use(self, options: FitOptions) -> None:
         """Replaces the options of all plans, and plans again."""
         self._options = options

@@ -28,6 +28,7 @@ from elbowroom.fitting.commands import (
     OpenCheckpoints,
     Raise,
     RunLayersAgain,
+    RunProductsAgain,
     TakePlan,
     TakeSmall,
     say,
@@ -55,7 +56,9 @@ _LITTLE = 0.005  # of a step: a plan that saves less time is not worth a measure
 
 def learn_anew(state: FitState) -> Step:
     """Discards all measurements, and learns again from steps of the largest size."""
-    return replace(state.fresh(), only_largest=True), (ForgetScripts(),)
+    largest = state.most or state.largest
+    state = replace(state.fresh(), only_largest=True, largest=largest, most=None)
+    return state, (ForgetScripts(),)
 
 
 def begun(state: FitState, plan: "Plan") -> Step:
@@ -194,6 +197,8 @@ def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
         return state.fresh(), (ForgetScripts(), BlameNoClasses())
     if fallbacks.rows:
         return state.fresh(), (ForgetScripts(), LetRowsWait())
+    if fallbacks.products:
+        return state.fresh(), (ForgetScripts(), RunProductsAgain())
     if fallbacks.checkpoints:
         return state.fresh(), (ForgetScripts(), say(Line.OPENS), OpenCheckpoints())
     if state.is_recurrent and fallbacks.layers:
@@ -265,5 +270,10 @@ def _give_up(state: FitState, least: Taken) -> Step:
         preset, headroom = len(presets) - 1, state.headroom
     state = replace(state, phase=Phase.LAST_RESORT, plan=None, preset=preset, headroom=headroom)
     return state, (
-        say(Line.UNCORRECTED, least_nbytes=least.peak_nbytes, preset=presets[preset].name),
+        say(
+            Line.UNCORRECTED,
+            least_nbytes=least.peak_nbytes,
+            preset=presets[preset].name,
+            refuses=state.refuses_last_resort,
+        ),
     )

@@ -48,7 +48,9 @@ class FitState:
     options       the options of the user
     memory        the memory as the step began
     now           signature of the current or last call; of the first one if a step has several
-    largest       the smallest signature that covers all calls of this kind
+    largest       the smallest signature that covers all calls of this kind. No call need have it: a
+                  graph may have many nodes, and another one many edges
+    most          the signature of the call with the most elements; None: that is `largest`
 
     The setting of forwards:
 
@@ -100,7 +102,8 @@ class FitState:
     unexpected_nbytes bytes that the last such step saved, in plain autograd
     smaller_steps     measured steps since then that saved less, and were not learned from
     varies        one step was within the budget, and another one, unlike it, was not
-    only_largest  measure calls of the largest size alone: scaled measurements did not suffice
+    only_largest  measure calls of the largest size alone: scaled measurements did not suffice. From
+                  then on the largest call is the one with the most elements (`most`)
     before        the settled state before a step had more forwards, or saved more
     """
 
@@ -147,6 +150,7 @@ class FitState:
     smaller_steps: int = 0
     varies: bool = False
     only_largest: bool = False
+    most: "Signature | None" = None
     before: Before | None = None
 
     def fresh(self) -> Self:
@@ -166,6 +170,7 @@ class FitState:
             smaller_steps=self.smaller_steps,
             varies=self.varies,
             only_largest=self.only_largest,
+            most=self.most,
             before=self.before,
         )
 
@@ -209,7 +214,27 @@ class FitState:
         """Returns whether a relaxation may help but for classes that are not blamed."""
         layers = fallbacks.layers or fallbacks.stretches
         small = fallbacks.small and self.has_many_small
-        return fallbacks.rows or fallbacks.checkpoints or small or (layers and self.is_recurrent)
+        always = fallbacks.rows or fallbacks.products or fallbacks.checkpoints
+        return always or small or (layers and self.is_recurrent)
+
+    def covers(self, signature: "Signature") -> bool:
+        """Returns whether a call is no larger than the largest one."""
+        if self.only_largest and self.largest.structure == signature.structure:
+            return signature.numel <= self.largest.numel
+        return self.largest.covers(signature)
+
+    def with_call(self, signature: "Signature") -> Self:
+        """Returns the state in which such a call is known, and covered by the largest one."""
+        if self.largest.structure is None:
+            return replace(self, largest=signature)
+        if self.covers(signature):
+            is_more = self.most is not None and signature.numel > self.most.numel
+            return replace(self, most=signature) if is_more else self
+        largest = signature if self.only_largest else self.largest.joined(signature)
+        if largest == signature:
+            return replace(self, largest=largest, most=None)
+        known = (self.most or self.largest, signature)
+        return replace(self, largest=largest, most=max(known, key=lambda one: one.numel))
 
     @property
     def settled(self) -> bool:
@@ -256,6 +281,14 @@ class FitState:
         False also while all is learned anew after such a step: the next may be an exception, too.
         """
         return not (self.has_fit or self.settled or self.varies)
+
+    @property
+    def refuses_last_resort(self) -> bool:
+        """True if the budget is refused where the last resort, a uniform preset, exceeds it, too.
+
+        Else the setting with the lowest measured peak is kept: a preset was measured to fit once.
+        """
+        return self.was_rehearsed and not self.varies
 
     @property
     def corrects(self) -> bool:

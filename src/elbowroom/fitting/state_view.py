@@ -97,4 +97,4 @@ class StateView:
     def covers(self, signature: Signature) -> bool:
         """Returns whether the plan is safe for this call, too."""
         learned = self.plan is not None or self.settled
-        return learned and self.largest.covers(signature)
+        return learned and self.state.covers(signature)

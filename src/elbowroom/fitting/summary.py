@@ -11,8 +11,9 @@ from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.steps import HOOKS
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.plan import Line
+from elbowroom.plan.site import NO_MODULE
 from elbowroom.runtime.compiler import ran_eagerly
-from elbowroom.units import show_nbytes
+from elbowroom.units import show_nbytes, show_percent
 
 SummaryRow = tuple[str, str, str, str]  # name, measured, estimated, remark
 
@@ -99,7 +100,7 @@ class Summary:
         if self.noise:
             remark = "of what mini-batches vary by"
             remark += "; predicted, not measured" if self.predicts_noise else ""
-            rows.append(("noise", "", f"{100 * self.noise:.2g} %", remark))
+            rows.append(("noise", "", show_percent(self.noise), remark))
         if self.substitution:
             rows.append(("codes", "", "", self.substitution))
         by_action: dict[str, list[Line]] = {}
@@ -201,7 +202,7 @@ def _over(nbytes: int | None, budget_nbytes: int) -> str:
 def _places(lines: list[Line], most: int = 3, columns: int = 64) -> str:
     """Names the modules of the largest tensors: one, and more of them in so many columns."""
     largest = sorted(lines, key=lambda line: -line.nbytes)
-    names = list(dict.fromkeys(line.module or "(outermost)" for line in largest))
+    names = list(dict.fromkeys(line.module or NO_MODULE for line in largest))
     shown = names[:most]
     while len(shown) > 1 and len(", ".join(shown)) > columns:
         shown.pop()

@@ -154,12 +154,12 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
         state = replace(state, skipped_steps=state.skipped_steps + 1)
     if state.largest.structure is None:
         state, more = _first_step_began(state)
-    elif not state.largest.covers(seen.signature):
-        before_numel, largest = state.largest.numel, state.largest.joined(seen.signature)
-        state = replace(state, largest=largest, varies=False)
-        state, more = _plan_again(state, largest.numel / before_numel)
+    elif not state.covers(seen.signature):
+        before_numel = state.largest.numel
+        state = replace(state.with_call(seen.signature), varies=False)
+        state, more = _plan_again(state, state.largest.numel / before_numel)
     else:
-        more = ()
+        more, state = (), state.with_call(seen.signature)
         if state.is_unproven:
             state = replace(state, phase=Phase.VERIFYING, rounds=0, tries=0)
     return state, (*commands, *more)
@@ -179,7 +179,7 @@ def _gains_gradients(state: FitState, memory: "MemoryState") -> bool:
 
 def _first_step_began(state: FitState) -> Step:
     """Begins the first step of a kind, with the given plan if there is one."""
-    state = replace(state, largest=state.now, plan=state.given)
+    state = replace(state.with_call(state.now), plan=state.given)
     if state.given is None:
         return state, ()
     return replace(state, phase=Phase.GIVEN), (BeginPlan(), HoldAsGiven())

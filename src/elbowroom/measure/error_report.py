@@ -4,6 +4,8 @@ import io
 from dataclasses import dataclass
 
 from elbowroom.measure.noise import NoiseTable
+from elbowroom.plan.site import NO_MODULE
+from elbowroom.units import show_percent
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ErrorReport:
             then, measured = row.checked or (None, None)
             shown = (self._show(value) for value in (row.predicted, then, measured))
             agreement = "" if row.agreement is None else f"{row.agreement:.2f}"
-            cells = (row.module, row.op, codecs, bits, *shown, agreement)
+            cells = (row.module or NO_MODULE, row.op, codecs, bits, *shown, agreement)
             table.add_row(*(Text(cell) for cell in cells))  # "[mask]" is a name, and no markup
         console = Console(width=140, record=True, file=io.StringIO())
         console.print(table)
@@ -87,7 +89,7 @@ class ErrorReport:
 
     def _title(self) -> str:
         if self.ratio is not None:
-            share = f"codes add {100 * self.ratio:.3g} % of what mini-batches vary by (predicted)"
+            share = f"codes add {show_percent(self.ratio)} of what mini-batches vary by (predicted)"
             return f"errors: {share}; rows in % of it"
         if self.sampling:
             return "errors in % of mini-batch variance; some ops were not probed yet"
@@ -97,4 +99,4 @@ class ErrorReport:
     def _show(self, variance: float | None) -> str:
         if variance is None:
             return ""
-        return f"{100 * variance / self.sampling:.3g} %" if self.sampling else f"{variance:.3g}"
+        return show_percent(variance / self.sampling) if self.sampling else f"{variance:.3g}"

@@ -89,7 +89,8 @@ def fp8(
     seen = {"like": _LIKE, "alike": _ALIKE} if flow else {"like": _LIKE[:1]}
     done = replace(model, choose, keep=keep, **seen)
     device = next(iter(model.parameters()), torch.empty(0)).device
-    done = done.noting(f"products are {backend(device)}")
+    if any("Linear" in swap.now for swap in done.swaps):
+        done = done.noting(f"products are {backend(device)}")
     held = _freeze(model, {swap.name for swap in done.swaps}) if frozen else []
     if held:
         done = done.noting(f"{len(held)} frozen weights are held in FP8")

@@ -129,4 +129,8 @@ def read(path: str | Path, kind: str, version: int, make: Callable[[dict[str, An
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         is_binary = isinstance(error, UnicodeDecodeError)  # whose repr has the whole file
         why = "it is not text" if is_binary else repr(error)
-        raise DataError(f"{path} is not a {kind} written by elbowroom ({why})") from error
+        if isinstance(error, json.JSONDecodeError):
+            why = f"it is not JSON: {error}"
+        raise DataError(
+            f"{path} is not a {kind} written by elbowroom ({why}); `elbowroom {kind}` makes one"
+        ) from error

@@ -26,8 +26,8 @@ from elbowroom.plan.policy import Lean
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
-from elbowroom.plan.site import FINE, RECOMPUTE, Site, SiteName, prefix
-from elbowroom.units import budget_argument, show_nbytes, show_seconds
+from elbowroom.plan.site import FINE, NO_MODULE, RECOMPUTE, Site, SiteName, prefix
+from elbowroom.units import budget_argument, show_nbytes, show_percent, show_seconds
 
 VERSION = 1
 _COLUMNS = ("module", "op", "shape", "bytes", "held", "action", "seconds", "error", "why")
@@ -299,8 +299,9 @@ class Plan:
         if not self.is_lossy:
             return "without codes; convolutions that take turns round otherwise"
         if not self.watched:
-            return f"lossy; its noise was not measured (predicted: {100 * self.noise:.2g} %)"
-        return f"lossy, adding {100 * self.noise:.3g} % of what mini-batches vary by (estimated)"
+            return f"lossy; its noise was not measured (predicted: {show_percent(self.noise)})"
+        share = show_percent(self.noise)
+        return f"lossy, adding {share} of what mini-batches vary by (estimated)"
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
@@ -441,7 +442,7 @@ def _table(plan: Plan) -> str:
         table.add_column(name, footer=Text(total), justify=justify)
     for line in sorted(_shown(plan), key=lambda line: -line.nbytes):
         cells = (
-            line.module,
+            line.module or NO_MODULE,
             line.op,
             "x".join(map(str, line.shape)),
             show_nbytes(line.nbytes) if line.nbytes else "",

@@ -31,6 +31,9 @@ def prefix(nth: int) -> str:
     return "" if nth == 1 else f"call {nth}: "
 
 
+NO_MODULE = "(no module)"  # in tables: of an op that no module has called, a loss often
+
+
 def without_prefix(name: str) -> str:
     """The module's own name."""
     return re.sub(r"^call \d+: ", "", name) if name.startswith("call ") else name

@@ -51,6 +51,9 @@ class Context:
     gathers       whether a forward has gathered large rows
     rows_wait     whether large rows that are gathered are made when they are read, in every forward
                   (`gathered.py`)
+    has_linears     whether a forward of a fit has run a linear layer
+    products_again  whether linear layers may run again for what a plan rebuilds: every second one
+                    of a chain
     waited_in     names of the modules in which rows waited, or were summed
     finer_levels  whether codes for attention are made finer than its values need now, since a
                   forward left its script because they had come to need more
@@ -81,6 +84,7 @@ class Context:
         self.recurrent_layers = self.layer_nbytes = 0
         self.waited_in: set[str] = set()
         self.runs_again = self.gathers = self.rows_wait = False
+        self.has_linears = self.products_again = False
         self.takes_small = self.drops_codecs = self.finer_levels = False
         self.has_checkpoints = self.opens_checkpoints = False
         self.kept: dict[SiteKey, str] = {}

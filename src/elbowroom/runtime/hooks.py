@@ -58,7 +58,13 @@ from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
 from elbowroom.runtime.overwritten import copy_source, keep_parameters
-from elbowroom.runtime.producers import RECORDED, RECORDED_IN_EXACT, note_copy, note_origin
+from elbowroom.runtime.producers import (
+    RECORDED,
+    RECORDED_IN_EXACT,
+    RECORDED_WITH_PRODUCTS,
+    note_copy,
+    note_origin,
+)
 from elbowroom.runtime.readers import Reader, readers_of, reading_by
 from elbowroom.runtime.redrawn import Redrawn
 from elbowroom.runtime.replay.tracer import Tracer
@@ -142,8 +148,10 @@ class Saving(NodeChoice, ModuleCalls):
         self._sources = Sources(
             self.ledger if getattr(policy, "rebuild", True) else None,
             is_exact=by_hand and self.is_exact(),
+            products_again=not shares and context.products_again,
         )
-        self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else RECORDED
+        planned = RECORDED_WITH_PRODUCTS if context.products_again else RECORDED
+        self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else planned
         # Held, the rows would be made again, in fresh memory, where they are read in parts instead.
         self.rows_wait = by_hand and recorder is None
         self._consumers: Consumers | None = None
@@ -509,6 +517,8 @@ class Saving(NodeChoice, ModuleCalls):
             reading = attention_reading(
                 x, call, slot, reading, looks=looks, takes_half=half, finer=finer
             )
+        if self._sources.products_again and origin is not None and origin.recipe is not None:
+            slot.of_product |= origin.recipe.of_product
         half = reading.by_size and self._serving.takes_half(x.dtype)
         request = classify(slot, x, geometry, call, reading, name, origin, takes_half=half)
         noted = None if self.recorder is None else self._noted(request)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from elbowroom.plan.site import SMALL, without_prefix
+from elbowroom.plan.site import NO_MODULE, SMALL, without_prefix
 from elbowroom.units import show_nbytes
 
 
@@ -454,7 +454,9 @@ def _render(ledger: Account) -> str:
         sizes = [show_nbytes(row.before_nbytes), show_nbytes(row.after_nbytes)]
         if any_away:
             sizes.append(show_nbytes(row.away_nbytes) if row.away_nbytes else "")
-        cells = (row.module, row.consumer, row.dtype, row.action, str(row.count), *sizes, row.why)
+        why = row.why if row.action == "keep" else ""
+        named = row.module or NO_MODULE, row.consumer, row.dtype, row.action, str(row.count)
+        cells = (*named, *sizes, why)
         table.add_row(*(Text(cell) for cell in cells))  # "[mask]" is a name, and no markup
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(table)

@@ -216,6 +216,7 @@ class Slot:
     is_unseen        it was not first saved by a call from Python: no waiting tensor is rebuilt from
                      it
     shape_is_enough  so far every op needs the geometry only
+    of_product      a linear layer may run again for it; known where a plan decides on that
     max_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
     when_ended       of a slot of a recorded forward: is called at its end, with all that it holds
     """
@@ -227,7 +228,7 @@ class Slot:
     statistics: Statistics | None = None
     views = views_asked = lossy_views = readers = max_depth = 0
     whole: Tensor | None = None
-    asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = False
+    asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = of_product = False
     shared: MadeAgain | None = None
     when_ended: "Callable[[Slot], None] | None" = None
 

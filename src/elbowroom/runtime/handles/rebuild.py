@@ -231,6 +231,11 @@ class Recipe:
         """Number of elements that its ops make."""
         return prod(self.made.shape) + sum(map(_work_of_link, self.links))
 
+    @cached_property
+    def of_product(self) -> bool:
+        """True if a linear layer runs again to make it, or one of the saved tensors on the way."""
+        return bool(self.op.products) or any(map(_is_of_product, self.links))
+
     def _has_changed(self) -> bool:
         """Returns whether a parameter was changed since, or is known to be until backward."""
         fixed = self.op.fixed
@@ -518,6 +523,13 @@ def waits_for_copy(link: "Link") -> bool:
         return any(map(waits_for_copy, link.links))
     slot = link()
     return slot is not None and slot.is_pending
+
+
+def _is_of_product(link: Link) -> bool:
+    if isinstance(link, Recipe):
+        return link.of_product
+    slot = link()
+    return slot is not None and slot.of_product
 
 
 def _depth_of_link(link: "Link") -> int:

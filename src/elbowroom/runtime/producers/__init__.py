@@ -121,6 +121,8 @@ def _inside_of_function(call: Call, out: Tensor, sources: Sources) -> Origin | N
 
 def _maker_of(call: Call, sources: Sources) -> "_Maker | None":
     maker = _MAKERS.get(call.name)
+    if call.name == "linear" and sources.products_again:
+        return linear
     return _OF_EXACT.get(call.name) if maker is None and sources.is_exact else maker
 
 
@@ -293,4 +295,5 @@ _OF_EXACT: dict[str, _Maker] = {
 }
 # Ops of whose results with a gradient something is recorded.
 RECORDED = frozenset((*_MAKERS, *_KEEP_ZEROS))
+RECORDED_WITH_PRODUCTS = RECORDED | {"linear"}
 RECORDED_IN_EXACT = frozenset((*_MAKERS, *_OF_EXACT))

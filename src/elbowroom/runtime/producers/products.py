@@ -182,7 +182,7 @@ def softmax(call: Call, out: Tensor, sources: Sources) -> Origin | None:
 
 
 def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
-    """The recipe of a linear layer, in exact contexts.
+    """The recipe of a linear layer, in exact contexts, and under plans that may have it run again.
 
     `Serving` decides whether it is worth its multiplications where a tensor would be rebuilt by it:
     not if its result, or a result of that, is saved anyway.
@@ -190,11 +190,11 @@ def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     x, weight, bias = call.first, call.arg(1, "weight"), call.arg(2, "bias")
     products = out.numel() * x.shape[-1]
     sources.products += products
-    if not sources.is_exact or type(weight) is not nn.Parameter:
-        return None
-    if bias is not None and type(bias) is not nn.Parameter:
+    if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return None
     source, seen = call.source(sources)
+    if not sources.is_exact and _is_of_product(source):
+        return None  # a chain would run from its beginning for each of its tensors
     w, b = weight.detach(), None if bias is None else bias.detach()
     dtype, given, learns = out.dtype, seen, weight.requires_grad
     if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held
@@ -216,6 +216,10 @@ def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     op = Op(exact, fixed=fixed, products=products, any_size=any_size)
     recipe = Recipe.of(op, source, given, out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
+
+
+def _is_of_product(source: Source | None) -> bool:
+    return isinstance(source, Slot | Recipe) and source.of_product
 
 
 def convolution(call: Call, out: Tensor, sources: Sources) -> None:

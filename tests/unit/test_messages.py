@@ -1,0 +1,64 @@
+"""Messages as somebody new reads them: what happened, in numbers, and what to do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typer.testing import CliRunner
+
+import elbowroom as er
+from elbowroom.cli import app
+from elbowroom.fitting.options import FitOptions
+from elbowroom.units import show_percent
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (0.0, "0 %"),
+        (4e-11, "less than 0.01 %"),
+        (0.0004, "0.04 %"),
+        (0.0123, "1.2 %"),
+        (0.27, "27 %"),
+        (12.0, "1200 %"),
+    ],
+)
+def test_percents_are_rounded_as_a_person_would(share, shown):
+    assert show_percent(share) == shown
+
+
+def test_plan_of_a_script_says_which_two_commands_to_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print()\n")
+    done = CliRunner().invoke(app, ["plan", str(script), "--budget", "1GiB"])
+    assert done.exit_code == 2
+    said = " ".join(done.output.split())
+    assert "is a script" in said
+    assert f'"elbowroom profile {script}" writes profile.json' in said
+    assert "JSONDecodeError" not in said
+
+
+@pytest.mark.parametrize(("codecs", "helps"), [(None, ""), (("dither",), "leave out codecs=")])
+def test_who_has_allowed_codes_is_not_told_to_allow_them(codecs, helps):
+    said = FitOptions(1000, exact=False, codecs=codecs).lossy_helps
+    assert "exact=None" not in said
+    assert said.startswith(helps)
+    assert bool(said) is bool(helps)
+
+
+def test_an_op_of_no_module_is_named_as_such_and_what_is_made_smaller_has_no_reason():
+    model, x = (
+        nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)),
+        torch.ones(256, 256),
+    )
+    with er.saving("exact") as saved:
+        loss = F.cross_entropy(model(x), torch.zeros(256, dtype=torch.long))
+    loss.backward()
+    lines = str(saved.ledger).splitlines()
+    assert any("(no module)" in line and "cross_entropy" in line for line in lines)
+    assert not any("rebuild" in line and "no exact action" in line for line in lines)
+
+
+def test_fp8_that_replaces_nothing_says_nothing_of_products():
+    assert "products are" not in str(er.nn.fp8(nn.Sequential(nn.ReLU())))
+    assert "products are" in str(er.nn.fp8(nn.Sequential(nn.Linear(64, 64))))
