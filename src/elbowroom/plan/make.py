@@ -73,8 +73,8 @@ def make_plan(
     exact=True it adds `lossy_helps`, which says what to allow, if codes could help; and
     `helps_anyway`, whether or not they could.
     """
-    in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
-    most, place = in_flight, offload
+    most = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
+    in_flight = most
     variance, codecs = inf if noise is None else noise, still_used(codecs)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
     asks = finest < inf
@@ -86,14 +86,14 @@ def make_plan(
         staying = build_problem(profile, exact=True, recompute=recompute, offload=None)
         other = solve(staying.problem, budget - margin, exact=True, solver=solver, least=least)
         if other.feasible or (exact and other.peak < found.peak + in_flight):
-            built, found, offload, in_flight = staying, other, None, 0
+            built, found, in_flight = staying, other, 0
     if exact is False or not (exact or found.feasible):
         freely, other, flies = with_codes(
             profile,
             budget - margin,
             most,
             recompute=recompute,
-            offload=place,
+            offload=offload,
             codecs=codecs,
             variance=variance,
             solver=solver,
