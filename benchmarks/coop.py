@@ -3,7 +3,7 @@
     ./scripts/bench coop [--quick]
 
 Forward and backward of each network are written down op by op (`TorchDispatchMode`): what is read,
-what is made, the seconds that it took. `plan/eviction.py` runs that step again in less memory.
+what is made, the seconds that it took. `_eviction.py` runs that step again in less memory.
 
 Which tensor goes follows from the seconds of its op, and these differ from step to step: a budget
 that a rule gets through with one trace it may not with the next. So there are several traces.
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from _common import arguments, facts, finish, out_path, target, tell
+from _eviction import Rule, Trace, TracedOp, evict, plain_peak
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.demo.tasks import Task, task
-from elbowroom.plan.eviction import Rule, Trace, TracedOp, evict, plain_peak
 
 NAME = "coop"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)

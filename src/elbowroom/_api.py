@@ -94,7 +94,8 @@ def saving(
                 a codec, what tolerates its error is encoded before
                 (see `elbowroom.plan.OffloadRest`).
                 The id of a codec, with its fields as keywords, or a codec: this codec is used
-                wherever the op that saves the tensor tolerates an error.
+                wherever the op that saves the tensor tolerates an error. If the op needs a finer
+                code than that, a finer setting or a dither is used; `.ledger` names the codec.
                 A controller from `elbowroom.adaptive`, which changes settings during training.
                 Any function that takes a `Site` and returns an action.
     min_nbytes  storages smaller than this number of bytes are kept as they are; 0: no such limit
@@ -466,5 +467,7 @@ def explain_oom(profile: Profile | str | Path | None = None) -> ExplainOutOfMemo
 
     profile  a profile of the step, from `er.measure` or a file of `elbowroom profile`. With it,
              the explanation also says which plan would fit. A fitted model needs none
+
+    Raises DataError if the file is not a profile.
     """
     return ExplainOutOfMemory(profile)

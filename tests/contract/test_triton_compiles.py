@@ -133,7 +133,7 @@ def main(capability, *, every_form):
 
     quantizers = ("comet", "dither", "division", "fdsr", "fp8", "group", "nonzero", "sided")
     launch = compiling(capability, every_form)
-    for module in ("affine", "bits", "narrow", "sparse", "step", *quantizers):
+    for module in ("affine", "bits", "launch", "narrow", "sparse", "step", *quantizers):
         importlib.import_module(f"{kernels.__name__}.{module}").launch = launch
     for dtype, levels, group_size in (
         (torch.float32, 4, 256),

@@ -537,7 +537,6 @@ def test_every_exception_of_the_package_is_public_or_waited_for():
         "Unseen": (errors.PlanError,),  # of a script: the command line shows its message
         "_Refused": (Unseen,),  # likewise
         "_Hostile": (Exception,),  # in a snapshot: test_snapshot.py
-        "_NoRoomError": (Exception,),  # inside the simulator of evictions: test_eviction.py
         "_AllMade": (BaseException,),  # ends the second run of a module: test_rerun.py
         "NothingCompiled": (Exception,),  # Dynamo runs all as it is: test_compiled_inside.py
         "_Enough": (SystemExit,),  # the command line ends a script that has run for long enough

@@ -1,9 +1,18 @@
 """Online eviction with addresses: what DTR and Coop throw out, and what that costs."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elbowroom.plan.eviction import Trace, TracedOp, evict, plain_peak
+_PATH = Path(__file__).parents[2] / "benchmarks" / "_eviction.py"
+_SPEC = importlib.util.spec_from_file_location(_PATH.stem, _PATH)
+sys.modules[_PATH.stem] = simulator = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(simulator)
+Trace, TracedOp = simulator.Trace, simulator.TracedOp
+evict, plain_peak = simulator.evict, simulator.plain_peak
 
 
 def chain(sizes, seconds=None):

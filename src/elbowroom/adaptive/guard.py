@@ -31,7 +31,7 @@ from elbowroom.runtime.late import Sent
 
 _FAST, _SLOW = 0.1, 0.01  # weights of a new loss in the two averages
 _WARM_UP = 20  # losses before an alarm can be raised
-_DEAF = 3  # checks without any loss, until that is said
+_SILENT = 3  # checks without any loss, until that is said
 _log = logging.getLogger("elbowroom")
 
 
@@ -71,7 +71,7 @@ class Guard(Adaptive):
         self._order: list[SiteName] = []  # of all tensors, the most variance for a byte first
         self._leaner: list[SiteName] = []  # the tensors that were made coarser last
         self._limits: dict[SiteName, int] = {}  # the coarsest variant that a tensor may have
-        self._deaf = 0  # checks in a row before any loss was reported
+        self._silent = 0  # checks in a row before any loss was reported
 
     def loss(self, value: float | Tensor) -> None:
         """Reports the loss of this step.
@@ -97,9 +97,9 @@ class Guard(Adaptive):
             self._sent.append(float(value))
         else:
             self._count(float(value))
-        self._hear(wait=False)
+        self._process(wait=False)
 
-    def _hear(self, *, wait: bool) -> None:
+    def _process(self, *, wait: bool) -> None:
         """Processes the losses that have arrived, in their order. wait: all of them."""
         while self._sent:
             first = self._sent[0]
@@ -134,12 +134,12 @@ class Guard(Adaptive):
         self._order = [held.site.name for held in tensors]
         if (self.table.ratio or 0.0) > self.noise:
             self._alarm()
-        self._deaf = 0 if self._losses or self.alarms else self._deaf + 1
-        if self._deaf == _DEAF:
+        self._silent = 0 if self._losses or self.alarms else self._silent + 1
+        if self._silent == _SILENT:
             _log.warning(
                 "Guard has not been told any loss in %d checks, so only noise can raise an alarm. "
                 "Call guard.loss(loss) in each step",
-                _DEAF,
+                _SILENT,
             )
 
     def _alarm(self) -> None:
@@ -168,7 +168,7 @@ class Guard(Adaptive):
 
         It waits for losses whose copies have not arrived yet.
         """
-        self._hear(wait=True)
+        self._process(wait=True)
         state = super().state_dict()
         mine = {
             "losses": self._losses,

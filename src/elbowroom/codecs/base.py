@@ -115,10 +115,7 @@ class Encoded:
         return None if self.raw else self.codec._bitmap(self)
 
     def decode(
-        self,
-        out: Tensor | None = None,
-        affine: Affine | None = None,
-        bits: Tensor | None = None,
+        self, out: Tensor | None = None, affine: Affine | None = None, bits: Tensor | None = None
     ) -> Tensor:
         """Returns the tensor again, with the same shape, dtype, device and strides.
 

@@ -40,10 +40,7 @@ def converted(to: dtype) -> GraphForm:
     return GraphForm(
         lambda x, seed: (x.to(to, copy=True),),
         lambda buffers, seed, out: _copy(out, buffers[0]),
-        (
-            lambda x, seed: (x.to(to),),
-            lambda buffers, seed, n, dtype: buffers[0].to(dtype),
-        ),
+        (lambda x, seed: (x.to(to),), lambda buffers, seed, n, dtype: buffers[0].to(dtype)),
     )
 
 

@@ -12,13 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from elbowroom.fitting import Summary
 from elbowroom.integrations.budgeted import Budgeted

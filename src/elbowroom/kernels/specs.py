@@ -178,10 +178,7 @@ SPECS: dict[str, OpSpec] = {
     "comet_quantize": OpSpec(
         "(Tensor x, Tensor grid, int seed, str rounding, bool aware, int rows, int columns, "
         "int inner) -> (Tensor, Tensor, Tensor, Tensor)",
-        lambda x, grid, seed, rounding, aware, *_: (
-            *outputs.comet(x, aware=aware),
-            _dynamic(x),
-        ),
+        lambda x, grid, seed, rounding, aware, *_: (*outputs.comet(x, aware=aware), _dynamic(x)),
     ),
     "comet_dequantize": OpSpec(
         "(Tensor bits, Tensor headers, Tensor sizes, Tensor payload, Tensor grid, int seed, "

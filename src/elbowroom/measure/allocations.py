@@ -227,7 +227,7 @@ def _read(results: Any) -> tuple[list[Change], list[Mark]]:
 
 def is_busy() -> bool:
     """Returns whether a profiler runs, or has been prepared by other code."""
-    return bool(Allocations._running) or _Others.prepared or _is_enabled()
+    return bool(Allocations._running) or _Others.prepared or torch._C._autograd._profiler_enabled()
 
 
 def may_begin() -> bool:
@@ -255,10 +255,6 @@ def quiet_profiler() -> None:
     It reads this once, when the first profiler of a process is prepared.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-
-def _is_enabled() -> bool:
-    return bool(torch._C._autograd._profiler_enabled())
 
 
 def _config() -> ProfilerConfig:
@@ -377,7 +373,8 @@ def _say_unknown_once() -> None:
     with suppress(
         OSError, ValueError
     ):  # a build of torch that names this otherwise, or logs by glog
-        level = ctypes.c_int.in_dll(ctypes.CDLL(_c10()), "FLAGS_caffe2_log_level")
+        c10 = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+        level = ctypes.c_int.in_dll(ctypes.CDLL(c10), "FLAGS_caffe2_log_level")
         block = torch.UntypedStorage(1)  # type: ignore[no-untyped-call]
         config = _config()
         _prepare(config)
@@ -391,7 +388,3 @@ def _say_unknown_once() -> None:
 
 
 _ERROR = 2  # c10's name for it is GLOG_ERROR
-
-
-def _c10() -> str:
-    return os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")

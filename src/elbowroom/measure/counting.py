@@ -41,13 +41,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.level = 0
         self.seconds = 0.0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         written = _tensors(out)

@@ -74,13 +74,7 @@ class _Copying(TorchFunctionMode):
         super().__init__()
         self._fakes = fakes
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__:
             x, memo = args
             with torch._C.DisableTorchFunction():

@@ -35,7 +35,7 @@ class NoiseMeter:
         self._first, self._unprobed = 2 * run, (0, 0)  # steps of the first run; how many, and when
         self.probed: Counter[SiteName] = Counter()
         self._watch: StepWatch | None = None
-        self._unheard = 0  # watched steps whose backward had not come when the next one began
+        self._without_backward = 0  # watched steps that had no backward before the next
 
     def begin(self) -> Watch | None:
         """Begins a forward, and takes in what the one before has found."""
@@ -57,19 +57,19 @@ class NoiseMeter:
             if self._is_full(self.step - 1) and not readings:
                 added = 0.0  # nothing lossy was read
             self.table.gradient.end_step(last=not self._is_watched(self.step), added=added)
-            self._tell_unheard(watch)
+            self._warn_of_order(watch)
 
-    def _tell_unheard(self, watch: StepWatch) -> None:
+    def _warn_of_order(self, watch: StepWatch) -> None:
         """Logs, once, that nothing can be learned, because backwards run in another order."""
-        self._unheard += watch.is_unheard
-        if self._unheard and self.step == self._first and not self.table.gradient.draws:
+        self._without_backward += watch.lacks_backward
+        if self._without_backward and self.step == self._first and not self.table.gradient.draws:
             _log.warning(
                 "of the first %d steps, %d had no backward before the next context began, and no "
                 "three in a row had one: what codes add and how mini-batches vary stays unknown, "
                 "and settings stay where they are. Run backward of each forward before the next "
                 "one, and forwards without backward outside of er.saving or under torch.no_grad()",
                 self.step,
-                self._unheard,
+                self._without_backward,
             )
 
     @property

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from elbowroom.measure.sensitivity import energy, is_weight
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.runtime.consumers import BUFFERS, TOLERANT, Call, tolerant_arguments
+from elbowroom.runtime.node import itself
 from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import View
 
@@ -180,7 +181,7 @@ class Probe:
 
         with ExitStack() as plain:
             plain.enter_context(torch._C.DisableTorchFunction())
-            plain.enter_context(saved_tensors_hooks(instead, _same))
+            plain.enter_context(saved_tensors_hooks(instead, itself))
             plain.enter_context(self._autocast())
             plain.enter_context(torch.enable_grad())
             out = self._func(*args, **kwargs)
@@ -287,7 +288,3 @@ def _place(node: Node, edge: GradientEdge) -> int | None:
 
 def _leads_to_weight(edge: GradientEdge) -> bool:
     return is_weight(getattr(edge.node, "variable", None))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

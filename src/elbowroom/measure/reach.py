@@ -212,7 +212,7 @@ class ReachMeter:
         self._gradient = GradientVariance()
         self._reach: Counter[SiteName] = Counter()
         self._added = 0.0
-        self._heard = 0  # steps in which there was a gradient
+        self._counted = 0  # steps in which there was a gradient
         self._watch: ReachWatch | None = None
 
     def begin(self) -> ReachWatch | None:
@@ -227,7 +227,7 @@ class ReachMeter:
         if watch is None:
             return
         found, added = watch.reached()
-        self._heard += bool(found)
+        self._counted += bool(found)
         self._reach.update(found)
         self._added += added
         self._gradient.end_step(last=self.step >= self._steps)
@@ -239,12 +239,12 @@ class ReachMeter:
 
         saved_nbytes: what plain training saves; by it goes what no op was seen to read
         """
-        heard = max(self._heard, 1)
+        counted = max(self._counted, 1)
         # What codes add is part of the variance over steps. The prediction of it may be too large.
         is_known = self._gradient.draws and not self._gradient.is_one_batch
         varies = min(self._gradient.share, 1.0) if is_known else 1.0
-        sampling = max(varies - self._added / heard, varies / 2, _MIN) if is_known else 1.0
-        each = _ERROR / sampling / heard
+        sampling = max(varies - self._added / counted, varies / 2, _MIN) if is_known else 1.0
+        each = _ERROR / sampling / counted
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()
         )

@@ -102,11 +102,7 @@ def least_times(one_s: Sequence[float], other_s: Sequence[float]) -> list[float]
 
 
 def run_recorded(
-    step: Step,
-    clock: Clock,
-    policy: Policy,
-    min_nbytes: int,
-    timer: Timer | None = None,
+    step: Step, clock: Clock, policy: Policy, min_nbytes: int, timer: Timer | None
 ) -> StepRecorder:
     """Runs a step once, inside a context of `policy`, and writes it down."""
     recorder = StepRecorder(clock, timer)

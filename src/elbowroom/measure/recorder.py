@@ -61,7 +61,7 @@ _DEEPEST = 64  # checkpoints of the user's that may begin and end inside of one 
 class StepRecorder:
     """One step's record. It is complete when the step, backward included, is over."""
 
-    def __init__(self, clock: Clock, timer: Timer | None = None) -> None:
+    def __init__(self, clock: Clock, timer: Timer | None) -> None:
         """timer: tells how long ops and modules take."""
         # Weakly: whoever owns both would be a cycle, and hold what it measures until a collection.
         self._clock, self._timer = weakref.ref(clock), timer or Stopwatch()

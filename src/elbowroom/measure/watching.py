@@ -260,7 +260,7 @@ class StepWatch:
     # afterwards
 
     @property
-    def is_unheard(self) -> bool:
+    def lacks_backward(self) -> bool:
         """True if ops read codes, and backward came to none of them."""
         read = [op for op in self._ops.values() if op.energies]
         return bool(read) and all(op.unit is None for op in read)

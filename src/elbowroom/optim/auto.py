@@ -1,10 +1,12 @@
-"""state="auto": the format of states is chosen by `er.fit`; without it they are fp32.
+"""state="auto": `er.fit` chooses the format of states; without it they are fp32.
 
-A param group that was given "auto" has, beside `state`, which is how its states are held now,
+A param group that was given "auto" has two entries:
 
-    auto    the mildest format that may be chosen: "fp32", or what was loaded
+    state   the present format of its states
+    auto    the most precise format that may be chosen: "fp32", or that of a loaded file, whose
+            states would gain nothing from a more precise one
 
-so that what a file holds in fewer bytes is not made larger again. Who chooses calls `hold`.
+To choose a format is to call `hold`.
 """
 
 from collections.abc import Iterator
@@ -18,30 +20,34 @@ from elbowroom.optim.transcode import transcode
 
 
 def auto_groups(optimizer: EncodedOptimizer) -> list[Group]:
-    """The groups whose format may be chosen."""
+    """Returns the groups whose format may be chosen."""
     return [group for group in optimizer.param_groups if "auto" in group]
 
 
 def held_as(optimizer: EncodedOptimizer, group: Group, state: str) -> str:
-    """The format of an auto group where `state` is chosen for all of them.
+    """Returns the format that an auto group gets if `state` is chosen for all groups.
 
-    That, or int8 for a rule that has no second moment and thus no int4; nothing milder than `auto`.
+    It is `state`, or int8 for a rule without a second moment, which has no int4; and it is never
+    more precise than `auto`.
     """
     known, mildest = offered(second=len(optimizer.moments) > 1), str(group["auto"])
     return max(state if state in known else "int8", mildest, key=RANK.__getitem__)
 
 
 def nbytes_as(optimizer: EncodedOptimizer, state: str) -> int:
-    """Bytes of the states of all auto groups where `state` is chosen for them, made or not."""
+    """Returns the bytes of the states of all auto groups if `state` is chosen for them.
+
+    States that do not exist yet count, too.
+    """
     return sum(_nbytes(optimizer, group, state) for group in auto_groups(optimizer))
 
 
 @torch.no_grad()
 def hold(optimizer: EncodedOptimizer, state: str) -> int:
-    """Holds the states of auto groups as `state` from now on; converts existing ones one by one.
+    """Sets the format of the states of auto groups; returns how many states were converted.
 
-    The smallest first, which makes room for the next. Each group is held so as a whole, or, after
-    an error, as it was. How many parameters' states were converted.
+    Existing states are converted one by one, the smallest first, so that the memory that is freed
+    serves the next ones. After an error, a group has its former format as a whole.
     """
     optimizer.wait()
     return sum(
@@ -66,7 +72,7 @@ def _convert_group(optimizer: EncodedOptimizer, group: Group, state: str) -> int
 
 
 def _to_convert(optimizer: EncodedOptimizer, before: Group, after: Group) -> Iterator[Tensor]:
-    """Parameters that have states, and would have others."""
+    """Yields the parameters whose states have another format in the two settings of a group."""
     for p in sorted(before["params"], key=Tensor.numel):
         formats = [optimizer.layout.format_of(p.shape, g["state"]) for g in (before, after)]
         if optimizer.state.get(p) and formats[0] != formats[1]:

@@ -3,19 +3,21 @@
     step   refuse what cannot be done -> look at all gradients -> states -> one call a format
            (what is like the last step is not looked at again: `prepared.py`)
 
-1. A step is done for all parameters or for none: one Inf would spoil a group of 128 for long. So
-   would a finite gradient above 1.8e19, whose square is no float32, in an encoded v: it is treated
-   like one. (In a v of fp32 it becomes Inf, and its element stands still, as torch.optim's.)
-   `skipped` counts the steps that were not done. Under GradScaler, which looks itself, it stays 0.
-   Where gradients are released (`release.py`) this holds for each parameter by itself.
-2. On CUDA nothing waits for the gradients: the kernels skip the step themselves, and the host hears
-   of it when the next one begins (`verdict.py`). What reads `skipped` or a state_dict waits.
-3. A parameter is a flat run in memory order, so one in channels_last is not copied; its gradient
-   is brought into the same order, and states follow when the order changes (`order.py`).
-4. Noise is a hash of (seed, step, place of the parameter, shard, group, element): replicas that
-   see the same gradients stay equal to the last bit, and a resumed run continues with the same.
-5. torch.compile leaves the step alone: it reads numbers out of states, and a graph that is broken
-   there went on with the wrong ones. (torch.compiler.disable, once dynamo has been imported.)
+1. A step updates all parameters or none. If a gradient has a NaN or an Inf, the step is skipped,
+   because one such value would make all 128 elements of its group wrong for many steps. With an
+   encoded v, gradients above 1.8e19 count as Inf, because their square is larger than float32 can
+   hold. (In a v of fp32 the square becomes Inf, and this element is not updated any more, as in
+   torch.optim.) `skipped` counts the skipped steps. It stays 0 under GradScaler, which checks the
+   gradients itself. Where gradients are released (`release.py`), each parameter is skipped alone.
+2. On CUDA the host does not wait for the gradients: the kernels skip the step themselves, and the
+   host reads whether they did when the next step begins (`verdict.py`). To read `skipped` or a
+   state_dict makes the host wait.
+3. A parameter is updated as a flat run in memory order, so one in channels_last is not copied. Its
+   gradient is brought into the same order, and so are states if the order changes (`order.py`).
+4. Noise is a hash of (seed, step, index of the parameter, shard, group, element). So replicas that
+   have the same gradients have the same bits, and a resumed run continues with the same noise.
+5. The step is not compiled (torch.compiler.disable): it reads numbers from the states, and after a
+   graph break compiled code used outdated ones.
 """
 
 import logging
@@ -144,9 +146,9 @@ class EncodedOptimizer(Optimizer):
         raise NotImplementedError
 
     def factors(self, group: Group, step: Step) -> list[Any]:
-        """The numbers of this step that the kernel of `rule` takes.
+        """Returns the numbers of this step that the kernel of `rule` takes.
 
-        Of steps in a tensor (float64 [P], `device_steps.py`) those that depend on it are tensors.
+        step: a number, or float64 [P] (`device_steps.py`); then what depends on it is a tensor [P]
         """
         raise NotImplementedError
 
@@ -157,21 +159,22 @@ class EncodedOptimizer(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient, or none if a gradient is not finite.
+        """Updates every parameter that has a gradient, or none if a gradient is not finite.
 
-        Where v is encoded, neither may its square be more than float32 holds.
-        A sparse gradient (COO) is one that is 0 elsewhere, where weights and moments decay as
-        under a dense one. Raises UnsupportedGradient for other layouts, and UnsupportedParameter
-        for what a parameter has become since it was given, before anything has changed. Where
-        gradients are released there are none left, but of parameters that were unfrozen later or
-        set by hand.
+        Where v is encoded, gradients whose square is larger than float32 can hold count as Inf. A
+        sparse gradient (COO) counts as 0 elsewhere: weights and moments decay there, too. With
+        released gradients, only parameters that were unfrozen later, and gradients that were set
+        by hand, are left for this function.
+
+        Raises UnsupportedGradient for other layouts, and UnsupportedParameter if a parameter has
+        changed into one that cannot be updated; nothing has changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.settle()
-        self._hear_of_graphs()
+        self._read_graph_steps()
         if self.released is not None:
             self.released.apply_waiting()
         batches, grads = self._due()
@@ -188,7 +191,7 @@ class EncodedOptimizer(Optimizer):
     def apply(self, complete: list[Complete]) -> int:
         """Updates parameters; returns how many it has not: their gradients are not finite.
 
-        On CUDA that is not known yet, and heard of when the next step begins.
+        On CUDA this is not known yet. It is read when the next step begins.
         """
         self.settle()
         for group in {id(one.group): one.group for one in complete}.values():
@@ -227,9 +230,9 @@ class EncodedOptimizer(Optimizer):
         self.settle()
         for verdict in self._running or ():
             verdict.refused()
-        self._hear_of_graphs()
+        self._read_graph_steps()
 
-    def _hear_of_graphs(self) -> None:
+    def _read_graph_steps(self) -> None:
         """Takes over the steps that CUDA graphs have done, if one was captured."""
         counts = self._counts
         if counts is None or not counts.was_captured:
@@ -237,7 +240,7 @@ class EncodedOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         if any(is_capturing(device) for device in {p.device for p in parameters}):
             return
-        for places, steps in counts.heard():
+        for places, steps in counts.read():
             for place, step in zip(places, steps, strict=True):
                 state = self.state.get(parameters[place])
                 if state:
@@ -249,10 +252,10 @@ class EncodedOptimizer(Optimizer):
         return super().state_dict()
 
     def portable_state_dict(self) -> dict[str, Any]:
-        """Float32 states as the class of the same name in `torch.optim` loads them.
+        """Returns a state_dict with float32 states, for the class of this name in `torch.optim`.
 
-        That class takes what `state_dict()` returns, codes, without a word, and fails at its next
-        step: KeyError 'exp_avg'.
+        That class would also load the codes of `state_dict()`, without an error, and would fail in
+        its next step (KeyError: 'exp_avg').
         """
         self.wait()
         more = {"dampening": 0} if self.rule == "sgd" else {}
@@ -260,11 +263,12 @@ class EncodedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class, with whichever `state`, or its twin in `torch.optim` has saved.
+        """Loads a state_dict of this class, or of the class of the same name in `torch.optim`.
 
-        `state` and `weights` stay as constructed; with state="auto" the file's are taken, bit for
-        bit. Hooks (`register_load_state_dict_pre_hook`, `..._post_hook`) are called as torch's are.
-        Raises StateMismatch, and then nothing changed.
+        It may have been saved with another `state`. `state` and `weights` of this optimizer stay;
+        with state="auto" the file's format is used, and no bit of the states changes. Hooks
+        (`register_load_state_dict_pre_hook`, `..._post_hook`) are called as in torch. Raises
+        StateMismatch, and changes nothing then.
         """
         # Not by torch's own: it casts states, and its hooks would see a dict without any.
         self.wait()
@@ -302,10 +306,10 @@ class EncodedOptimizer(Optimizer):
 
     @torch.no_grad()
     def decoded_state(self, p: Tensor) -> dict[str, Tensor]:
-        """The moments of one of its parameters as float32, like p, by the names that torch uses.
+        """Returns the moments of a parameter p in float32, in the shape of p, by torch's names.
 
-        Such as "exp_avg" and "exp_avg_sq"; {} before they are made. On CUDA: waits for the last
-        step's verdict.
+        These are "exp_avg" and "exp_avg_sq", for example; {} before the first step. On CUDA the
+        host waits for the last step.
         """
         self.wait()
         state = self.state.get(p)
@@ -318,9 +322,9 @@ class EncodedOptimizer(Optimizer):
         return next(g for g in self.param_groups if any(p is known for known in g["params"]))
 
     def state_nbytes(self, p: Tensor, state: str = "") -> int:
-        """Bytes of the states of one of its parameters, before or after they are made.
+        """Returns the bytes of the states of a parameter p, also if they do not exist yet.
 
-        state: held as this; "": as they are.
+        state: in this format; "": in the format of the parameter's group
         """
         group, second = self.group_of(p), self.layout.second
         return state_nbytes(p, state or group["state"], second=second, weights=group["weights"])
@@ -383,7 +387,7 @@ class EncodedOptimizer(Optimizer):
         """
         if flag is not None and is_read_later(flag):
             counters = self._update(batches, grads, flag)
-            if not is_capturing(flag.device):  # of what a graph launches nobody is told
+            if not is_capturing(flag.device):  # a graph reports none of its launches
                 self._running = [*(self._running or ()), Verdict(flag, counters)]
             return True
         usable = flag is None or not flag.tolist()

@@ -53,8 +53,8 @@ class DeviceSteps:
         self.was_captured |= is_capturing(p.device)
         return there
 
-    def heard(self) -> Iterator[tuple[Places, list[int]]]:
-        """Returns what the devices have counted to. The host waits for them."""
+    def read(self) -> Iterator[tuple[Places, list[int]]]:
+        """Yields the steps that the devices have counted. The host waits for them."""
         for key, known in list(self._known.items()):
             here = known.there.tolist()
             self._known[key] = known._replace(here=here)

@@ -18,7 +18,6 @@ is known at once whether they are finite (not on CUDA), small ones wait until th
 
 import weakref
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -85,12 +84,7 @@ class GradientRelease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def remove(self) -> None:

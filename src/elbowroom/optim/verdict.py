@@ -1,8 +1,9 @@
-"""Decides whether a step is done: the verdict on its gradients, and when the host reads it.
+"""Whether a gradient is not finite, so that the step is skipped (`found_inf` of torch.amp).
 
-In host memory it is read at once. On a CUDA device nobody waits for it: the kernels of the step
-look at it themselves, so that a step stays whole or undone, and the host reads it when the next
-step begins. Until then counters of steps are those of a step that is done; they are put back after.
+The flag is a tensor. In host memory it is read at once. On a CUDA device the host does not wait for
+it: the kernels of the step read it themselves and write nothing if it is set, and the host reads it
+when the next step begins. Until then the counters of steps are advanced; if the step was skipped,
+they are set back.
 """
 
 import torch
@@ -12,7 +13,10 @@ from elbowroom.kernels import ops
 
 
 def joined(flags: list[Tensor]) -> Tensor | None:
-    """One flag of several (int32 []), in host memory if one of them is there; None for none."""
+    """Returns the largest of flags (int32 []), in host memory if one of them is there.
+
+    None: there are no flags.
+    """
     if not flags:
         return None
     where = min(flags, key=lambda flag: flag.device.type != "cpu").device
@@ -23,14 +27,14 @@ def joined(flags: list[Tensor]) -> Tensor | None:
 
 
 def is_read_later(flag: Tensor) -> bool:
-    """Returns whether the host would have to wait for its value."""
+    """Returns whether the host would have to wait for the value of a flag."""
     return flag.is_cuda
 
 
 class Verdict:
-    """A verdict that is read later.
+    """The flag of a step, which the host reads later.
 
-    counters  steps of the parameters that it is about; they have been advanced already
+    counters  steps of the parameters (float32 [] each), which have been advanced already
     """
 
     def __init__(self, flag: Tensor, counters: list[Tensor]) -> None:

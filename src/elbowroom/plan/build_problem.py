@@ -338,12 +338,7 @@ def _made_inside(profile: Profile, call: ModuleCall) -> list[int]:
     ]
 
 
-def _workspace(
-    call: ModuleCall,
-    inner: Sequence[Storage],
-    base: Bytes,
-    floor: Bytes,
-) -> int:
+def _workspace(call: ModuleCall, inner: Sequence[Storage], base: Bytes, floor: Bytes) -> int:
     """Bytes that the forward of a call takes at its worst, beyond all that it saves."""
     level = base[call.first : call.last + 1] - floor[call.first]
     for storage in inner:

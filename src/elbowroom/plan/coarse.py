@@ -21,9 +21,7 @@ _MAX_ROUNDS = 4  # after which all that could be rebuilt from codes is set apart
 
 
 def solve_apart(
-    profile: Profile,
-    build: Callable[..., BuiltProblem],
-    solve: Callable[[Problem], Solution],
+    profile: Profile, build: Callable[..., BuiltProblem], solve: Callable[[Problem], Solution]
 ) -> tuple[BuiltProblem, Solution]:
     """Returns a problem and its solution, in which nothing is made of codes that are too coarse.
 

@@ -1,7 +1,7 @@
 """Makes a plan from a profile: builds the problem, solves it, and names an action for each site."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -73,8 +73,8 @@ def make_plan(
     exact=True it adds `lossy_helps`, which says what to allow, if codes could help; and
     `helps_anyway`, whether or not they could.
     """
-    in_flight = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
-    most, place = in_flight, offload
+    most = 0 if offload is None else max((s.nbytes for s in profile.storages), default=0)
+    in_flight = most
     variance, codecs = inf if noise is None else noise, still_used(codecs)
     built = build_problem(profile, exact=True, recompute=recompute, offload=offload)
     asks = finest < inf
@@ -86,14 +86,14 @@ def make_plan(
         staying = build_problem(profile, exact=True, recompute=recompute, offload=None)
         other = solve(staying.problem, budget - margin, exact=True, solver=solver, least=least)
         if other.feasible or (exact and other.peak < found.peak + in_flight):
-            built, found, offload, in_flight = staying, other, None, 0
+            built, found, in_flight = staying, other, 0
     if exact is False or not (exact or found.feasible):
         freely, other, flies = with_codes(
             profile,
             budget - margin,
             most,
             recompute=recompute,
-            offload=place,
+            offload=offload,
             codecs=codecs,
             variance=variance,
             solver=solver,
@@ -105,43 +105,15 @@ def make_plan(
         ):
             built, found, in_flight = freely, other, flies
     margin += in_flight  # of what is moved, one tensor or code is on its way at any time
-    if not found.feasible:
-        if not asks:  # nobody reads what it says
-            raise unplanned(budget, found.peak + margin)
-        least_nbytes = found.peak
-        if solver not in BASELINES:
-            search = partial(
-                solve,
-                built.problem,
-                variance=variance,
-                exact=bool(exact),
-                solver=solver,
-                lowest=found.choice,
-            )
-            least_nbytes, found = _least(
-                found,
-                lambda budget: checked(profile, built, search(budget)),
-                max(int(finest), 1),
-            )
-        ways: tuple[str, ...] = ()
-        if exact and (helps_anyway or codes_help(profile, built, found.choice, codecs=codecs)):
-            ways = (lossy_helps,)
-        if solver in BASELINES:
-            others = () if solver in WITHOUT_CODES else ways
-            ways = (f"leave out solver='{solver}', with which more is needed", *others)
-        raise _refusal(
-            profile,
-            built,
-            found,
-            budget,
-            least_nbytes + margin,
-            ways,
-            exact=bool(exact),
-            noise=noise,
-            least_is=least_is,
-            helps_anyway=helps_anyway,
-        )
-    return _plan(profile, built, found, budget - margin + in_flight, in_flight, variance)
+    if found.feasible:
+        return _plan(profile, built, found, budget - margin + in_flight, in_flight, variance)
+    if not asks:  # nobody reads what it says
+        raise unplanned(budget, found.peak + margin)
+    refusal = _Refusal(profile, built, bool(exact), noise, solver, helps_anyway)
+    least_nbytes, found = refusal.least(found, variance, max(int(finest), 1))
+    codes_do = exact and (helps_anyway or codes_help(profile, built, found.choice, codecs=codecs))
+    ways = (lossy_helps,) if codes_do else ()
+    raise refusal.error(found, budget, least_nbytes + margin, least_is, ways)
 
 
 def unplanned(budget: int, peak: int) -> BudgetTooSmall:
@@ -179,40 +151,70 @@ def plain_peak(profile: Profile) -> int:
     return int(level.max(initial=0))
 
 
-def _refusal(
-    profile: Profile,
-    built: BuiltProblem,
-    found: Solution,
-    budget: int,
-    least: int,
-    more_ways: tuple[str, ...],
-    *,
-    exact: bool,
-    noise: float | None,
-    least_is: str,
-    helps_anyway: bool,
-) -> BudgetTooSmall:
-    """The error that says what takes the room, and what to type next."""
-    level = levels(built.problem, found.choice)
-    moment = int(level.argmax())
-    static = min(profile.static, found.peak)
-    saved = int(level[moment]) - built.problem.base[moment]
-    parts = {
-        "weights and what else is held before the step": static,
-        "gradients and workspaces": max(least - static - saved, 0),
-        "saved for backward": saved,
-    }
-    within, ways = "", [*more_ways, "halve the batch"]
-    if static >= budget:  # not even a step of no samples, that saves nothing, would fit
-        ways = [*more_ways] if helps_anyway else []
-    allows_codes = noise is not None and not exact
-    freely = lowered(built.problem, Limits(0), found.choice) if allows_codes else found.choice
-    if peak(built.problem, freely) < found.peak:
-        within = f" with noise={noise:g}"
-        more = solve(built.problem, budget - least + found.peak)
-        enough = ceiled(added_variance(built.problem, more.choice)) if more.feasible else ""
-        ways.insert(0, f"allow noise={enough}" if enough else MORE_NOISE)
-    return too_small(budget, least, parts, least_is.format(within=within), *ways)
+@dataclass(frozen=True)
+class _Refusal:
+    """What a refusal of a budget depends on, besides the budget: see `make_plan`."""
+
+    profile: Profile
+    built: BuiltProblem
+    exact: bool
+    noise: float | None
+    solver: str
+    helps_anyway: bool
+
+    def least(self, found: Solution, variance: float, finest: int) -> tuple[int, Solution]:
+        """Returns the least budget, in bytes, and its solution.
+
+        found: where the search has ended, without one that fits
+        """
+        if self.solver in BASELINES:
+            return found.peak, found
+        problem, lowest = self.built.problem, found.choice
+
+        def search(budget: int) -> Solution:
+            other = solve(
+                problem,
+                budget,
+                variance=variance,
+                exact=self.exact,
+                solver=self.solver,
+                lowest=lowest,
+            )
+            return checked(self.profile, self.built, other)
+
+        return _least(found, search, finest)
+
+    def error(
+        self, found: Solution, budget: int, least: int, least_is: str, ways: tuple[str, ...]
+    ) -> BudgetTooSmall:
+        """Returns the error that says what takes the room, and what to type next.
+
+        ways: out, for exact plans
+        """
+        problem = self.built.problem
+        if self.solver in BASELINES:
+            others = () if self.solver in WITHOUT_CODES else ways
+            ways = (f"leave out solver='{self.solver}', with which more is needed", *others)
+        level = levels(problem, found.choice)
+        moment = int(level.argmax())
+        static = min(self.profile.static, found.peak)
+        saved = int(level[moment]) - problem.base[moment]
+        parts = {
+            "weights and what else is held before the step": static,
+            "gradients and workspaces": max(least - static - saved, 0),
+            "saved for backward": saved,
+        }
+        within, all_ways = "", [*ways, "halve the batch"]
+        if static >= budget:  # not even a step of no samples, that saves nothing, would fit
+            all_ways = [*ways] if self.helps_anyway else []
+        allows_codes = self.noise is not None and not self.exact
+        freely = lowered(problem, Limits(0), found.choice) if allows_codes else found.choice
+        if peak(problem, freely) < found.peak:
+            within = f" with noise={self.noise:g}"
+            more = solve(problem, budget - least + found.peak)
+            enough = ceiled(added_variance(problem, more.choice)) if more.feasible else ""
+            all_ways.insert(0, f"allow noise={enough}" if enough else MORE_NOISE)
+        return too_small(budget, least, parts, least_is.format(within=within), *all_ways)
 
 
 def ceiled(noise: float) -> str:

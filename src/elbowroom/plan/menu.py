@@ -23,12 +23,7 @@ from math import prod
 from elbowroom.codecs import BitMask, Codec, Dither, Sided
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.composed import (
-    LEAN_LEVELS,
-    beside_mask,
-    is_composed,
-    is_no_worse,
-)
+from elbowroom.plan.composed import LEAN_LEVELS, beside_mask, is_composed, is_no_worse
 from elbowroom.plan.offload_rest import OffloadRest, Tier
 from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
 from elbowroom.plan.precision_floor import ATTENTION, coded_rows, keeps_rows_apart, suffices
@@ -90,9 +85,7 @@ class Menu:
     whole   tensors may be moved as they are, not only their codes
     """
 
-    def __init__(
-        self, codecs: tuple[Codec, ...] | None, tier: Tier | None = None, *, whole: bool = True
-    ) -> None:
+    def __init__(self, codecs: tuple[Codec, ...] | None, tier: Tier | None, *, whole: bool) -> None:
         self._codecs, self._tier, self._named = codecs, tier, codecs is not None
         self._places = () if tier is None or not whole else (OFFLOAD[tier],)
         self._known: dict[tuple[object, ...], tuple[Preset, ...]] = {}
@@ -185,12 +178,7 @@ class _Held:
 
 
 def option(
-    profile: Profile,
-    storage: Storage,
-    preset: Preset,
-    *,
-    again: int = 0,
-    is_gated: bool = False,
+    profile: Profile, storage: Storage, preset: Preset, *, again: int = 0, is_gated: bool = False
 ) -> Option:
     """Returns what one preset would hold for one storage, and the time it would take.
 
@@ -386,7 +374,7 @@ def _set_held(
     storage: Storage,
     profile: Profile,
     *,
-    is_gated: bool = False,
+    is_gated: bool,
 ) -> None:
     site = _as_made(preset, site)
     match preset.policy(site):

@@ -85,10 +85,7 @@ def _unasked(step: Profile, first: int, count: int, last: int) -> Profile:
     """Returns the step, in which so many storages wait for a later part."""
     waiting = tuple(
         replace(
-            one,
-            needs=(),
-            freed=last,
-            saves=tuple(replace(save, asked=-1) for save in one.saves),
+            one, needs=(), freed=last, saves=tuple(replace(save, asked=-1) for save in one.saves)
         )
         for one in step.storages[first : first + count]
     )

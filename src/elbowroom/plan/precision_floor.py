@@ -90,14 +90,7 @@ from typing import NamedTuple
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
 from elbowroom.kernels.layout import GROUP_SIZES
-from elbowroom.plan.site import (
-    AGAIN,
-    NORMS,
-    Formula,
-    Rebuildable,
-    Rows,
-    Site,
-)
+from elbowroom.plan.site import AGAIN, NORMS, Formula, Rebuildable, Rows, Site
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
@@ -149,7 +142,7 @@ def half_suffices(spread: float) -> bool:
     return spread * 2**-20 <= _SHARP
 
 
-def levels_for_values(spread: float, logits: int | None = _LEVELS[0]) -> int | None:
+def levels_for_values(spread: float, logits: int | None) -> int | None:
     """The fewest levels for v where its error's share of its variance is spread / (levels - 1)^2.
 
     None: no code is fine enough; also of a NaN. logits: the levels that q and k need

@@ -266,13 +266,7 @@ def _whole(item: Item, option: Option, starts: Collection[int]) -> list[tuple[in
     asked = [need for need in item.needs if need[0] not in direct]
     for start in starts:  # what a region makes again holds its input until that is read
         asked.append((start, next((last for _, last in item.needs if last >= start), start)))
-    whole: list[tuple[int, int]] = []
-    done, ahead = item.used, option.ahead if option.travels is None else 0
-    for first, last in sorted(asked):
-        if last > done:
-            whole.append((max(first - ahead, done + 1), last))
-            done = last
-    return whole
+    return _apart(asked, item.used, option.ahead if option.travels is None else 0)
 
 
 def _back(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int, int]]:
@@ -280,13 +274,19 @@ def _back(item: Item, option: Option, starts: Collection[int]) -> list[tuple[int
 
     That is at each need, those included for which the item is not restored.
     """
-    back: list[tuple[int, int]] = []
-    done = item.used
-    for first, last in sorted([*item.needs, *((start, start) for start in starts)]):
+    asked = [*item.needs, *((start, start) for start in starts)]
+    return _apart(asked, item.used, option.ahead)
+
+
+def _apart(asked: list[tuple[int, int]], used: int, ahead: int) -> list[tuple[int, int]]:
+    """Returns runs of moments after `used`, each begun so many moments ahead, without overlaps."""
+    found: list[tuple[int, int]] = []
+    done = used
+    for first, last in sorted(asked):
         if last > done:
-            back.append((max(first - option.ahead, done + 1), last))
+            found.append((max(first - ahead, done + 1), last))
             done = last
-    return back
+    return found
 
 
 def region_spans(problem: Problem, region: Region) -> list[Span]:

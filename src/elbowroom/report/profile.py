@@ -231,10 +231,7 @@ def _facts(profile: Profile, found: Sequence[Prospect]) -> list[Fact]:
             f"{len(profile.storages)} tensors, in plain autograd",
         ),
         Fact(
-            "the same with exact actions",
-            (show_nbytes(exact),),
-            "without recompute",
-            "estimated",
+            "the same with exact actions", (show_nbytes(exact),), "without recompute", "estimated"
         ),
         Fact("time", (show_seconds(profile.seconds),), "with the cost of measuring"),
     ]

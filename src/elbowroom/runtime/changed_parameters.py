@@ -43,13 +43,7 @@ class ChangedParameters(TorchFunctionMode):
                 self._lies_at.setdefault(memory.untyped_storage()._cdata, []).append(memory)
         self._copies: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by storage
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _writes(func, kwargs):
             self._copy(args[:1], kwargs)
         return func(*args, **(kwargs or {}))

@@ -86,9 +86,9 @@ class ParametersAsRead:
         self,
         module: nn.Module,
         parameters: list[Tensor],
-        fingerprints: Fingerprints | None = None,
+        fingerprints: Fingerprints | None,
         *,
-        is_examined: bool = False,
+        is_examined: bool,
     ) -> None:
         """is_examined: what is not known to change is copied, too, if it is small.
 

@@ -35,7 +35,7 @@ _thread = _Thread()
 _lock = threading.Lock()
 _forcing = 0  # contexts of the process that are open
 _stance: Any = None  # what the first of them has set
-_heard = ExitStack()  # restores Dynamo's function
+_patched = ExitStack()  # restores Dynamo's function
 
 
 @contextmanager
@@ -63,11 +63,11 @@ def _force(more: int) -> None:
         if more < 0 and not _forcing:
             _stance.__exit__(None, None, None)
             _stance = None
-            _heard.close()
+            _patched.close()
 
 
 def _notice_functions() -> None:
-    """Notices calls of compiled functions, until `_heard` is closed.
+    """Notices calls of compiled functions, until `_patched` is closed.
 
     There is no public interface for this: for each compiled call, Dynamo calls an internal function
     that applies its stance. In a version without it, calls are not noticed.
@@ -84,7 +84,7 @@ def _notice_functions() -> None:
         return found
 
     dynamo._callback_from_stance = asked
-    _heard.callback(setattr, dynamo, "_callback_from_stance", plain)
+    _patched.callback(setattr, dynamo, "_callback_from_stance", plain)
 
 
 @contextmanager

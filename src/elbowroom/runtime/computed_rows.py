@@ -32,6 +32,7 @@ from elbowroom.runtime.gathered import (
     versions_of,
     wait_for,
 )
+from elbowroom.runtime.node import itself
 
 _NOTHING = torch.empty(0)
 _MAX_FUNCTIONS = 12  # of an expression, each of which runs again for each reader of its result
@@ -176,7 +177,7 @@ def gradient_of(computed: Computed, number: int, shape: torch.Size, grad: Tensor
 
 def _unpacked() -> saved_tensors_hooks:
     """Returns a context in which nothing that is saved is given to hooks of others."""
-    return saved_tensors_hooks(lambda x: x, lambda x: x)
+    return saved_tensors_hooks(itself, itself)
 
 
 def _tensors(one: Argument) -> tuple[Tensor, ...]:

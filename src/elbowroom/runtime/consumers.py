@@ -24,15 +24,7 @@ from torch import Tensor
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED
-from elbowroom.plan.site import (
-    AGAIN,
-    MIN_FEATURES,
-    NORMS,
-    RECURRENT,
-    Formula,
-    Reads,
-    SiteName,
-)
+from elbowroom.plan.site import AGAIN, MIN_FEATURES, NORMS, RECURRENT, Formula, Reads, SiteName
 from elbowroom.runtime.gathered import here
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.masks import CAPPED, MASKED_INPUT, MASKED_OUTPUT
@@ -276,13 +268,7 @@ class Consumers(Observing):
         self.call: Call | None = None
         self._finished, self._run_as = finished, run_as
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUESTIONS:
             return func(*args, **(kwargs or {}))
         if here.alive:

@@ -302,13 +302,7 @@ class Gathered(Tensor):
         super().retain_grad()
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in QUESTIONS:
             use_all(args, kwargs, _run)
@@ -318,13 +312,7 @@ class Gathered(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0] if args else None, kwargs or {}
         if func is torch.ops.aten.add.Tensor and _are_gradients(*args):
             one, other = args

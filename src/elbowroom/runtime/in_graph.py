@@ -19,12 +19,7 @@ from torch import nn
 
 from elbowroom.runtime import modules
 from elbowroom.runtime.calls import intercepted, undisturbed, watches_calls_of
-from elbowroom.runtime.compiler import (
-    forced_backend,
-    inductor_options,
-    is_compiled,
-    may_compile,
-)
+from elbowroom.runtime.compiler import forced_backend, inductor_options, is_compiled, may_compile
 from elbowroom.runtime.ledger import Ledger
 
 _running = threading.RLock()

@@ -259,9 +259,7 @@ class Values:
     No value is kept for a tensor that needs a gradient: its changes are part of a graph.
     """
 
-    def __init__(
-        self, tensors: Iterable[tuple[Tensor, int]], max_nbytes: int = sys.maxsize
-    ) -> None:
+    def __init__(self, tensors: Iterable[tuple[Tensor, int]], max_nbytes: int) -> None:
         """tensors: with their versions. max_nbytes: larger ones are not copied."""
         self._tensors = [(x, version, _copy_of(x, max_nbytes)) for x, version in tensors]
 

@@ -26,15 +26,7 @@ from elbowroom.runtime.consumers import (
     is_argument,
     is_given_as,
 )
-from elbowroom.runtime.formulas import (
-    FORMULAS,
-    INVERSES,
-    OURS,
-    SIZES,
-    WHY,
-    formula_of,
-    reduced_by,
-)
+from elbowroom.runtime.formulas import FORMULAS, INVERSES, OURS, SIZES, WHY, formula_of, reduced_by
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.storage import is_made_of_parameters
 

@@ -111,7 +111,7 @@ class State:
     def __init__(
         self,
         module: nn.Module,
-        given: Iterable[Any] = (),
+        given: Iterable[Any],
         fingerprints: Fingerprints | None = None,
         *,
         is_examined: bool = False,

@@ -60,10 +60,7 @@ class Trials:
 
 
 def why_not_again(
-    module: nn.Module,
-    call: Callable[..., Any],
-    arguments: Arguments,
-    bits: list[Any] | None = None,
+    module: nn.Module, call: Callable[..., Any], arguments: Arguments, bits: list[Any] | None = None
 ) -> str:
     """Returns why a module's call may not be run a second time in backward; "": it may.
 

@@ -53,9 +53,7 @@ class Rewind:
     the budget: the attention masks of four layers of GPT-Neo are 16 MiB.
     """
 
-    def __init__(
-        self, module: nn.Module, given: Iterable[Any] = (), *, copies: bool = True
-    ) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Any], *, copies: bool) -> None:
         """given: the arguments of the forward. copies: it may change large tensors in place."""
         self._generators = Generators(modules_of(module), tree_leaves(given))
         self._given, self._beside = Reach(given), Reach(behind_calls(module))
@@ -281,7 +279,7 @@ KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomSt
 class Generators:
     """Random generators that a module may draw from, and their states as they are now."""
 
-    def __init__(self, modules: Iterable[nn.Module], given: Iterable[Any] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], given: Iterable[Any]) -> None:
         """given: generators among the arguments."""
         self._states = [(source, _state_of(source)) for source in _sources(modules, given)]
 

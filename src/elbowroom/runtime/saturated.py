@@ -257,7 +257,7 @@ class Saturated:
         slot: Slot,
         action: Action,
         hold: Callable[[Slot, Tensor, Action], None],
-        part: Part = Part.SATURATED,
+        part: Part,
     ) -> None:
         self.slot = weakref.ref(slot)
         slot.waits = True
@@ -275,7 +275,8 @@ class Saturated:
         if slot is None or slot.pinned or not isinstance(kept, KeepHandle):
             return True
         storage = kept.restore().untyped_storage()._cdata
-        if any(x.untyped_storage()._cdata == storage for x in _touchable(call)):
+        read = (x.untyped_storage()._cdata for x in call.tensors if is_touchable(x))
+        if storage in read:
             self._is_read, self._is_open = True, self._is_open or _is_made_by(self._open, out)
         elif call.saved and not self._is_held_by_others(kept):
             self._saves += 1
@@ -385,11 +386,6 @@ def exponents(call: Call, out: Any) -> Iterator[int]:
             break
     if has_squares:
         yield from factors
-
-
-def _touchable(call: Call) -> Iterator[Tensor]:
-    """Yields the tensor arguments of a call whose storage may be accessed."""
-    yield from (x for x in call.tensors if is_touchable(x))
 
 
 def _is_made_by(names: tuple[str, ...], out: Any) -> bool:

@@ -76,7 +76,7 @@ def classify(
     name: SiteName,
     origin: Origin | None,
     *,
-    takes_half: bool = False,
+    takes_half: bool,
 ) -> Request:
     """Returns what the op needs: more than `reading` if what the slot holds does not suffice.
 

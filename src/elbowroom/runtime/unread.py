@@ -66,9 +66,7 @@ class StandIn(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         for x in tensors_in((args, kwargs or {})):
             if isinstance(x, StandIn):
                 alike = [one for one in _known if type(one) is type(x.reader())]
@@ -98,13 +96,7 @@ class Reads(TorchFunctionMode):
         self._copies: dict[int, Tensor] = {}
         self._versions = list(map(version_of, tensors))
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {id(x) for x in tensors_in((args, kwargs or {}))}
         self._found |= given
         if func not in _QUESTIONS and not given.isdisjoint(self._late):

@@ -256,17 +256,17 @@ def _remedies(total: int, saved: int, profile: Profile | None) -> list[str]:
 
     total: bytes that the device had room for, at least. saved: those for backward.
     """
-    fitted = [one for _, one in attached() if isinstance(one, Fitting)]
+    fitted = [(model, one) for model, one in attached() if isinstance(one, Fitting)]
     if profile is None:
-        profile = next((one.planner.profile for one in fitted if one.planner.profile), None)
+        profile = next((one.planner.profile for _, one in fitted if one.planner.profile), None)
     lines = [
         f"  {one.model} was fitted to {show_nbytes(one.budget_nbytes)}; if the device has less, "
         f"give a smaller budget, or run the step by er.step(...), which finds one"
-        for one in (summary(fitting, type(model).__name__) for model, fitting in _pairs())
+        for one in (summary(fitting, type(model).__name__) for model, fitting in fitted)
     ]
     if profile is None:
         if fitted:
-            return lines + [one for fitting in fitted for one in _foreseen(fitting, total)]
+            return lines + [line for _, one in fitted for line in _foreseen(one, total)]
         return [
             *lines,
             f"  of the {show_nbytes(total)}, {show_nbytes(saved)} are saved for backward, and can "
@@ -310,7 +310,3 @@ def _foreseen(fitting: Fitting, total: int) -> list[str]:
         f"  estimated by {by}, a step takes {show_nbytes(best.nbytes)} at setting "
         f"'{best.setting.name}' ({kind}) in place of {show_nbytes(plain.nbytes)}; {tail}"
     ]
-
-
-def _pairs() -> list[tuple[nn.Module, Fitting]]:
-    return [(model, one) for model, one in attached() if isinstance(one, Fitting)]

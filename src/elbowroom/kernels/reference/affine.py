@@ -21,11 +21,7 @@ def affine(
 
 
 def mapped(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    inner: int,
-    bits: Tensor | None = None,
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, inner: int, bits: Tensor | None = None
 ) -> Tensor:
     """Returns the same as [N] float32; x itself if there is no scale and shift."""
     y = x.float()

@@ -25,6 +25,8 @@ from elbowroom.kernels.states import GROUP
 
 STEP_MASK = (1 << 31) - 1  # of a step's number, as the upper half of a seed
 WEIGHT_STREAM = 0x5851F42D  # the seed of weights is that of v, but for these bits
+States = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and bounds of m, then of v
+Kinds = tuple[str, str]  # of m and v
 
 
 def adamw(
@@ -56,11 +58,8 @@ def sgd(
     return w - (m * look + g * keep) * lr, m, v
 
 
-_RULES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
-    "adamw": adamw,
-    "lion": lion,
-    "sgd": sgd,
-}
+_RULES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]]
+_RULES = {"adamw": adamw, "lion": lion, "sgd": sgd}
 _FACTORS = {"adamw": 8, "lion": 6, "sgd": 5}
 
 
@@ -118,7 +117,7 @@ def _step(
     held: list[Tensor | None],
     rule: str,
     weights: str,
-    kinds: tuple[str, str],
+    kinds: Kinds,
     row: int,
     factors: list[float],
     seed: int,
@@ -129,14 +128,14 @@ def _step(
     param, grad = in_memory(param), in_memory(grad)
     residual = None if held[0] is None else in_memory(held[0])
     nothing = param.new_empty(0)
-    codes_m, bounds_m, codes_v, bounds_v = (
+    m_codes, m_bounds, v_codes, v_bounds = (
         nothing if x is None else in_memory(x) if x.is_floating_point() else x for x in held[1:]
     )
-    states = codes_m, bounds_m, codes_v, bounds_v
+    states = m_codes, m_bounds, v_codes, v_bounds
     w, g = (grouped(x, row) for x in (weights_load(param, residual), grad.float()))
-    m, v = states_load(*states, *kinds, row, n)
+    m, v = states_load(states, kinds, row, n)
     w, m, v = _RULES[rule](w, g, m, v, factors)
-    states_store(m, v, *states, *kinds, row, n, seed)
+    states_store(m, v, states, kinds, row, n, seed)
     u = None
     if weights != "nearest" and param.dtype is torch.bfloat16:
         u = flat(uniform(seed ^ WEIGHT_STREAM, 0, w.shape[0], w.device, GROUP), row, n)
@@ -148,17 +147,9 @@ def in_memory(x: Tensor) -> Tensor:
     return x.detach().as_strided((x.numel(),), (1,))
 
 
-def states_load(
-    m_codes: Tensor,
-    m_bounds: Tensor,
-    v_codes: Tensor,
-    v_bounds: Tensor,
-    m_kind: str,
-    v_kind: str,
-    row: int,
-    n: int,
-) -> tuple[Tensor, Tensor]:
+def states_load(states: States, kinds: Kinds, row: int, n: int) -> tuple[Tensor, Tensor]:
     """m, v [groups, 128] float32."""
+    (m_codes, m_bounds, v_codes, v_bounds), (m_kind, v_kind) = states, kinds
     v, root = None, None
     if v_kind != "none":
         v, root = load(v_kind, v_codes, v_bounds, row, n, None)
@@ -167,19 +158,10 @@ def states_load(
 
 
 def states_store(
-    m: Tensor,
-    v: Tensor,
-    m_codes: Tensor,
-    m_bounds: Tensor,
-    v_codes: Tensor,
-    v_bounds: Tensor,
-    m_kind: str,
-    v_kind: str,
-    row: int,
-    n: int,
-    seed: int,
+    m: Tensor, v: Tensor, states: States, kinds: Kinds, row: int, n: int, seed: int
 ) -> None:
     """Inverse of `states_load`."""
+    (m_codes, m_bounds, v_codes, v_bounds), (m_kind, v_kind) = states, kinds
     root = None
 
     def drawn(shift: int) -> Tensor:
@@ -204,7 +186,7 @@ def moments_dequantize(
     if n == 0:
         empty = m_codes.new_empty(0, dtype=torch.float32)
         return empty, empty.clone()
-    m, v = states_load(m_codes, m_bounds, v_codes, v_bounds, m_kind, v_kind, row, n)
+    m, v = states_load((m_codes, m_bounds, v_codes, v_bounds), (m_kind, v_kind), row, n)
     return flat(m, row, n), flat(v, row, n)
 
 
@@ -224,5 +206,5 @@ def moments_quantize(
     if m.numel() == 0:
         return
     n = m.numel()
-    states = (m_codes, m_bounds, v_codes, v_bounds)
-    states_store(grouped(m, row), grouped(v, row), *states, m_kind, v_kind, row, n, seed)
+    states = m_codes, m_bounds, v_codes, v_bounds
+    states_store(grouped(m, row), grouped(v, row), states, (m_kind, v_kind), row, n, seed)

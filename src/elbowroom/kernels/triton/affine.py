@@ -84,20 +84,9 @@ def blank_unset(b_x, i_t, o_e, m_e, p_mask):
 
 @triton.jit
 def _affine(
-    p_x,
-    p_out,
-    N,
-    p_scale,
-    p_shift,
-    p_mask,
-    inner,
-    C,
-    share,
-    SHORT: tl.constexpr,
-    FROM: tl.constexpr,
-    TO: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_x, p_out, N, p_scale, p_shift, p_mask, inner, C, share,
+    SHORT: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     i_t, n = program_tiles(N, R)
     i_t, n = i_t[:, None], n[:, None]
     o_e = tl.arange(0, TILE)[None, :]

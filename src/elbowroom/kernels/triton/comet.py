@@ -48,39 +48,9 @@ def comet_quantize(
     rows: int,
     columns: int,
     inner: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _quantized(x, grid, seed, rounding, aware, rows, columns, inner)
-
-
-def comet_quantize_into(
-    x: Tensor,
-    grid: Tensor,
-    seed: int | Tensor,
-    rounding: str,
-    aware: bool,
-    rows: int,
-    columns: int,
-    inner: int,
-    payload: Tensor,
-    spill: Tensor,
-    used: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    into = payload, spill, used
-    return _quantized(x, grid, seed, rounding, aware, rows, columns, inner, into)[:3]
-
-
-def _quantized(
-    x: Tensor,
-    grid: Tensor,
-    seed: int | Tensor,
-    rounding: str,
-    aware: bool,
-    rows: int,
-    columns: int,
-    inner: int,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """into: the payload's memory, its spill, and what tells how much was used."""
+    """into: the payload, its spill and its size (`comet_quantize_into`); None: as it is needed."""
     n = x.numel()
     bits, headers, sizes = outputs.comet(x, aware=aware)
     if aware:
@@ -102,6 +72,23 @@ def _quantized(
     there = payload, spill, payload.numel(), TILE_SIZE * x.element_size()
     launch(_encode, tiles(n), *args, *there, *given, **fixed)
     return bits, headers, sizes, payload
+
+
+def comet_quantize_into(
+    x: Tensor,
+    grid: Tensor,
+    seed: int | Tensor,
+    rounding: str,
+    aware: bool,
+    rows: int,
+    columns: int,
+    inner: int,
+    payload: Tensor,
+    spill: Tensor,
+    used: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = grid, seed, rounding, aware, rows, columns, inner
+    return comet_quantize(x, *given, (payload, spill, used))[:3]
 
 
 def comet_dequantize(

@@ -225,19 +225,19 @@ def bytes_block(levels, part, n):
 
 
 @triton.jit
+def part_nbytes(n, LEVELS: tl.constexpr, S: tl.constexpr):
+    """Bytes of the ranges and codes of n values, in groups of S."""
+    size = 2 * ((n + S - 1) // S)
+    for part in tl.static_range(parts(LEVELS)):
+        size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
+    return size
+
+
+@triton.jit
 def pack(
-    p_x,
-    p_codes,
-    n,
-    b_key,
-    b_low,
-    b_scale,
-    b_place,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    o_u=0,
-):
+    p_x, p_codes, n, b_key, b_low, b_scale, b_place,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, o_u=0,
+):  # fmt: skip
     """Code whole tiles: p_x, p_codes, n, b_key [R, 1]; b_low, b_scale (1 / step) [R, G].
 
     Element e is read from p_x + e, or, where b_place [R, TILE] is given, from p_x + b_place[e];
@@ -251,19 +251,9 @@ def pack(
 
 @triton.jit
 def pack_part(
-    p_x,
-    p_codes,
-    n,
-    b_key,
-    b_low,
-    b_scale,
-    b_place,
-    LEVELS: tl.constexpr,
-    PART: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    o_u,
-):
+    p_x, p_codes, n, b_key, b_low, b_scale, b_place,
+    LEVELS: tl.constexpr, PART: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, o_u,
+):  # fmt: skip
     """One run of bytes. Each reads the elements it holds: a second time, but from the cache."""
     PER: tl.constexpr = per_byte(LEVELS, PART)
     BASE: tl.constexpr = base(LEVELS, PART)
@@ -282,17 +272,9 @@ def pack_part(
 
 @triton.jit
 def code_at(
-    p_x,
-    o_e,
-    m_e,
-    b_u,
-    b_low,
-    b_scale,
-    b_place,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    p_x, o_e, m_e, b_u, b_low, b_scale, b_place,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """clamp(floor((x - low) * scale + u), 0, LEVELS - 1) as int32, and 0 where masked or NaN."""
     o_real = tl.where(m_e, o_e, 0)
     o_g = o_real // S

@@ -119,18 +119,9 @@ def load_grid(p_ranges, p_bounds, m_g, m_t, LEVELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def _quantize(
-    p_x,
-    p_codes,
-    p_ranges,
-    p_bounds,
-    N,
-    seed_low,
-    seed_high,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_x, p_codes, p_ranges, p_bounds, N, seed_low, seed_high,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     o_e = group_elements(S)
@@ -146,26 +137,11 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["first", "seed_low", "seed_high"])
 def _dequantize(
-    p_codes,
-    p_ranges,
-    p_bounds,
-    p_out,
-    N,
-    first,
-    p_scale,
-    p_shift,
-    p_mask,
-    inner,
-    C,
-    share,
-    seed_low,
-    seed_high,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    SHORT: tl.constexpr,
+    p_codes, p_ranges, p_bounds, p_out, N, first, p_scale, p_shift, p_mask, inner, C, share,
+    seed_low, seed_high,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr,
     R: tl.constexpr,
-):
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     p_out += (i_t * TILE)[:, None, None]

@@ -86,20 +86,8 @@ def _sizes(over: Cells, over_ranges: Cells) -> tuple[int, ...]:
     """Returns the numbers by which an element's block and range are found: see `cells_of`."""
     _, down, across, inner = over.table
     _, lines, per, _ = over_ranges.table
-    high, wide = over_ranges.high, over_ranges.wide
-    return (
-        over.rows,
-        over.columns,
-        inner,
-        over.high,
-        over.wide,
-        down,
-        across,
-        high,
-        wide,
-        lines,
-        per,
-    )
+    own = over.rows, over.columns, inner, over.high, over.wide, down, across
+    return *own, over_ranges.high, over_ranges.wide, lines, per
 
 
 def _launch_means(
@@ -121,30 +109,10 @@ def _launch_means(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def _quantize(
-    p_x,
-    p_codes,
-    p_mean,
-    p_scale,
-    p_low,
-    N,
-    seed_low,
-    seed_high,
-    rows,
-    columns,
-    inner,
-    high,
-    wide,
-    down,
-    across,
-    tall,
-    broad,
-    lines,
-    per,
-    LEVELS: tl.constexpr,
-    SHORT: tl.constexpr,
-    KIND: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_x, p_codes, p_mean, p_scale, p_low, N, seed_low, seed_high, rows, columns, inner, high, wide,
+    down, across, tall, broad, lines, per,
+    LEVELS: tl.constexpr, SHORT: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     i_t, n = program_tiles(N, R)
     b_key, i_t, n = tile_key(i_t, seed_low, seed_high)[:, None], i_t[:, None], n[:, None]
     p_codes += i_t * codes_nbytes(LEVELS, TILE)
@@ -175,31 +143,11 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def _dequantize(
-    p_codes,
-    p_mean,
-    p_scale,
-    p_low,
-    p_out,
-    N,
-    seed_low,
-    seed_high,
-    rows,
-    columns,
-    inner,
-    high,
-    wide,
-    down,
-    across,
-    tall,
-    broad,
-    lines,
-    per,
-    LEVELS: tl.constexpr,
-    DITHER: tl.constexpr,
-    SHORT: tl.constexpr,
-    KIND: tl.constexpr,
+    p_codes, p_mean, p_scale, p_low, p_out, N, seed_low, seed_high, rows, columns, inner, high,
+    wide, down, across, tall, broad, lines, per,
+    LEVELS: tl.constexpr, DITHER: tl.constexpr, SHORT: tl.constexpr, KIND: tl.constexpr,
     R: tl.constexpr,
-):
+):  # fmt: skip
     i_t, n = program_tiles(N, R)
     b_key = tile_key(i_t, seed_low, seed_high)[:, None]
     i_t, n = i_t[:, None], n[:, None]

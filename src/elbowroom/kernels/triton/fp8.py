@@ -76,18 +76,10 @@ def float8_value(b_code, FRACTION: tl.constexpr, BIAS: tl.constexpr, INFINITE: t
 
 @triton.jit
 def _quantize(
-    p_x,
-    p_codes,
-    p_scale,
-    N,
-    FRACTION: tl.constexpr,
-    BIAS: tl.constexpr,
-    MOST: tl.constexpr,
-    INFINITE: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_x, p_codes, p_scale, N,
+    FRACTION: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr, INFINITE: tl.constexpr,
+    S: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     i_t, n = i_t[:, None, None], n[:, None, None]
@@ -108,18 +100,10 @@ def _quantize(
 
 @triton.jit
 def _dequantize(
-    p_codes,
-    p_scale,
-    p_out,
-    N,
-    FRACTION: tl.constexpr,
-    BIAS: tl.constexpr,
-    MOST: tl.constexpr,
-    INFINITE: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_codes, p_scale, p_out, N,
+    FRACTION: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr, INFINITE: tl.constexpr,
+    S: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     i_t, n = i_t[:, None, None], n[:, None, None]

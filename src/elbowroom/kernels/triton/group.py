@@ -63,18 +63,9 @@ def group_dequantize(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def _quantize(
-    p_x,
-    p_codes,
-    p_step,
-    p_low,
-    N,
-    seed_low,
-    seed_high,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_x, p_codes, p_step, p_low, N, seed_low, seed_high,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     o_e = group_elements(S)
@@ -99,23 +90,10 @@ def _quantize(
 
 @triton.jit
 def _dequantize(
-    p_codes,
-    p_step,
-    p_low,
-    p_out,
-    N,
-    p_scale,
-    p_shift,
-    p_mask,
-    inner,
-    C,
-    share,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    SHORT: tl.constexpr,
+    p_codes, p_step, p_low, p_out, N, p_scale, p_shift, p_mask, inner, C, share,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr,
     R: tl.constexpr,
-):
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     i_t, n = i_t[:, None, None], n[:, None, None]

@@ -12,6 +12,8 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from elbowroom.kernels.layout import tiles
+
 # What a kernel raises, before it runs, where this GPU or this compiler cannot serve it. Not what
 # the interpreter raises, which wraps any error of ours.
 FAILURES = (CompilationError, OutOfResources, PTXASError)
@@ -19,23 +21,30 @@ FAILURES = (CompilationError, OutOfResources, PTXASError)
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def launch(kernel: Any, tiles: int, *args: Any, R: int | None = None, **constants: Any) -> None:
-    """Runs `kernel` over `tiles` tiles, R of them a program, on the device of the first argument.
+def launch(kernel: Any, count: int, *args: Any, R: int | None = None, **constants: Any) -> None:
+    """Runs `kernel` over `count` tiles, R of them a program, on the device of the first argument.
 
     On a GPU a program has one tile. The interpreter takes as long for a program however many tiles
     it has (4 ms to 0.4 s, by the length of the kernel; triton 3.7), so there are at most two
     programs then, and one for two tiles.
     """
-    if tiles == 0:
+    if count == 0:
         return
     if R is None:
-        R = (
-            1
-            if args[0].is_cuda
-            else triton.next_power_of_2(2 if tiles == 2 else triton.cdiv(tiles, 2))
-        )
+        few = triton.next_power_of_2(2 if count == 2 else triton.cdiv(count, 2))
+        R = 1 if args[0].is_cuda else few
     with torch.cuda.device_of(args[0]):
-        kernel[(triton.cdiv(tiles, R),)](*args, R=R, enable_fp_fusion=False, **constants)
+        kernel[(triton.cdiv(count, R),)](*args, R=R, enable_fp_fusion=False, **constants)
+
+
+def starts_of(kernel: Any, bits: Tensor, numel: int, *args: Any, **constants: Any) -> Tensor:
+    """Returns where each tile's payload starts, and the end of the last: [tiles + 1] int64.
+
+    kernel: writes the sizes that the bits of a tile ask for; numel: elements, a bit each
+    """
+    starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
+    launch(kernel, tiles(numel), bits, starts, *args, **constants)
+    return starts.cumsum_(dim=0)
 
 
 def float_kind(x: Tensor) -> int:

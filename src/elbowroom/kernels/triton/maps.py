@@ -33,29 +33,11 @@ def sorted_bits(b_x):
 
 @triton.jit
 def sum_blocks(
-    p_x,
-    p_mean,
-    p_edges,
-    ranges,
-    rows,
-    columns,
-    inner,
-    down,
-    across,
-    spans,
-    spans_inner,
-    items,
-    tall,
-    broad,
-    lines,
-    per,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    K: tl.constexpr,
-    J: tl.constexpr,
-    KIND: tl.constexpr,
+    p_x, p_mean, p_edges, ranges, rows, columns, inner, down, across, spans, spans_inner, items,
+    tall, broad, lines, per,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
     R: tl.constexpr,
-):
+):  # fmt: skip
     """Means of K blocks side by side, J channels of each, in R places; the edges of x - mean."""
     PART: tl.constexpr = 1 / (HIGH * WIDE)
     i_w = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None, None, None]

@@ -22,8 +22,7 @@ from elbowroom.kernels.triton.device import (
     TILE,
     load_float,
     pack,
-    parts,
-    per_byte,
+    part_nbytes,
     places,
     program_tiles,
     store_restored,
@@ -33,7 +32,7 @@ from elbowroom.kernels.triton.device import (
     unpack,
 )
 from elbowroom.kernels.triton.dither import load_grid, store_ranges
-from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
+from elbowroom.kernels.triton.launch import launch, patterns, split_seed, starts_of, words
 
 
 def nonzero_quantize(
@@ -118,10 +117,7 @@ def nonzero_dequantize(
 
 
 def _starts(bits: Tensor, numel: int, levels: int, group_size: int) -> Tensor:
-    """Returns where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
-    starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
-    launch(_sizes, tiles(numel), bits, starts, bits.numel(), LEVELS=levels, S=group_size)
-    return starts.cumsum_(dim=0)
+    return starts_of(_sizes, bits, numel, bits.numel(), LEVELS=levels, S=group_size)
 
 
 @triton.jit
@@ -130,29 +126,16 @@ def _sizes(p_bits, p_starts, N_BYTES, LEVELS: tl.constexpr, S: tl.constexpr, R: 
     o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]  # [R, TILE / 8]
     b_b = tl.load(p_bits + o_b, mask=o_b < N_BYTES, other=0).to(tl.int32)
     n = tl.sum(set_bits(b_b), axis=1)  # [R]
-    b_size = 2 * ((n + S - 1) // S)
-    for part in tl.static_range(parts(LEVELS)):
-        b_size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
-    tl.store(p_starts + 1 + i_t, b_size.to(tl.int64), mask=i_t * (TILE // 8) < N_BYTES)
+    tl.store(
+        p_starts + 1 + i_t, part_nbytes(n, LEVELS, S).to(tl.int64), mask=i_t * (TILE // 8) < N_BYTES
+    )
 
 
 @triton.jit(do_not_specialize=["N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _quantize(
-    p_x,
-    p_starts,
-    p_payload,
-    p_spill,
-    N_PAYLOAD,
-    MOST,
-    p_bounds,
-    N,
-    seed_low,
-    seed_high,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_x, p_starts, p_payload, p_spill, N_PAYLOAD, MOST, p_bounds, N, seed_low, seed_high,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t = tl.program_id(0).to(tl.int64)
     p_x += i_t * TILE
@@ -175,31 +158,11 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["first", "N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _dequantize(
-    p_bits,
-    p_starts,
-    p_payload,
-    p_spill,
-    N_PAYLOAD,
-    MOST,
-    p_bounds,
-    p_out,
-    N,
-    first,
-    tiniest,
-    p_scale,
-    p_shift,
-    p_mask,
-    inner,
-    C,
-    share,
-    seed_low,
-    seed_high,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    SHORT: tl.constexpr,
+    p_bits, p_starts, p_payload, p_spill, N_PAYLOAD, MOST, p_bounds, p_out, N, first, tiniest,
+    p_scale, p_shift, p_mask, inner, C, share, seed_low, seed_high,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr,
     R: tl.constexpr,
-):
+):  # fmt: skip
     i_t = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, TILE)
     m_x = i_t * TILE + o_x < N

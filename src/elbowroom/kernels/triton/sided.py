@@ -8,7 +8,6 @@ Of a payload that is too short nothing beyond its end is read; the tiles that it
 NaN.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,8 +26,7 @@ from elbowroom.kernels.triton.device import (
     inverse,
     load_float,
     pack,
-    parts,
-    per_byte,
+    part_nbytes,
     places,
     program_tiles,
     store_restored,
@@ -38,7 +36,7 @@ from elbowroom.kernels.triton.device import (
     unpack,
 )
 from elbowroom.kernels.triton.dither import load_grid, store_ranges
-from elbowroom.kernels.triton.launch import launch, patterns, split_seed, words
+from elbowroom.kernels.triton.launch import launch, patterns, split_seed, starts_of, words
 
 
 def sided_quantize(
@@ -54,7 +52,7 @@ def sided_quantize(
     inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
-    starts = _starts(bits, x.numel(), settings)
+    starts = starts_of(_sizes, bits, x.numel(), x.numel(), **settings)
     payload = outputs.bytes_of(x, int(starts[-1]))  # the host waits
     x = mapped(x, scale, shift, inner)
     return payload, _filled(x, bits, starts, payload, None, seed, settings)
@@ -76,7 +74,7 @@ def sided_quantize_into(
     inner: int = 1,
 ) -> Tensor:
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
-    starts = _starts(bits, x.numel(), settings)
+    starts = starts_of(_sizes, bits, x.numel(), x.numel(), **settings)
     used.copy_(starts[-1:])
     x = mapped(x, scale, shift, inner)
     return _filled(x, bits, starts, payload, spill, seed, settings)
@@ -119,7 +117,7 @@ def sided_dequantize(
 ) -> None:
     n = first * TILE_SIZE + out.numel()
     settings = {"UPPER": upper, "LOWER": lower, "S": group_size, "F": fold}
-    starts = _starts(bits, n, settings)
+    starts = starts_of(_sizes, bits, n, n, **settings)
     target, kind = words(out)
     by = channels(scale, shift, inner, mask, n)
     there = starts, payload, spill, payload.numel(), sided_tile_nbytes(*settings.values())
@@ -127,21 +125,6 @@ def sided_dequantize(
     args = bits, *there, patterns(bounds), target, *sizes, *by, *split_seed(seed)
     constants = settings | {"KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants, R=1)
-
-
-def _starts(bits: Tensor, numel: int, settings: dict[str, int]) -> Tensor:
-    """Returns where each tile's payload starts, and the end of the last: [tiles + 1] int64."""
-    starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
-    launch(_sizes, tiles(numel), bits, starts, numel, **settings)
-    return starts.cumsum_(dim=0)
-
-
-@triton.jit
-def part_nbytes(n, LEVELS: tl.constexpr, S: tl.constexpr):
-    size = 2 * ((n + S - 1) // S)
-    for part in tl.static_range(parts(LEVELS)):
-        size += (n + per_byte(LEVELS, part) - 1) // per_byte(LEVELS, part)
-    return size
 
 
 @triton.jit
@@ -152,15 +135,9 @@ def lower_nbytes(n, LEVELS: tl.constexpr, S: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _sizes(
-    p_bits,
-    p_starts,
-    N,
-    UPPER: tl.constexpr,
-    LOWER: tl.constexpr,
-    S: tl.constexpr,
-    F: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_bits, p_starts, N,
+    UPPER: tl.constexpr, LOWER: tl.constexpr, S: tl.constexpr, F: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     i_t, n = program_tiles(N, R)
     o_b = i_t[:, None] * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]  # [R, TILE / 8]
     b_b = tl.load(p_bits + o_b, mask=o_b < (N + 7) // 8, other=0).to(tl.int32)
@@ -173,24 +150,10 @@ def _sizes(
 
 @triton.jit(do_not_specialize=["N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _quantize(
-    p_x,
-    p_bits,
-    p_starts,
-    p_payload,
-    p_spill,
-    N_PAYLOAD,
-    MOST,
-    p_bounds,
-    N,
-    seed_low,
-    seed_high,
-    UPPER: tl.constexpr,
-    LOWER: tl.constexpr,
-    S: tl.constexpr,
-    F: tl.constexpr,
-    KIND: tl.constexpr,
+    p_x, p_bits, p_starts, p_payload, p_spill, N_PAYLOAD, MOST, p_bounds, N, seed_low, seed_high,
+    UPPER: tl.constexpr, LOWER: tl.constexpr, S: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr,
     R: tl.constexpr,
-):
+):  # fmt: skip
     i_t = tl.program_id(0).to(tl.int64)
     p_x += i_t * TILE
     o_e = tl.arange(0, TILE)
@@ -208,17 +171,9 @@ def _quantize(
 
 @triton.jit
 def encode_side(
-    p_x,
-    p_part,
-    p_bounds,
-    m_side,
-    o_u,
-    b_key,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    F: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    p_x, p_part, p_bounds, m_side, o_u, b_key,
+    LEVELS: tl.constexpr, S: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """Ranges and codes of the elements of a tile where m_side [TILE] is set."""
     o_e = tl.arange(0, TILE)
     b_place, n = places(m_side)
@@ -243,18 +198,9 @@ def encode_side(
 
 @triton.jit
 def store_codes(
-    p_x,
-    p_part,
-    p_bounds,
-    b_x,
-    b_place,
-    n,
-    o_u,
-    b_key,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    p_x, p_part, p_bounds, b_x, b_place, n, o_u, b_key,
+    LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """Ranges and codes of the first n of b_x; where they lie, or themselves, as for `pack`."""
     SIZE: tl.constexpr = b_x.shape[0]
     GROUP: tl.constexpr = S if S < SIZE else SIZE
@@ -299,32 +245,11 @@ def folded(b_x, m, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "N_PAYLOAD", "MOST", "seed_low", "seed_high"])
 def _dequantize(
-    p_bits,
-    p_starts,
-    p_payload,
-    p_spill,
-    N_PAYLOAD,
-    MOST,
-    p_bounds,
-    p_out,
-    N,
-    first,
-    p_scale,
-    p_shift,
-    p_mask,
-    inner,
-    C,
-    share,
-    seed_low,
-    seed_high,
-    UPPER: tl.constexpr,
-    LOWER: tl.constexpr,
-    S: tl.constexpr,
-    F: tl.constexpr,
-    KIND: tl.constexpr,
-    SHORT: tl.constexpr,
-    R: tl.constexpr,
-):
+    p_bits, p_starts, p_payload, p_spill, N_PAYLOAD, MOST, p_bounds, p_out, N, first, p_scale,
+    p_shift, p_mask, inner, C, share, seed_low, seed_high,
+    UPPER: tl.constexpr, LOWER: tl.constexpr, S: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr,
+    SHORT: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     i_t = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, TILE)
     m_x = i_t * TILE + o_x < N
@@ -347,16 +272,9 @@ def _dequantize(
 
 @triton.jit
 def decode_side(
-    p_part,
-    p_bounds,
-    m_side,
-    m_t,
-    o_u,
-    b_key,
-    LEVELS: tl.constexpr,
-    S: tl.constexpr,
-    F: tl.constexpr,
-):
+    p_part, p_bounds, m_side, m_t, o_u, b_key,
+    LEVELS: tl.constexpr, S: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     """The values of the elements of a tile where m_side [TILE] is set; elsewhere anything."""
     b_count = tl.cumsum(m_side.to(tl.int32), axis=0)
     n = tl.max(b_count, axis=0)

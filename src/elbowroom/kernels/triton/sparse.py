@@ -9,12 +9,12 @@ from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.bits import pack_bits, set_bits
 from elbowroom.kernels.triton.device import TILE, program_tiles, tile_payload
-from elbowroom.kernels.triton.launch import launch
+from elbowroom.kernels.triton.launch import launch, starts_of
 
 
 def sparse_pack_into(x: Tensor, kept: Tensor, spill: Tensor, used: Tensor) -> Tensor:
     bits = pack_bits(x)
-    starts = _starts(bits, x.numel())
+    starts = starts_of(_sizes, bits, x.numel(), bits.numel())
     torch.mul(starts[-1:], x.element_size(), out=used)
     args = x, starts, kept, spill, kept.numel(), TILE_SIZE, x.numel()
     launch(_pack, tiles(x.numel()), *args, R=1)
@@ -25,16 +25,9 @@ def sparse_unpack(
     bits: Tensor, kept: Tensor, spill: Tensor, out: Tensor, exact: bool = False
 ) -> None:
     # The host would wait for what the bitmap says: `codecs/sparse_lossless.py` compares.
-    starts = _starts(bits, out.numel())
+    starts = starts_of(_sizes, bits, out.numel(), bits.numel())
     args = bits, starts, kept, spill, kept.numel(), TILE_SIZE, out, out.numel()
     launch(_unpack, tiles(out.numel()), *args, R=1)
-
-
-def _starts(bits: Tensor, numel: int) -> Tensor:
-    """Returns where each tile's elements start, and the end of the last: [tiles + 1] int64."""
-    starts = torch.zeros(tiles(numel) + 1, dtype=torch.int64, device=bits.device)
-    launch(_sizes, tiles(numel), bits, starts, bits.numel())
-    return starts.cumsum_(dim=0)
 
 
 @triton.jit

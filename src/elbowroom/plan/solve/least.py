@@ -23,7 +23,7 @@ from elbowroom.plan.solve.program import Vector
 _STEPS = (5, 8, 11, 14)  # halvings of the peak: steps down from it, the next where one fails
 
 
-def least_peak(problem: Problem, limits: Limits, *, fitting: bool = False) -> Choice | None:
+def least_peak(problem: Problem, limits: Limits, *, fitting: bool) -> Choice | None:
     """Returns the choice with the least peak that the other limits allow.
 
     fitting  returns None as soon as it is proved that no choice fits the budget

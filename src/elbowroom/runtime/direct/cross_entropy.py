@@ -36,7 +36,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.direct.linear_again import linear_again
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
-from elbowroom.runtime.node import Node
+from elbowroom.runtime.node import Node, itself
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage, untouchable
 
@@ -265,7 +265,8 @@ class _Logits(Node):
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.labels = labels
-        ctx.workspace_nbytes = 3 * _part_nbytes(x, labels.dtype) - x.nbytes
+        part_nbytes = min(_rows(x), len(x)) * x.shape[1] * labels.dtype.itemsize
+        ctx.workspace_nbytes = 3 * part_nbytes - x.nbytes
         return x.new_zeros((), dtype=labels.dtype).expand(x.shape)
 
     @staticmethod
@@ -295,7 +296,7 @@ class _LogProbabilities(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, ctx.unpack = hooks if hooks is not None else (_itself, _itself)
+        pack, ctx.unpack = hooks if hooks is not None else (itself, itself)
         ctx.rows, ctx.held = [*_coded_parts(x, labels.dtype)], []
 
         def hold(logp: Tensor) -> None:
@@ -441,19 +442,11 @@ def _slices(length: int, part: int) -> Iterator[slice]:
     return (slice(start, min(start + part, length)) for start in starts)
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
 def _rows(x: Tensor) -> int:
     """The rows of a part."""
     least, most = _PART_NBYTES if x.device.type == "cpu" else _LAUNCHED_PART_NBYTES
     nbytes = min(max(x.nbytes // _PARTS, least), most)
     return max(nbytes // (x.shape[1] * x.element_size()), 1)
-
-
-def _part_nbytes(x: Tensor, dtype: torch.dtype) -> int:
-    return min(_rows(x), len(x)) * x.shape[1] * dtype.itemsize
 
 
 def _restored(ctx: Any) -> tuple[Tensor, bool]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.node import Node
+from elbowroom.runtime.node import Node, itself, nothing
 from elbowroom.runtime.storage import untouchable
 
 STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once
@@ -178,7 +178,7 @@ class _RunAgain(Node):
             if torch.is_grad_enabled():  # a gradient of the gradient is wanted: torch's own
                 found = _whole(ctx, x, sizes, tuple(tensors), grads)
             else:
-                with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # private
+                with torch.autograd.graph.saved_tensors_hooks(itself, itself):  # private
                     found = _in_stretches(ctx, x, sizes, begun, tensors, grads)
         return None, found[0], None, *found[1:]
 
@@ -291,7 +291,7 @@ def _as_in_training() -> Iterator[None]:
     with (
         torch._C.DisableTorchFunction(),
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(_nothing, _same),
+        torch.autograd.graph.saved_tensors_hooks(nothing, itself),
     ):
         yield
 
@@ -308,11 +308,3 @@ def _drawing_from(state: Tensor | None) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(now)
-
-
-def _nothing(x: Tensor) -> None:
-    return None
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -22,10 +22,7 @@ from elbowroom.runtime.slot import View
 
 
 def softmax(
-    input: Tensor,
-    dim: int,
-    _stacklevel: Any = 3,
-    dtype: torch.dtype | None = None,
+    input: Tensor, dim: int, _stacklevel: Any = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Computes torch.softmax, or that of torch.nn.functional, if `fits_softmax`."""
     made: Tensor = _Probabilities.apply(input, dim)

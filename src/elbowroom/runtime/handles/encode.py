@@ -30,14 +30,7 @@ from elbowroom.plan import Action, Encode, Offload, SiteName
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
-from elbowroom.runtime.normal import (
-    Normalized,
-    OfNormal,
-    Statistics,
-    flat_of,
-    layout_of,
-    of_rows,
-)
+from elbowroom.runtime.normal import Normalized, OfNormal, Statistics, flat_of, layout_of, of_rows
 from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.storage import WeakStorage, counted, counter_of, storage_nbytes, version_of
 from elbowroom.runtime.tiers import tier_for

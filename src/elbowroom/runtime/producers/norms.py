@@ -123,10 +123,7 @@ def batch_norm(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     statistics = statistics_of(call, call.first)
     if statistics is None:
         return origin_of(call, out, sources, plain)
-    inner, of_batch = (
-        statistics.inner,
-        training and _is_one_pass(call.first, weight, bias),
-    )
+    inner, of_batch = (statistics.inner, training and _is_one_pass(call.first, weight, bias))
 
     def of_given(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         return _batch_norm_of(x, mean, rstd, weight, bias)

@@ -113,16 +113,12 @@ class _Bernoulli(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        instead: Callable[[partial[Tensor]], Any],
-        changed: Callable[..., None] | None = None,
+        self, instead: Callable[[partial[Tensor]], Any], changed: Callable[..., None] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._instead, self._changed = instead, changed
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = partial(func, *args, **(kwargs or {}))
         if func is torch.ops.aten.bernoulli_.float:
             self._instead(run)
@@ -185,9 +181,7 @@ class LeanMask(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mask = mask
         return mask
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mul.Tensor and self._mask is not None and args[1] is self._mask:
             mask, self._mask = self._mask, None
             if args[0].shape == mask.shape and args[0].dtype == mask.dtype:

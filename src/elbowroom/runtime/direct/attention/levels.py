@@ -42,8 +42,8 @@ def attention_reading(
     reading: Reading,
     *,
     looks: bool,
-    takes_half: bool = False,
-    finer: bool = False,
+    takes_half: bool,
+    finer: bool,
 ) -> Reading:
     """Returns how attention reads x.
 
@@ -94,9 +94,7 @@ def as_node(site: Site, x: Tensor, call: Call) -> Site:
     return replace(site, need=Need.LOSSY, formula=Formula.SUMMED, why="")
 
 
-def _levels_of(
-    roles: list[int | str], call: Call, *, looks: bool, finer: bool = False
-) -> int | None:
+def _levels_of(roles: list[int | str], call: Call, *, looks: bool, finer: bool) -> int | None:
     """The fewest levels for a code of what attention saves; None: no code is fine enough.
 
     On a CPU it reads values, which is cheap there. On a GPU, where the host would have to wait, and

@@ -38,7 +38,7 @@ from elbowroom.kernels import attention as one_pass
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
 from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
-from elbowroom.runtime.node import Node
+from elbowroom.runtime.node import Node, itself, nothing
 from elbowroom.runtime.storage import PLAIN
 
 _DTYPES = (*FLOATS, torch.float64)
@@ -279,7 +279,7 @@ def _run_first(ctx: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
     how, is_alone = ctx.how, not torch.is_grad_enabled() and tensors[0].device.type == "cpu"
     if is_alone and how.backend != _MATH and _backend(tensors, *how.settings) == how.backend:
         return (how.run(*tensors),)  # a CPU's fused kernel is the same without gradients
-    with saved_tensors_hooks(_nothing, _same), ctx.drawn.first():
+    with saved_tensors_hooks(nothing, itself), ctx.drawn.first():
         out = _run(ctx.how, _leaves(tensors, ctx.needs_input_grad)).detach()
     return out, *ctx.drawn.take()
 
@@ -291,7 +291,7 @@ def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
     with ExitStack() as around:
         around.enter_context(torch._C.DisableTorchFunction())
         lean = None if again else ctx.drawn.lean(*drawn)
-        pack, unpack = (Tensor.detach, _same) if lean is None else (lean.pack, lean.unpack)
+        pack, unpack = (Tensor.detach, itself) if lean is None else (lean.pack, lean.unpack)
         around.enter_context(saved_tensors_hooks(pack, unpack))
         around.enter_context(torch.autocast(grad.device.type, enabled=False))
         around.enter_context(ctx.drawn.again(*drawn) if lean is None else lean.drawing())
@@ -322,11 +322,3 @@ def _leaves(tensors: Any, wanted: Any) -> list[Any]:
 
 def _aliases(tensors: Any) -> list[Any]:
     return [None if x is None else x.view_as(x) for x in tensors]
-
-
-def _nothing(x: Tensor) -> None:
-    """Drops a tensor that is saved inside: it is not needed, since it is recomputed."""
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
