@@ -243,8 +243,9 @@ def test_a_forward_that_holds_nothing_lets_go_of_what_it_held_once(monkeypatch):
     net.zero_grad(set_to_none=True)
     er.fit(net, budget=int(2 * static + 0.6 * (room - static)), exact=True)
     net(x).backward()
-    # The one that was tried; the rehearsed one, as it begins and as it ends. It was one a save.
-    assert 2 <= len(dropped) <= 3
+    # One that was tried; rehearsed ones, as they begin and as they end. It was one a save.
+    assert len(dropped) >= 2
+    assert max(map(dropped.count, dropped)) <= 2
     er.release(net)
 
 

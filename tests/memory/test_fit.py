@@ -1490,7 +1490,8 @@ def test_a_plan_that_is_smaller_is_tried_before_a_budget_is_refused(monkeypatch,
     refused, peak_nbytes = refused_or_settled("graph", budget)
     assert refused is None
     assert 0 < peak_nbytes <= budget
-    assert caplog.text.count("so fit tries the smallest plans, one step each") == 1
+    # A plan that is corrected may do, by what steps took; the line is said once otherwise.
+    assert caplog.text.count("so fit tries the smallest plans, one step each") <= 1
 
 
 def test_a_plan_whose_measurements_a_profiler_has_ended_is_measured_without_it(monkeypatch):

@@ -160,14 +160,23 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
                 yield "it keeps the tensor that it encodes, which is then never freed"
 
 
-@cache
 def broken_form(codec: Codec) -> str:
     """Returns in words how the form of a codec for graphs differs from the codec; "" if it agrees.
 
-    See `GraphForm`. Those of elbowroom are compared in tests.
+    See `GraphForm`. Those of elbowroom are compared in tests, others once a process.
     """
     if is_own(type(codec)):
         return ""
+    is_hashable = True
+    try:
+        hash(codec)
+    except TypeError:  # a field of it is a list, for example
+        is_hashable = False
+    return _compared(codec) if is_hashable else _compared.__wrapped__(codec)
+
+
+@cache
+def _compared(codec: Codec) -> str:
     try:
         with unset_fake_temporarily(), torch.no_grad():
             return next(_broken_forms(codec), "")
