@@ -270,7 +270,9 @@ class Squashed(nn.Module):
 
 
 def test_ops_that_a_result_is_made_by_are_looked_at(monkeypatch):
-    monkeypatch.setattr("elbowroom.fitting.scripts.Scripts.lacks", lambda *_: False)  # no replays
+    monkeypatch.setattr(
+        "elbowroom.runtime.replay.scripts.Scripts.lacks", lambda *_: False
+    )  # no replays
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Squashed() for _ in range(8))), torch.randn(1024, 64)
 

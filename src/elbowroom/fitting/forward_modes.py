@@ -118,7 +118,7 @@ class ForwardModes(MeasuredSteps):
             with ReplayedSaving(self.planner, script, after) as saving:
                 out = forward()
             if saving.diverged:
-                self.planner.scripts.diverged()
+                self.planner.diverged_from(script)
             if saving.rest is not None and saving.entry is not None:
                 known.ledger.follow(out)
                 known.ledger.when_over(saving.entry.close)

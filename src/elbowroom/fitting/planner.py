@@ -84,7 +84,6 @@ from elbowroom.fitting.observations import (
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.rehearse import rehearse
-from elbowroom.fitting.scripts import Scripts
 from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.state_view import StateView
@@ -98,8 +97,12 @@ from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.repeats import TESTED_CALLS, Trials
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.scripts import Forward, Scripts
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.undo import Undo
+
+_MAX_SCRIPTS = 16  # for calls of several sizes, and for the forwards of a step
+_MAX_UNWRITTEN = 4  # forwards without a script, or that left theirs, until none is written
 
 
 class Planner(StateView):
@@ -139,7 +142,7 @@ class Planner(StateView):
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._learned = context.learned
         self._trials = 0  # as the step began
-        self._running = 0, nothing  # which forward of a step runs, and its signature
+        self._running = Forward(0, nothing, 1)  # which forward of a step runs, and its signature
         self.forget_scripts()
 
     def _tell(self, observation: Observation) -> None:
@@ -157,7 +160,7 @@ class Planner(StateView):
 
     def forget_scripts(self) -> None:
         """Forgets the scripts of settled forwards, so that they are recorded again."""
-        self.scripts = Scripts()
+        self.scripts = Scripts(most=_MAX_SCRIPTS, most_unwritten=_MAX_UNWRITTEN)
 
     def try_modules(self) -> None:
         """Tests in the next forwards whether a second run of a module gives the same result."""
@@ -173,7 +176,7 @@ class Planner(StateView):
         self.forward_profile = None
         self.calls.begin()
         self._trials = Trials.count
-        self._running = 0, signature
+        self._running = Forward(0, signature, signature.numel)
         self._tell(StepBegan(memory, signature, grew, calls))
         self._tell(CoResidentBytes(self.memory.co_resident_nbytes))
         self._tell(OutputsHeld(self.memory.outputs_nbytes))
@@ -229,7 +232,7 @@ class Planner(StateView):
         if recorder is not None or not self._may_be_written:
             return False
         is_planned = after is None or not after.climbed
-        return is_planned and self.scripts.lacks(*self._running)
+        return is_planned and self.scripts.lacks(self._running)
 
     @property
     def _may_be_followed(self) -> bool:
@@ -249,16 +252,21 @@ class Planner(StateView):
     def repeat(self) -> Script | None:
         """Begins the last step once more; returns the script of its first forward."""
         self.calls.begin()
-        self._running = 0, self.now
+        self._running = Forward(0, self.now, self.now.numel)
         return self.next_script()
 
     def next_script(self) -> Script | None:
         """Returns the script that the forward replays; None: the forward is examined."""
-        return self.scripts.next(*self._running) if self._may_be_followed else None
+        known = self.scripts.begin(self._running) if self._may_be_followed else ()
+        return known[0] if known else None
 
     def has_run(self, nodes: int) -> None:
         """Notes that a forward was not compared with its script, and how many nodes it has made."""
-        self.scripts.has_run(nodes, *self._running)
+        self.scripts.has_run(nodes, self._running)
+
+    def diverged_from(self, script: Script) -> None:
+        """Notes that the forward was another one than its script says."""
+        self.scripts.was_left(script, self._running)
 
     def prepare(self, forward: Callable[[], Any]) -> None:
         """Rehearses before the first step. If all may be kept, the step is measured instead."""
@@ -330,7 +338,7 @@ class Planner(StateView):
         given = self.plan if self.state.follows_given else None
         from_rehearsal = self.state.from_rehearsal
         known = self.calls.go_on(signature, given, from_rehearsal=from_rehearsal, waits=waits)
-        self._running = self.calls.at, signature
+        self._running = Forward(self.calls.at, signature, signature.numel)
         if known and given is not None:
             self.calls.note(signature, None)
         return known
@@ -430,7 +438,7 @@ class Planner(StateView):
             self.scripts.has_none()
             say_unscripted(tracer.why)
             return
-        self.scripts.add(*self._running, tracer.script)
+        self.scripts.add(tracer.script, self._running)
 
     def learn(
         self,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
 from elbowroom.runtime.handles import (
     EncodeHandle,
@@ -189,27 +190,27 @@ def _alike(wants: Sequence[tuple[int, Any]]) -> Check:
             for i, want in wants
         ]
         return lambda replay, values: all(fits(replay, values[i]) for i, fits in checks)
+    at = tuple(i for i, _ in wants)
+    kinds = tuple((one.kind, one.traits, *one.geometry[:2], one.parameter) for _, one in wants)
     rows = tuple(
-        (i, one.kind, one.traits, *one.geometry, one.parameter, one.address, one.same, one.place)
+        (i, one.geometry.offset, one.parameter, one.address, one.same, one.place)
         for i, one in wants
     )
+    check = _is_new
 
     def are_alike(replay: Replay, values: Any) -> bool:
-        for i, kind, traits, shape, stride, offset, parameter, address, same, place in rows:
+        nonlocal check
+        given = values if len(at) == len(values) else [values[i] for i in at]
+        if not check(*given):
+            if not all(map(_is_of_kind, given, kinds)):
+                return False
+            check = _comparison(given)
+        for i, offset, parameter, address, same, place in rows:
             x = values[i]
-            dtype, device, requires_grad, layout = traits
             if (
-                type(x) is not kind
-                or x.dtype is not dtype
-                or x.requires_grad is not requires_grad
-                or x.layout is not layout
-                or x.shape != shape
-                or x.stride() != stride
-                or (
-                    x.device != device or x.storage_offset() != offset
-                    if parameter is None
-                    else x is not parameter or x.data_ptr() != address
-                )
+                x.storage_offset() != offset
+                if parameter is None
+                else x is not parameter or x.data_ptr() != address
             ):
                 return False
             if same != NOWHERE and not replay.places.has(same, x):
@@ -219,6 +220,41 @@ def _alike(wants: Sequence[tuple[int, Any]]) -> Check:
         return True
 
     return are_alike
+
+
+def _is_of_kind(x: Any, kind: tuple[Any, ...]) -> bool:
+    """Returns whether x is a tensor of this class, and of these traits, shape and strides.
+
+    A parameter is compared by its identity besides, and by its address in place of its device.
+    """
+    wanted, (dtype, device, requires_grad, layout), shape, stride, parameter = kind
+    return (
+        type(x) is wanted
+        and x.dtype is dtype
+        and x.requires_grad is requires_grad
+        and x.layout is layout
+        and x.shape == shape
+        and x.stride() == stride
+        and (parameter is not None or x.device == device)
+    )
+
+
+def _is_new(*tensors: Tensor) -> bool:
+    """Stands for a comparison until tensors that are as the script says have been seen."""
+    return False
+
+
+def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Returns one comparison of class, dispatch keys, device, dtype, requires_grad, shape, strides.
+
+    It compares several tensors with these, of which it keeps none, in one call of C++: 0.1 us in
+    place of 0.6 us a tensor. What it finds different is compared by `_is_of_kind` again.
+    """
+    sizes: list[Any] = [list(x.shape) for x in tensors]
+    strides: list[Any] = [list(x.stride()) for x in tensors]
+    known = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    compare: Callable[..., bool] = known.check
+    return compare
 
 
 def _fits_varying(like: Like, geometry: Varying) -> Check:

@@ -32,7 +32,7 @@ from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import storage_nbytes
 
 if TYPE_CHECKING:
-    from elbowroom.runtime.replay.saving_context import Scripts
+    from elbowroom.runtime.replay.saving_context import StepScripts
 
 Make = Callable[[Tracer | None], Saving]
 
@@ -150,7 +150,7 @@ class Following(Replay):
     def __init__(
         self,
         known: tuple[Script, ...],
-        scripts: Scripts,
+        scripts: StepScripts,
         make: Make,
         context: Context,
     ) -> None:
@@ -178,9 +178,9 @@ class Following(Replay):
             return
         saving = self.saving
         if saving is not None and saving.tracer is not None:
-            self.scripts.add(saving.tracer, saving.called)
+            self.scripts.add_step(saving.tracer, saving.called)
         elif self.diverged or self.script.numel not in (NOWHERE, self._numel):
-            self.scripts.forget(self.script)
+            self.scripts.was_left(self.script)
         else:
             self.scripts.was_followed(self.script)
 

@@ -11,7 +11,6 @@ A script refers to the parameters that ops were given. It is forgotten with the 
 import sys
 import threading
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
@@ -29,57 +28,32 @@ from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
 from elbowroom.runtime.ledger import Account, Ledger, Ledgers
 from elbowroom.runtime.replay.following import Following, Make
-from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.script import Script, state_of_torch
+from elbowroom.runtime.replay.scripts import UNKNOWN, Forward, Scripts
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.units import show_nbytes
 
 _MAX_SETTINGS = 16  # settings whose scripts are cached at a time
 _MAX_SCRIPTS = 8  # of one setting: for other models, shapes, branches
 _MAX_UNWRITTEN = 8  # steps of one setting that no script could be written of, or that left theirs
-_PAYS = 8  # steps that scripts were replayed in: that the next one leaves its own is not counted
-_MANY = 4  # scripts, each of which may be of another length
-_MAX_LEFT = 4  # scripts that a step has left, and that the next one may share
-_MAX_GENERAL = 16  # times that two scripts become one
 _MAX_PARTS = 3  # of a step that opens the same context several times
-_LOOKS_AGAIN = 256  # replayed steps after which one is examined again
 
 
-class Scripts:
+class StepScripts(Scripts):
     """Scripts of the steps of one setting; the one that was followed last comes first."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._scripts: list[Script] = []
-        self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # by the id of a script
-        self._left: list[Script] = []  # as a step was another one: in numbers of rows alone, maybe
-        self._general = _MAX_GENERAL
-        self._unwritten = _MAX_UNWRITTEN
-        self._steps = self._by_script = self._learned = 0
+        super().__init__(most=_MAX_SCRIPTS, most_unwritten=_MAX_UNWRITTEN)
+        self._learned = 0
         self._calls_compiled = False
         self._none_called_of: frozenset[int] | None = None  # what had been compiled by then
 
-    def begin(self) -> tuple[Script, ...]:
-        """Begins a step; returns the scripts that it may replay.
-
-        If there are none, the step is examined.
-        """
-        with self._lock:
-            if self._learned != PROCESS.learned:  # which scripts from before do not know
-                self._learned = PROCESS.learned
-                self._forget_all()
-            self._steps += 1
-            if self._steps % _LOOKS_AGAIN == 0:  # unguarded differences would persist
-                self._unwritten = _MAX_UNWRITTEN
-                self._general = _MAX_GENERAL
-                self._forget_all()
-            self._by_script += bool(self._scripts)
-            return tuple(self._scripts)
-
-    def _forget_all(self) -> None:
-        self._scripts.clear()
-        self._left.clear()
-        self._owners.clear()
+    def begin(self, forward: Forward = UNKNOWN) -> tuple[Script, ...]:
+        """Begins a step; returns the scripts that it may replay."""
+        if self._learned != PROCESS.learned:  # which scripts from before do not know
+            self._learned = PROCESS.learned
+            self.forget_all()
+        return super().begin(forward)
 
     @property
     def calls_nothing_compiled(self) -> bool:
@@ -96,73 +70,14 @@ class Scripts:
         self._calls_compiled |= compiled
         self._none_called_of = compilations()
 
-    @property
-    def wanted(self) -> bool:
-        """True if an examined step should be recorded as a script."""
-        return self._unwritten > 0
-
-    def was_followed(self, script: Script) -> None:
-        """Notes that a step has replayed a script to its end."""
-        with self._lock:
-            if any(one is script for one in self._scripts[1:]):
-                self._scripts[:] = [script, *(one for one in self._scripts if one is not script)]
-
-    def forget(self, script: Script) -> None:
-        """Forgets a script from which a step differed after an action."""
-        with self._lock:
-            self._unwritten -= self._by_script < _PAYS
-            self._scripts[:] = [one for one in self._scripts if one is not script]
-            self._left.append(script)
-            while len(self._left) > _MAX_LEFT:
-                self._remove(self._left[0])
-
-    def add(self, tracer: Tracer, modules: Iterable[nn.Module]) -> None:
+    def add_step(self, tracer: Tracer, modules: Iterable[nn.Module]) -> None:
         """Adds a step that was recorded, or could not be. modules: those that it has called."""
         script = tracer.script
         owners = None if script is None else _owners_of(script.parameters, modules)
-        with self._lock:
-            if script is None or owners is None:
-                self._unwritten -= not tracer.once
-                return
-            script = self._general_of(script)
-            while len(self._scripts) >= _MAX_SCRIPTS:
-                self._remove(self._scripts[-1])
-            self._scripts.insert(0, script)
-            self._by_script = 0
-            gone = weakref.WeakMethod(self._owner_is_gone)
-
-            def forget(owner: weakref.ref[nn.Module]) -> None:
-                if (forgets := gone()) is not None:
-                    forgets(owner)
-
-            self._owners[id(script)] = [weakref.ref(module, forget) for module in owners]
-
-    def _general_of(self, script: Script) -> Script:
-        """Returns a script of this forward, and of one before that had other numbers of rows.
-
-        Those that may come again are left as they are, which is faster, until they are many.
-        """
-        known_too = self._scripts if len(self._scripts) >= _MANY else []
-        for known in (*reversed(self._left), *known_too) if self._general else ():
-            both = generalized(known, script)
-            if both is not None:
-                self._remove(known)
-                self._general -= 1
-                self._unwritten = min(self._unwritten + 1, _MAX_UNWRITTEN)
-                return both
-        return script
-
-    def _owner_is_gone(self, owner: weakref.ref[nn.Module]) -> None:
-        # Without the lock: the collector may run this inside any line that holds it. Each of these
-        # steps is one operation of a list or of a dict.
-        for script in (*self._scripts, *self._left):
-            if any(one is owner for one in self._owners.get(id(script), ())):
-                self._remove(script)
-
-    def _remove(self, script: Script) -> None:
-        self._owners.pop(id(script), None)
-        for known in (self._scripts, self._left):
-            known[:] = [one for one in known if one is not script]
+        if script is not None and owners is not None:
+            self.add(script, owners=owners)
+        elif not tracer.once:
+            self.has_none()
 
 
 def _owners_of(
@@ -199,14 +114,14 @@ def forget_all() -> None:
         _known.clear()
 
 
-_known: OrderedDict[Hashable, Scripts] = OrderedDict()
+_known: OrderedDict[Hashable, StepScripts] = OrderedDict()
 _lock = threading.Lock()
 
 
-def scripts_of(*setting: Hashable) -> Scripts:
+def scripts_of(*setting: Hashable) -> StepScripts:
     """Returns the scripts of steps with these settings in this process."""
     with _lock:
-        scripts = _known.pop(setting, None) or Scripts()
+        scripts = _known.pop(setting, None) or StepScripts()
         _known[setting] = scripts  # as the last one
         while len(_known) > _MAX_SETTINGS:
             _known.popitem(last=False)
@@ -315,7 +230,7 @@ class SavingContext:
             return
         tracer, part.tracer = part.tracer, None
         if tracer is not None and scripts is not None:
-            scripts.add(tracer, part.called)
+            scripts.add_step(tracer, part.called)
         if kind is None and self._warns and not _acts(self._in_graphs):
             warn_if_useless(part.ledger, part.policy, stacklevel=3)
 
