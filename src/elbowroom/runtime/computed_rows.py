@@ -20,19 +20,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from elbowroom.runtime.gathered import (
+from elbowroom.runtime.gathered import Gathered, here, is_in_parts, wait_for
+from elbowroom.runtime.node import itself
+from elbowroom.runtime.row_sources import (
     PART_NUMEL,
     Added,
-    Gathered,
     Sources,
     assembled,
     check_versions,
-    here,
-    is_in_parts,
     versions_of,
-    wait_for,
 )
-from elbowroom.runtime.node import itself
 
 _NOTHING = torch.empty(0)
 _MAX_FUNCTIONS = 12  # of an expression, each of which runs again for each reader of its result

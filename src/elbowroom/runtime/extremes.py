@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elbowroom.runtime.gathered import Gathered, here, parts, sources_of
+from elbowroom.runtime.gathered import Gathered, here
 from elbowroom.runtime.node import Node
+from elbowroom.runtime.row_sources import parts, sources_of
 
 EXTREMES = ("amax", "amin")
 _PARTS = 16  # of the rows, within these bytes of one

@@ -24,10 +24,10 @@ which calls read in parts).
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,111 +36,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elbowroom.errors import RestoreError
+from elbowroom.runtime.row_sources import (
+    PART_NUMEL,
+    Added,
+    Rows,
+    Sources,
+    assembled,
+    parts,
+    sources_of,
+)
 
-PART_NUMEL = 1 << 18  # of rows that are made at once
 _lock = threading.RLock()  # two threads may read the same rows
-
-
-class Sources(NamedTuple):
-    """Tensors that rows are gathered from, with the versions that they had then.
-
-    at: the index, [E], or [E, ...] as in `torch.gather`
-    """
-
-    x: Tensor
-    at: Tensor
-    factor: Tensor | None
-    versions: tuple[int, ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that the rows are made of."""
-        x, at, factor, _ = self
-        return (x, at) if factor is None else (x, at, factor)
-
-    def check(self) -> None:
-        """Raises RestoreError if a source was changed in place since."""
-        check_versions(self.tensors, self.versions)
-
-    def part(self, part: slice = slice(None)) -> Tensor:
-        """Returns a new copy of some of the rows, outside of the graph.
-
-        Raises RestoreError if a source was changed in place since.
-        """
-        self.check()
-        x, at, factor, _ = self
-        with torch.inference_mode(False), torch.no_grad():
-            at = at[part]
-            rows = x.index_select(0, at) if at.dim() == 1 else x.gather(0, at)
-            return rows if factor is None else factor[part] * rows
-
-    def of(self, tensors: Iterator[Tensor]) -> "Sources":
-        """Returns the same of other tensors, such as those that backward restores."""
-        return sources_of(*(None if one is None else next(tensors) for one in self[:3]))
-
-    def with_graph(self) -> Tensor:
-        """Returns all rows, with a graph, to differentiate a gradient."""
-        x, at, factor, _ = self
-        rows = x.index_select(0, at) if at.dim() == 1 else x.gather(0, at)
-        return rows if factor is None else factor * rows
-
-
-class Added(NamedTuple):
-    """The sum of two gradients of the same rows."""
-
-    one: "Rows"
-    other: "Rows"
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that it is made of."""
-        return (*self.one.tensors, *self.other.tensors)
-
-    def check(self) -> None:
-        """Raises RestoreError if one of these was changed in place since."""
-        self.one.check()
-        self.other.check()
-
-    def part(self, part: slice = slice(None)) -> Tensor:
-        """Returns a part of it; raises RestoreError as `check` does."""
-        return self.one.part(part) + self.other.part(part)
-
-
-class Rows(Protocol):
-    """What rows that wait are made of (`Sources`, and those of `computed_rows.py`)."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that the rows are made of."""
-
-    def check(self) -> None:
-        """Raises RestoreError if one of these was changed in place since."""
-
-    def part(self, part: slice = ...) -> Tensor:
-        """Returns a new copy of some of the rows, outside of the graph."""
-
-
-def sources_of(x: Tensor | None, at: Tensor | None, factor: Tensor | None = None) -> Sources:
-    """Returns the sources of rows, as they are now."""
-    assert x is not None
-    assert at is not None
-    found = Sources(x, at, factor, ())
-    return found._replace(versions=versions_of(*found.tensors))
-
-
-def versions_of(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns how often each was changed in place; -1: it does not count."""
-    return tuple(-1 if x.is_inference() else x._version for x in tensors)
-
-
-def check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Raises RestoreError if a tensor was changed in place since it had its version."""
-    if versions_of(*tensors) != versions:
-        raise RestoreError(
-            "rows of a tensor were to be gathered when they are read, and it was changed in "
-            "place before that, by code that elbowroom does not see. Change it after they are "
-            "read, or copy it first (x.clone())"
-        )
 
 
 @dataclass(eq=False)
@@ -612,24 +518,3 @@ class _SumOfRows(torch.autograd.Function):
 def is_in_parts(grad: Tensor) -> TypeGuard[Gathered]:
     """Returns whether a gradient is that of a sum over rows alone, and is read in parts."""
     return type(grad) is Gathered and grad.waits and not torch.is_grad_enabled()
-
-
-def parts(index: Tensor, of: torch.Size) -> Iterator[slice]:
-    """The places of an index into a tensor of this shape, some at a time, all of like sizes."""
-    most = max(PART_NUMEL // max(of[1:].numel(), 1), 1)
-    rows = -(-len(index) // max(-(-len(index) // most), 1))
-    return (slice(start, start + rows) for start in range(0, len(index), rows))
-
-
-def assembled(rows: Rows, shape: torch.Size, widest: torch.Size) -> Tensor:
-    """Returns all rows in one tensor of this shape, made in parts.
-
-    widest: the shape of the largest rows on the way
-    """
-    first = rows.tensors[0]
-    if isinstance(rows, Sources):
-        return rows.part()
-    made = torch.empty(shape, dtype=first.dtype, device=first.device)
-    for part in parts(made, widest):
-        made[part] = rows.part(part)
-    return made

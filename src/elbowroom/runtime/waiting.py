@@ -27,7 +27,6 @@ from elbowroom.runtime.extremes import EXTREMES, extremes_of_rows, extremes_of_r
 from elbowroom.runtime.gathered import (
     QUESTIONS,
     Gathered,
-    Sources,
     computed_rows,
     here,
     scale_rows,
@@ -37,6 +36,7 @@ from elbowroom.runtime.gathered import (
     use_all,
 )
 from elbowroom.runtime.gathered import index_select as _made
+from elbowroom.runtime.row_sources import Sources
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _LEAST_NBYTES = 1 << 20  # of all rows: fewer are not worth it

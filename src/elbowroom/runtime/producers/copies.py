@@ -9,9 +9,10 @@ from torch import Tensor
 
 from elbowroom.runtime.computed_rows import Computed
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.gathered import assembled, here
+from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.producers.making import REORDERED, VIEWS, view_of
+from elbowroom.runtime.row_sources import assembled
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot
 from elbowroom.runtime.sources import Source, Sources
 from elbowroom.runtime.storage import Origin, WeakStorage, storage_nbytes, version_of
