@@ -102,22 +102,27 @@ def corrected(
     room: int = 1000,
     filled: dict[int, int] | None = None,
     most: int = 10**6,
+    plain: int = 2000,
 ) -> Any:
     """Compiles where plans for these rooms take so much, and none is below `least`.
 
     filled: what plans that fill the room take; with these, exact=False
-    most: no plan is predicted to take more
+    most: no plan is predicted to take more; plain: what the code of plain torch.compile takes
     """
-    rooms: list[int] = []
+    rooms: list[int | None] = []
 
     def compiled(gm, inputs, settings, room, held, options, check: Check, *, fills: bool):
         rooms.append(room)
-        if room < least:
-            raise BudgetTooSmall("too small", least_nbytes=least, parts={})
-        check.made.append(replace(PLAN, peak_nbytes=min(room, most)))
-        taken = (filled if fills and filled else peaks)[room]
-        check([take("a", taken // 4)], graph())
-        return room
+        if room is not None and room < max(least, 1):
+            raise BudgetTooSmall(
+                "too small", least_nbytes=least or min(peaks), parts={"all": least}
+            )
+        predicted = 2000 if room is None else min(room, most)
+        check.made.append(replace(PLAN, peak_nbytes=predicted, is_plain=room is None))
+        taken = plain if room is None else (filled if fills and filled else peaks)[room]
+        for one in (graph(), graph(inputs=("x",))):
+            check([take("a", taken // 4)], one)
+        return "plain" if room is None else room
 
     monkeypatch.setattr(backend, "_compiled", compiled)
     exact = False if filled else None
@@ -151,14 +156,14 @@ def test_where_no_plan_has_less_the_first_stays_if_it_is_near_and_is_refused_els
     with caplog.at_level(logging.WARNING, logger="elbowroom"):
         assert run() == 1000
     assert "takes 40 B more than its budget of 1000 B" in caplog.text
-    assert rooms == [1000, 960, 990, 1000]
+    assert rooms == [1000, 960, 990, None, 1000]
     assert regions.decisions[0].peak_nbytes == 1040
     assert regions.above_nbytes == 40
     run, rooms, regions = corrected(monkeypatch, {1000: 1200, 990: 1200}, 990)
     with pytest.raises(BudgetTooSmall) as caught:
         run()
     assert caught.value.least_nbytes == 1200
-    assert rooms == [1000, 800, 990]
+    assert rooms == [1000, 800, 990, None]
     assert not regions.decisions
 
 
@@ -174,15 +179,41 @@ def test_a_budget_that_a_refusal_names_is_held_by_the_lowest_plan(monkeypatch) -
     assert rooms == [1152, 1004, 856, 900]
 
 
+def test_what_plain_compile_needs_is_never_refused(monkeypatch) -> None:
+    """A plan was refused for its code, where that of plain torch.compile takes less than it."""
+    for peaks, least in (({1000: 1300, 700: 1300, 900: 1152}, 900), ({1100: 1200}, 1100)):
+        run, rooms, regions = corrected(monkeypatch, peaks, least, plain=1000)
+        assert run() == "plain"
+        assert rooms[-1] is None
+        assert regions.decisions[0].peak_nbytes == 1000  # what was predicted is above the room
+
+
+def test_a_refusal_names_what_code_takes_and_that_is_held(monkeypatch) -> None:
+    """It named the least that was predicted, whose code takes more, and refused it then."""
+    peaks = {1100: 1200, 1200: 1240}
+    run, _, _ = corrected(monkeypatch, peaks, 1100)
+    with pytest.raises(BudgetTooSmall) as caught:
+        run()
+    assert caught.value.least_nbytes == 1200
+    assert caught.value.parts == {"all": 1100, "workspaces of its compiled kernels": 100}
+    run, rooms, _ = corrected(monkeypatch, {**peaks, 1160: 1250, 1112: 1260}, 1100, room=1200)
+    assert run() == 1100
+    assert rooms == [1200, 1160, 1112, 0, 1100]
+    run, _, _ = corrected(monkeypatch, peaks, 1100, plain=1152)
+    with pytest.raises(BudgetTooSmall, match=r"plain torch\.compile 1.12 KiB") as caught:
+        run()
+    assert caught.value.least_nbytes == 1152 == sum(caught.value.parts.values())
+
+
 def test_of_plans_that_all_take_too_much_the_nearest_stays_or_none(monkeypatch) -> None:
     run, rooms, regions = corrected(monkeypatch, {1000: 1100, 900: 1040, 860: 1060}, 0)
     assert run() == 900
-    assert rooms == [1000, 900, 860, 900]
+    assert rooms == [1000, 900, 860, 0, 860, None, 900]
     assert regions.decisions[0].peak_nbytes == 1040
     run, rooms, regions = corrected(monkeypatch, {1000: 1100, 900: 1100, 800: 1100}, 0)
     with pytest.raises(BudgetTooSmall, match="workspaces of its compiled kernels") as caught:
         run()
-    assert rooms == [1000, 900, 800]
+    assert rooms == [1000, 900, 800, 0, 800, None]
     assert caught.value.least_nbytes == 1100
     assert not regions.decisions
 

@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from elbowroom._checks import BACKEND_OPTIONS
+from elbowroom.compiled.attempts import fitting
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, too_small
 from elbowroom.compiled.deferred import Deferred
@@ -38,9 +39,6 @@ from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownF
 from elbowroom.units import Share, parse_budget, show_nbytes, show_percent
 
 _log = logging.getLogger("elbowroom")
-_ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
-_FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation
-_NEAR = 0.05  # of the room: so much more than it is taken where no other plan has less
 # Variance of mini-batches that codes are estimated to add, above which a warning says it: of small
 # gated nets at their least the estimate was 0.6 of it, and a tenth is to be said.
 _UNNOTICED = 0.05
@@ -269,55 +267,13 @@ def _corrected(
     held: int | None,
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compiles a region; where the code that was written takes more than the room, plans again.
+    """Compiles a region by the first plan whose code fits; see `attempts.py`."""
+    settings = regions.settings
 
-    The next plan is predicted to take less by what was too much, or is the lowest that there is.
-    With exact=False, the first two save as much in codes as fits, and the others do not. Where the
-    lowest, or the last one, still takes too much, the one that came nearest stays if that is near
-    enough. Else the region is refused.
-    """
-    tries: list[tuple[int, int, int]] = []  # bytes a plan takes too many, its room, its own bytes
-    tight, raises, lowest = room, True, 0
-    fills = _FILLED if regions.settings.exact is False else 0
-    while True:
-        settings = regions.settings
-        stands = settings.standing_nbytes
-        check = Check(room, settings.counts_inputs, raises=raises, standing_nbytes=stands)
-        given = settings, tight, held, options, check
-        try:
-            compiled = _compiled(gm, example_inputs, *given, fills=fills > 0)
-            break
-        except BudgetTooSmall as error:
-            if fills and tight != room:
-                fills, tight = 0, room
-                continue
-            if not tries or room is None:
-                raise
-            is_new = not lowest
-            lowest = error.least_nbytes
-            if is_new and lowest < tries[-1][1]:
-                tight = lowest
-                continue
-        except Exception:  # of any class: Inductor wraps what `check` raises
-            if not check.over_nbytes or tight is None or room is None:
-                raise
-            less = min(tight, check.planned_nbytes) - check.over_nbytes
-            if fills:  # another one, and then as if none had been tried
-                fills -= 1
-                tight = less if fills else room
-                continue
-            tries.append((check.over_nbytes, tight, check.planned_nbytes))
-            tight = less
-            if len(tries) < _ATTEMPTS and tight >= lowest:
-                continue
-        over, tight, planned = min(tries)
-        if over > _NEAR * room:
-            parts = {
-                "planned": planned,
-                "workspaces of its compiled kernels": room + over - planned,
-            }
-            raise too_small(room, room + over, parts, regions.settings.limit) from None
-        raises = False
+    def compile_plan(tight: int | None, check: Check, *, fills: bool) -> Callable[..., Any]:
+        return _compiled(gm, example_inputs, settings, tight, held, options, check, fills=fills)
+
+    compiled, check = fitting(compile_plan, settings, room)
     _accept(check, room, regions)
     return compiled
 
@@ -332,7 +288,7 @@ def _accept(check: Check, room: int | None, regions: Regions) -> None:
             show_nbytes(room),
         )
     for decision in check.made:
-        regions.decided(replace(decision, peak_nbytes=max(decision.peak_nbytes, check.peak_nbytes)))
+        regions.decided(replace(decision, peak_nbytes=check.known_nbytes(decision.peak_nbytes)))
 
 
 def _compiled(

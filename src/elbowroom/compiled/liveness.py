@@ -172,16 +172,21 @@ def _in_place(
     found: dict[fx.Node, fx.Node] = {}
     for storage in kernel.writes if free else ():
         earlier = _earlier(storage, kernel)
-        for read in kernel.sources.get(storage, ()):
+        sources_in_order = [s for s in kernel.sources.get(storage, ()) if s in free]
+        for read in sorted(sources_in_order, key=_name):
             alone = all(
                 read not in sources or loop is storage or loop in earlier
                 for loop, sources in kernel.sources.items()
             )
-            if read in free and alone and _fits(storage, read, facts):
+            if alone and _fits(storage, read, facts):
                 free.remove(read)
                 found[storage] = read
                 break
     return found
+
+
+def _name(node: fx.Node) -> str:
+    return node.name
 
 
 def _earlier(loop: fx.Node, kernel: Kernel) -> set[fx.Node]:
@@ -352,13 +357,14 @@ def _joined(
     level: dict[fx.Node, int],
 ) -> Kernel | None:
     """The kernel of a value that this depends on, in loops over the same elements."""
-    for source in sources:
+    found: Kernel | None = None
+    for source in sources:  # in no order, as nodes are hashed by their address
         kernel = kernel_of.get(source)
         if kernel is None or not kernel.is_fused or level[source] != depth:
             continue
-        if fact.elements in kernel.loops:
-            return kernel
-    return None
+        if fact.elements in kernel.loops and (found is None or kernel.order > found.order):
+            found = kernel
+    return found
 
 
 def _without_locals(kernels: list[Kernel], kept: set[fx.Node]) -> list[Kernel]:

@@ -41,10 +41,12 @@ class Loaded:
 
     decision     of the region; None where none, or more than one, is known
     peak_nbytes  the highest of the code of its graphs; 0 where it was not looked at
+    is_complete  whether the code of both was looked at
     """
 
     decision: Decision | None = None
     peak_nbytes = 0
+    is_complete = False
 
     def __enter__(self) -> "Loaded":
         self._before = dict(_counters())
@@ -59,7 +61,8 @@ class Loaded:
         }
         if found.get("decisions") != 1:
             return
-        self.peak_nbytes = max(found.get("forward", 0), found.get("backward", 0))
+        peaks = found.get("forward", 0), found.get("backward", 0)
+        self.peak_nbytes, self.is_complete = max(peaks), min(peaks) > 0
         self.decision = Decision(**{name: _figure(name, found.get(name, 0)) for name in _FIGURES})
 
 

@@ -138,13 +138,33 @@ class Check:
         *,
         raises: bool,
         standing_nbytes: int = 0,
+        waits: bool = False,
     ) -> None:
-        """standing_nbytes: bytes beside the region's own that stand until forward has ended."""
+        """standing_nbytes: bytes beside the region's own that stand until forward has ended.
+
+        waits: it raises only once the peaks of both graphs are known
+        """
         self._room_nbytes, self._counts_inputs = room_nbytes, counts_inputs
         self._standing_nbytes = standing_nbytes
-        self.raises = raises
+        self.raises, self._waits = raises, waits
         self.made: list[Any] = []
         self.peak_nbytes = self.over_nbytes = 0
+        self._seen: set[bool] = set()  # forward, backward
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the code of both graphs was looked at."""
+        return len(self._seen) == 2
+
+    def known_nbytes(self, planned_nbytes: int) -> int:
+        """Returns the bytes that both graphs take, as far as that is known.
+
+        Library calls take more than the code says, so it is the plan's figure where that is higher,
+        unless the region stays for the sake of its code.
+        """
+        if self.is_complete and self._over(planned_nbytes) > 0:
+            return self.peak_nbytes
+        return max(planned_nbytes, self.peak_nbytes)
 
     def is_needed(self) -> bool:
         """Returns whether the region has a plan, or may not fit as plain torch.compile has it."""
@@ -164,17 +184,21 @@ class Check:
         if peak is None:
             return
         self.peak_nbytes = max(self.peak_nbytes, peak)
-        over = int(self._over(peak))
-        if over > 0 and self.raises:
+        self._seen.add(bool(graph.is_backward))
+        over = int(self._over(self.peak_nbytes if self._waits else peak))
+        if over > 0 and self.raises and (self.is_complete or not self._waits):
             self.over_nbytes = over
             raise RuntimeError(f"the code of a compiled region takes {over} bytes too many")
 
     def load(self, loaded: Loaded) -> None:
-        """Takes the figures of a region from the cache, for which nothing was decided now."""
-        if self.made or loaded.decision is None:
+        """Takes the figures of graphs that came from the cache."""
+        if loaded.decision is None:
             return
-        self.made.append(loaded.decision)
-        self.peak_nbytes = loaded.peak_nbytes
+        if not self.made:  # nothing was decided now
+            self.made.append(loaded.decision)
+        self.peak_nbytes = max(self.peak_nbytes, loaded.peak_nbytes)
+        if loaded.is_complete:
+            self._seen = {False, True}
 
     def above_nbytes(self) -> int:
         """Returns by how much the code, where it was looked at, is above the room."""
