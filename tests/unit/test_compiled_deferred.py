@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import elbowroom as er
 from elbowroom.compiled import elbowroom
 from elbowroom.compiled.deferred import Deferred
 from elbowroom.compiled.written import Check
@@ -83,3 +84,14 @@ def test_a_plan_that_does_not_fit_is_not_compiled(
     assert graphs == [False, True, False, True]
     assert before == [0]
     assert compiled
+
+
+def test_rates_are_measured_as_a_compiled_model_is_fitted(monkeypatch):
+    """In the step in which the eager engine takes over they would take 32 MiB beside it."""
+    measured = []
+    monkeypatch.setattr(
+        "elbowroom.fitting.compiled.rates", lambda *_, **given: measured.append(given)
+    )
+    model = er.fit(torch.compile(torch.nn.Linear(4, 4)), budget="1 GiB", exact=True)
+    er.release(model)
+    assert measured == [{"lossy": False, "moves": False}]

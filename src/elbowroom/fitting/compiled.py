@@ -57,6 +57,7 @@ from elbowroom.fitting.summary import summary as summary_of
 from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with_hooks
 from elbowroom.fitting.uncompiled import UNCOMPILED, tensors_in, uncompiled_nbytes
 from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
+from elbowroom.measure.rates import rates
 from elbowroom.runtime.attach import attach, opener_of
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import (
@@ -99,6 +100,9 @@ class CompiledFitting:
     ) -> None:
         self.options, self.how = options, how
         self.model_state = ModelState(original(model), optimizer)
+        # Once a process, and in no step: the eager engine reads them, if it has to take over.
+        moves = options.offload is not None
+        rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
         self.steps = 0
         self.forwards = 1
         self._waiting: list[weakref.ref[Any]] = []  # nodes of forwards before their backward
