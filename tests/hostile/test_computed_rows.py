@@ -374,6 +374,40 @@ def test_a_program_cannot_tell(name, wants):
     assert here.call is None
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("width", [1, 7, 50, 300])
+@pytest.mark.parametrize("name", [*UNARY, *PAIRS])
+def test_bits_do_not_depend_on_where_a_part_ends(name, width, threads):
+    """The last elements of a thread's share may be rounded by another kernel than vectors are."""
+    edges, before = 400_003 // width, torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+    def run(context) -> list[Tensor]:
+        torch.manual_seed(0)
+        h, k = torch.randn(2, NODES, width).unbind()
+        i, j, a = torch.randint(NODES, (3, edges)).unbind()
+        h.requires_grad_()
+        k.requires_grad_()
+        with context:
+            r = (h * 1).index_select(0, i)
+            if name in PAIRS:
+                r = PAIRS[name](r, (k * 1).index_select(0, j))
+            elif name in ("shared", "alpha"):
+                r = r * torch.linspace(0, 1, width)
+            else:
+                r = UNARY[name](r)
+            loss = added(r, a).sin().sum()
+        loss.backward()
+        return [loss.detach(), h.grad, *([k.grad] if name in PAIRS else [])]
+
+    try:
+        plain = run(nullcontext())
+        assert all(map(torch.equal, plain, run(nullcontext()))), "plain does not repeat its bits"
+        assert all(map(torch.equal, plain, run(er.saving())))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("wants", [True, False], ids=["all", "one"])
 def test_a_gradient_of_a_gradient_is_right(wants):
     """It sums in another order: rows are computed again for it, from what they are made of."""

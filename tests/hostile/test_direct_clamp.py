@@ -5,8 +5,10 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
+from elbowroom.runtime.direct.clamp import _comparisons
 from programs import looking
 
 WAYS = {
@@ -104,3 +106,20 @@ def test_inside_a_budget(exact, share):
         for _ in range(4):
             step()
     er.release(net)
+
+
+def test_the_first_clamp_of_a_process_may_stand_in_a_checkpoint():
+    """What a trial of torch's gradient saves is not the checkpoint's."""
+    _comparisons.cache_clear()
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 64), torch.randn(512, 64, requires_grad=True)
+
+    def step(context):
+        layer.zero_grad()
+        with context:
+            made = checkpoint(lambda x: layer(x).clamp(-0.5, 0.5), x, use_reentrant=False)
+            loss = made.square().mean()
+        loss.backward()
+        return layer.weight.grad
+
+    assert torch.equal(step(er.saving()), step(nullcontext()))

@@ -56,7 +56,7 @@ def has_same_values(x: Tensor, copy: Tensor) -> bool:
         return torch.equal(x.view(bits), copy.view(bits))
 
 
-def _sample(p: Tensor) -> int:
+def sample_of(p: Tensor) -> int:
     """Returns the sum of the bits of one in `_STRIDE` elements; 0 where the host would wait.
 
     A change through `p.data` has no version to show it.
@@ -112,7 +112,7 @@ class ParametersAsRead:
                 if is_small(p):
                     self._copy(i)
                 else:
-                    self._samples[i] = _sample(p)
+                    self._samples[i] = sample_of(p)
         self._fingerprints = fingerprints
         if fingerprints is not None:
             fingerprints.note_module(parameters, self._module)
@@ -201,7 +201,7 @@ class ParametersAsRead:
             return copy if is_known or not has_same_values(p, copy) else None
         memory = self._memory[i] if self._memory else p
         if memory is p or memory.data_ptr() == p.data_ptr():
-            if self._samples.get(i, 0) != (_sample(p) if i in self._samples else 0):
+            if self._samples.get(i, 0) != (sample_of(p) if i in self._samples else 0):
                 note_changing_of(self._module(), i)
                 raise self._unseen(i)
             return None

@@ -42,6 +42,13 @@ _JOINS = frozenset((torch.cat, torch.concat, torch.concatenate))
 _SUMS = frozenset((torch.sum, Tensor.sum, torch.mean, Tensor.mean))
 _SUMS_OF_TWO = frozenset((torch.add, Tensor.add))
 _PRODUCTS = frozenset((torch.mul, Tensor.mul, torch.multiply, Tensor.multiply))
+# Kernels for the last elements of a thread's share round in another way than those of vectors do.
+_VECTORIZED = frozenset(
+    (
+        *(torch.sigmoid, Tensor.sigmoid, F.sigmoid),
+        *(getattr(F, name) for name in ("silu", "elu", "gelu", "softplus")),
+    )
+)
 # Functions whose gradient needs no value.
 _LINEAR = _SUMS_OF_TWO | {torch.sub, Tensor.sub, torch.subtract, Tensor.subtract}
 FUNCTIONS = frozenset(
@@ -217,6 +224,8 @@ def computes(reads: Callable[[Any], bool], func: Any, args: Sequence[Any], kwarg
     if not given or not all(map(reads, given)) or any(x is True for x in args):
         return False
     if torch._C._len_torch_dispatch_stack():  # a mode of the program sees each op
+        return False
+    if func in _VECTORIZED and torch.get_num_threads() > 1:
         return False
     rows = given[0]
     if any(x is True or isinstance(x, Tensor) for key, x in kwargs.items() if key != "keepdim"):

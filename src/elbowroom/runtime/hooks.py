@@ -154,6 +154,7 @@ class Saving(NodeChoice, ModuleCalls):
         self._recorded = RECORDED_IN_EXACT if self._sources.is_exact else planned
         # Held, the rows would be made again, in fresh memory, where they are read in parts instead.
         self.rows_wait = by_hand and recorder is None
+        self.has_read_rows = False  # in parts: they were not made
         self._consumers: Consumers | None = None
         self._open: ExitStack | None = None
         self._listener: Listener = NOBODY
@@ -369,6 +370,7 @@ class Saving(NodeChoice, ModuleCalls):
                 elif pieces.calls(call):
                     listener.compares()
             if call.name in SUMS_OF_ROWS:
+                self.has_read_rows = True
                 self.context.waited_in.add(self._module)
             direct = direct_of(call) if call.func in REPLACED else None
             run = call.func if direct is None else self._run_of(call, direct)

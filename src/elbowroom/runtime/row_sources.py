@@ -9,6 +9,7 @@ from torch import Tensor
 from elbowroom.errors import RestoreError
 
 PART_NUMEL = 1 << 18  # of rows that are made at once
+_VECTOR = 64  # elements: a multiple of what a vectorized loop of torch takes at once
 
 
 class Sources(NamedTuple):
@@ -114,9 +115,14 @@ def check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> No
 
 
 def parts(index: Tensor, of: torch.Size) -> Iterator[slice]:
-    """The places of an index into a tensor of this shape, some at a time, all of like sizes."""
+    """The places of an index into a tensor of this shape, some at a time, all of like sizes.
+
+    A part ends where vectors of a CPU do, whatever a row has: kernels of the elements that are left
+    may round in another way, and so no more are left than of the whole.
+    """
     most = max(PART_NUMEL // max(of[1:].numel(), 1), 1)
     rows = -(-len(index) // max(-(-len(index) // most), 1))
+    rows = -(-rows // _VECTOR) * _VECTOR
     return (slice(start, start + rows) for start in range(0, len(index), rows))
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.node import Node
+from elbowroom.runtime.node import Node, itself
 
 Limit = float | int | None
 _Compare = Callable[[Tensor, float], Tensor]
@@ -56,7 +58,12 @@ def _comparisons() -> tuple[_Compare, _Compare] | None:
     Elements equal to a limit have a gradient in torch 2.13, and none in 2.14. None: another
     behavior.
     """
-    with torch.enable_grad(), torch._C.DisableTorchFunction():
+    with (
+        torch.enable_grad(),
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        saved_tensors_hooks(itself, itself),  # not those of a checkpoint of the user's
+    ):
         x = torch.tensor([0.0, 0.5, 1.0, float("nan")], requires_grad=True)
         (grad,) = torch.autograd.grad(x.clamp(0, 1).sum(), x)
     return _KNOWN.get(tuple(grad.tolist()))

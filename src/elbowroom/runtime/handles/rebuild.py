@@ -270,6 +270,7 @@ class Ready:
     """A recipe that holds its sources. It is never changed.
 
     copies  of the fixed parameters that may be changed until backward; of an examined forward alone
+    samples  of those that are too large to be copied, likewise
     fingerprints  of them; of a replayed forward alone
     """
 
@@ -283,6 +284,7 @@ class Ready:
     others: "tuple[Slot | Ready, ...]" = ()
     copies: "tuple[Tensor | None, ...]" = ()
     fingerprints: Fingerprints | None = None
+    samples: tuple[int, ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -231,7 +231,8 @@ class SavingContext:
         tracer, part.tracer = part.tracer, None
         if tracer is not None and scripts is not None:
             scripts.add_step(tracer, part.called)
-        if kind is None and self._warns and not _acts(self._in_graphs):
+        acts = part.has_read_rows or _acts(self._in_graphs)
+        if kind is None and self._warns and not acts:
             warn_if_useless(part.ledger, part.policy, stacklevel=3)
 
     def error_report(self) -> Any:
