@@ -81,7 +81,7 @@ class Doubling(nn.Module):
 
 def as_script(one):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # a DeprecationWarning, in torch 2.14 a FutureWarning
         return torch.jit.script(one)
 
 
