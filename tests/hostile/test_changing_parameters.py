@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.errors import RestoreError
 from elbowroom.plan import Exact
+from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.hooks import Saving
 
@@ -346,6 +347,27 @@ def test_a_forward_that_replaces_a_parameter_does_so_once(share: float) -> None:
     x = torch.randn(1024, WIDTH)
     peak = er.peak(lambda: losses(None))
     assert losses(round(share * peak)) == losses(None)
+
+
+def test_a_library_that_exchanges_parameters_takes_them_back_itself() -> None:
+    """FSDP2 gathers weights in a forward: a trial put the stored ones back, of other shapes."""
+
+    class Stored(nn.Parameter):
+        """As a DTensor is: a class of the library's own."""
+
+    net = nn.Linear(4, 4)
+    net.weight, bias = Stored(net.weight.detach()), net.bias
+    gathered = nn.Parameter(torch.randn(4, 4))
+    with ChangedParameters(net) as seen:
+        net.weight = gathered
+    assert seen.first is None
+    seen.restore()
+    assert net.weight is gathered
+    with ChangedParameters(net) as seen:
+        net.bias = nn.Parameter(torch.zeros(4))
+    assert seen.first == "bias"
+    seen.restore()
+    assert net.bias is bias
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])

@@ -3,13 +3,14 @@
     p.mul_(m), torch._foreach_lerp_, init.normal_   write to its memory, by any tensor that lies
                                                     there; `p.data` has a version of its own
     p.data = x                                      puts other memory behind it
+    module.weight = p                               puts another parameter in its place
 
 Copies of all parameters would double the memory of a model whose weights are frozen. So calls are
 intercepted, and a parameter is copied just before a call writes to it. A change by a kernel of the
 user shows in the parameter's version alone, and cannot be undone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -82,19 +83,14 @@ class ChangedParameters(TorchFunctionMode):
             for name, p, memory, _ in self._parameters
             if self._is_copied(memory) or _has_moved(p, memory)
         )
-        replaced = (
-            name
-            for held, before in self._owned
-            for name in {**before, **held}
-            if held.get(name) is not before.get(name)
-        )
+        replaced = (name for held, before in self._owned for name in _replaced(held, before))
         return next(chain(found, replaced), None)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Makes the parameters what they were, their versions too; new ones are removed."""
         for held, before in self._owned:
-            if [*held] != [*before] or not all(map(is_, held.values(), before.values())):
+            if _replaced(held, before):
                 held.clear()
                 held.update(before)
         for _, p, memory, _ in self._parameters:
@@ -109,6 +105,19 @@ class ChangedParameters(TorchFunctionMode):
             tuple(x for x, _ in counted), tuple(version for _, version in counted)
         )
         self._copies.clear()
+
+
+def _replaced(held: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> list[str]:
+    """Returns the names of what a module holds in place of its parameters before, and of new ones.
+
+    A parameter of another class belongs to a library that exchanges it, and knows which one is
+    there: FSDP2 puts a gathered weight in the place of a DTensor, and takes it back itself.
+    """
+    if [*held] == [*before] and all(map(is_, held.values(), before.values())):
+        return []
+    names = [name for name in {**before, **held} if held.get(name) is not before.get(name)]
+    values = (one.get(name) for one in (held, before) for name in names)
+    return names if all(x is None or _has_memory(x) for x in values) else []
 
 
 def _has_memory(x: Tensor) -> bool:
