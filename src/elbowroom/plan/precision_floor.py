@@ -110,7 +110,7 @@ _FLOORS = {
 }
 _PROBABILITIES, _RELATIVE = Cast("fp8_e4m3"), Cast("bf16")
 _MASKED_PROBABILITIES = replace(_PROBABILITIES, sparse=True)
-_LEVELS = 16, 32, 64, 128, MAX_LEVELS
+LEVELS = 16, 32, 64, 128, MAX_LEVELS
 _GROUP = 64  # elements that share a step
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
 _LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
@@ -131,7 +131,7 @@ def levels_for(spread: float) -> int | None:
 
     None: no code is fine enough; also of a NaN.
     """
-    for levels in _LEVELS:
+    for levels in LEVELS:
         if spread <= (_SHARP if levels == MAX_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
             return levels
     return None
@@ -147,8 +147,8 @@ def levels_for_values(spread: float, logits: int | None) -> int | None:
 
     None: no code is fine enough; also of a NaN. logits: the levels that q and k need
     """
-    share = _LINEAR if logits == _LEVELS[0] else _LINEAR_OF_SHARP
-    return next((n for n in _LEVELS if spread <= share * (n - 1) ** 2), None)
+    share = _LINEAR if logits == LEVELS[0] else _LINEAR_OF_SHARP
+    return next((n for n in LEVELS if spread <= share * (n - 1) ** 2), None)
 
 
 def at_precision_floor(codec: Codec, site: Site) -> Codec:
@@ -162,7 +162,7 @@ def at_precision_floor(codec: Codec, site: Site) -> Codec:
         if codec.lossless or isinstance(codec, Cast):
             return codec
         return _MASKED_PROBABILITIES if site.facts.has_zeros else _PROBABILITIES
-    floor = _floor_of(site)
+    floor = max(_floor_of(site), site.least_levels if site.least_levels > _FINE else 0)
     if not floor:
         return codec
     bits = (floor - 1).bit_length()
@@ -277,7 +277,7 @@ def at_least(codec: Codec, levels: int) -> Codec:
     bits = (levels - 1).bit_length() + 1
     if not _is_fine_enough(codec, levels):
         return Dither(levels=levels)
-    if levels > _LEVELS[0]:
+    if levels > LEVELS[0]:
         match codec:
             case Dither() if codec.group_size > _GROUP:
                 codec = replace(codec, group_size=_GROUP)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from math import prod
+from math import inf, prod
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -23,6 +23,7 @@ RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime c
 AGAIN = CHECKPOINT, RECOMPUTE  # ops that run a piece of forward again from what they save
 MIN_WIDTH = 8  # elements: what is shorter is no row of a norm, and 6 bytes for each cost too much
 MIN_FEATURES = 32  # ... of readers that do not divide by the size themselves
+_OF_HALF = 4096.0  # above all levels
 _NBYTES = 6  # of a row: a mean in float32, 1 / std in bfloat16
 
 
@@ -158,6 +159,24 @@ class HalfSuffices(str):
     __slots__ = ()
 
 
+class LevelsSuffice(str):
+    """Reason for which a site has a code of so many levels at the least."""
+
+    levels: int
+
+    def __new__(cls, why: str, levels: int = 0) -> Self:
+        found = super().__new__(cls, why)
+        found.levels = levels
+        return found
+
+
+def strictness(why: str) -> float:
+    """Returns a number that orders the reasons for a site, by how much of it has to be held."""
+    if isinstance(why, LevelsSuffice):
+        return why.levels
+    return _OF_HALF if isinstance(why, HalfSuffices) else inf
+
+
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]
 
 
@@ -171,7 +190,8 @@ class Site:
     formula how the saving op's derivative uses the value
     curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
             that is made of has a code for it; None: not known yet
-    least_levels  of attention: how many a code of it must have (`precision_floor.py`)
+    least_levels  how many a code of it must have: by attention's logits (`precision_floor.py`), or
+            as fewer were found to make gradients wrong
     rows    that a code should keep apart (`Rows`); by_size: that it must
     samples that its backward takes at once, where it takes turns
     summed  elements that each element of a gradient sums over, where the op reads the storage in
@@ -211,8 +231,11 @@ key_of: Callable[[Site], SiteKey] = attrgetter("module", "consumer", "shape", "d
 def limited(site: Site, why: str) -> Site:
     """Returns what a site allows once a code of few levels was found to make gradients wrong there.
 
-    That is the tensor itself, or what `HalfSuffices` says of a factor: a float of 16 bits.
+    That is a code of as many levels as `LevelsSuffice` says, a float of 16 bits (`HalfSuffices`, of
+    a factor), or the tensor itself.
     """
+    if isinstance(why, LevelsSuffice) and site.need is Need.LOSSY:
+        return replace(site, least_levels=max(site.least_levels, why.levels), why=why)
     is_factor = site.formula in (Formula.PRODUCT, Formula.MATRIX, Formula.RELATIVE)
     is_lossy = site.need is Need.LOSSY and site.dtype is torch.float32
     if isinstance(why, HalfSuffices) and is_factor and is_lossy:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from torch import distributed, nn
 
 from elbowroom.codecs.compact import Coders
-from elbowroom.plan.site import HalfSuffices, SiteKey, SiteName
+from elbowroom.plan.site import SiteKey, SiteName, strictness
 from elbowroom.runtime.capacities import Capacities
 from elbowroom.runtime.device_seeds import DeviceSeeds
 from elbowroom.runtime.prefetcher import Prefetcher
@@ -138,7 +138,7 @@ class Context:
         self.learn_keep(key)
 
     def learn_exact(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:
-        """Keeps this site exactly from the next step on; returns whether that is new.
+        """Keeps this site, or makes its code finer, from the next step on; returns if that is new.
 
         A context that learns nothing else remembers it while the model exists, for any shape. model
         None: it is an op of no module.
@@ -151,8 +151,7 @@ class Context:
                 _of_any_shape(key),
             )
         before = known.get(key)
-        milder = isinstance(before, HalfSuffices) and not isinstance(why, HalfSuffices)
-        is_new = before is None or milder
+        is_new = before is None or strictness(before) < strictness(why)
         (self if self.learns else PROCESS)._learned += is_new
         if is_new:
             known[key] = why

@@ -11,9 +11,10 @@ noise that is drawn again:
 
 A node can be called, so this needs no formula, and what is rebuilt from a code is drawn again with
 it. If the share of a code is above `MOST`, and above `_TIMES` its share of values that g does not
-depend on (a plan may have chosen few levels), its tensor is kept exactly from the next step on. A
-warning says so, as the gradient of this step is wrong. Public models have 0.02 at most (16 levels;
-docs/log.md).
+depend on (a plan may have chosen few levels), it is finer from the next step on: it has as many
+levels as would make its share an eighth of that, by the square of the step; where 256 do not
+suffice, the tensor is kept, or a float of 16 bits of it. A warning says so, as the gradient of this
+step is wrong. Public models have 0.02 at most (16 levels; docs/log.md).
 
 It is measured where errors go on element by element: in products and in smooth functions. In a sum
 over many elements they average out. What the next nodes let through of a result, as a clamp does,
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from math import inf, prod
+from math import inf, prod, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ from elbowroom.codecs.base import PART
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import error_of_dither, quality_of
 from elbowroom.plan import Need
-from elbowroom.plan.site import Formula, HalfSuffices, Site, key_of
+from elbowroom.plan.precision_floor import LEVELS
+from elbowroom.plan.site import Formula, HalfSuffices, LevelsSuffice, Site, key_of
 from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.kept import Deferred, Given
@@ -53,7 +55,8 @@ from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Slot, View, is_in_order
 
 MOST = 0.05
-WHY = HalfSuffices(f"its error is more than {MOST:.0%} of the gradient that is computed with it")
+_TOO_COARSE = f"its error is more than {MOST:.0%} of the gradient that is computed with it"
+_ENOUGH = 8.0  # times less than MOST: what a finer code should add
 _READ = frozenset((Formula.PRODUCT, Formula.CURVED, Formula.TAIL))
 _PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
 _TIMES = 4.0
@@ -148,7 +151,9 @@ class _Reading:
         dithers = {
             root: codec
             for root in roots
-            if self._forward.takes_turn(model, root) and (codec := _dither_of(root)) is not None
+            if not any(_stands(root, view.slot) for view in views)
+            and self._forward.takes_turn(model, root)
+            and (codec := _dither_of(root)) is not None
         }
         if not dithers:
             return
@@ -162,10 +167,11 @@ class _Reading:
                 for nth in range(1, _CONFIRMING):
                     _, again, drawn = self._drawn(saved, coded, {root: codec}, grad, nth)
                     measured += _energies(again, drawn[root])
+            keep = partial(self._make_finer, root.sites[-1], codec.levels)
             if _share(measured) > most:
-                self._keep(root.sites[-1])
+                keep(_share(measured))
                 continue
-            carried = _Carried(sample, partial(self._keep, root.sites[-1]))
+            carried = _Carried(sample, keep)
             for x, y, whole in zip(made, others[root], measured, strict=True):
                 if x is not None and y is not None:
                     x, y = _thinned(x), _thinned(y)
@@ -196,11 +202,11 @@ class _Reading:
 
         return sample, run(own), {root: run(others[root]) for root in dithers}
 
-    def _keep(self, site: Site) -> None:
-        """Keeps the tensors of a site from the next step on."""
-        model = None if self._model is None else self._model()
-        if self._forward.context.learn_exact(model, key_of(site), WHY):
-            self._forward.late_warnings.warn(site.consumer, site.module, WHY)
+    def _make_finer(self, site: Site, levels: int, share: float) -> None:
+        """Gives the tensors of a site a finer code from the next step on, or keeps them."""
+        model, why = None if self._model is None else self._model(), reason(levels, share)
+        if self._forward.context.learn_exact(model, key_of(site), why):
+            self._forward.late_warnings.warn(site.consumer, site.module, why)
 
 
 class _Sample(NamedTuple):
@@ -244,6 +250,13 @@ class _Sample(NamedTuple):
         return x[torch.unravel_index(torch.cat(ranges).to(x.device), self.shape)]
 
 
+def reason(levels: int, share: float) -> str:
+    """Returns why, and how much, a code of so many levels that adds this share has to be finer."""
+    wanted = 1 + (levels - 1) * sqrt(share * _ENOUGH / MOST)
+    enough = next((n for n in LEVELS if n >= wanted and n > levels), 0)
+    return LevelsSuffice(_TOO_COARSE, enough) if enough else HalfSuffices(_TOO_COARSE)
+
+
 def _thinned(x: Tensor) -> Tensor:
     """Returns some of a sample: these are held while nodes run, in memory that no plan knows of."""
     flat = x.reshape(-1)
@@ -258,8 +271,8 @@ class _Carried:
     for this. A sum of several gradients is not followed.
     """
 
-    def __init__(self, sample: _Sample, keep: Callable[[], None]) -> None:
-        """keep: called once if more than `most` of what is let through is noise."""
+    def __init__(self, sample: _Sample, keep: Callable[[float], None]) -> None:
+        """keep: called once, with the share, if noise is above `most` of what is let through."""
         self._sample, self._keep = sample, keep
         self._is_kept = False
 
@@ -300,9 +313,9 @@ class _Carried:
                 continue
             passed = _thinned(self._sample.taken(passed))
             noise = torch.where(grad == 0, 0, (other - made) * (passed / grad))
-            if _share(_energies([passed], [passed + noise])) > most:
+            if (share := _share(_energies([passed], [passed + noise]))) > most:
                 self._is_kept = True
-                self._keep()
+                self._keep(share)
                 return
             self.follow(node, passed, passed + noise, most, steps)
 
@@ -440,6 +453,17 @@ def _upstream(slot: Slot) -> Iterator[Slot]:
     ready = getattr(slot.value, "ready", None)
     for one in () if ready is None else ready.slots:
         yield from _upstream(one)
+
+
+def _stands(root: Slot, read: Slot) -> bool:
+    """Returns whether what a code stands for was restored for many views, which will all read it.
+
+    With other noise it would be held once more. The first view that was restored has measured it.
+    """
+    return any(
+        one.has_many_views and one.whole is not None and root in _upstream(one)
+        for one in _upstream(read)
+    )
 
 
 def _key_of(root: Slot) -> object:

@@ -46,6 +46,8 @@ from elbowroom.plan.site import (
     NORMS,
     RECOMPUTE,
     Formula,
+    HalfSuffices,
+    LevelsSuffice,
     key_of,
     limited,
 )
@@ -346,10 +348,13 @@ class Serving:
             known = self._context.why_exact(outermost(), key_of(site))
         if known is not None:
             site = limited(site, known)
-            if site.need is Need.EXACT or not self.takes_half(site.dtype):
+            is_half = isinstance(known, HalfSuffices)
+            if site.need is Need.EXACT or (is_half and not self.takes_half(site.dtype)):
                 return Keep(known)
         request.slot.sites.append(site)
         action = self._decide(site, ready)
+        if isinstance(known, LevelsSuffice) and isinstance(action, Encode):  # a plan of before, too
+            action = replace(action, codec=at_precision_floor(action.codec, site))
         if isinstance(action, Encode) and site.rows is not None and site.consumer not in NORMS:
             codec, rows = coded_rows(site.rows, action.codec, by_size=site.by_size)
             action = replace(action, codec=codec, rows=rows)
