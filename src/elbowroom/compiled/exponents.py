@@ -295,6 +295,26 @@ def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
     )
 
 
+def is_taken_apart(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
+    """Returns whether a product of a value becomes a matrix that is inverted or decomposed.
+
+    The gradient has the inverse: an error that is small beside the matrix may be large beside its
+    least part. The value may be a result of that, too.
+    """
+    source = _source(value)
+    made = source.all_input_nodes[0] if packet_of(source) is operator.getitem else source
+    if packet_of(made) in _decompositions():
+        return True
+    own = _after({source}, _is_alone, gradients)
+    read = (user for node in own for user in _forward(node, gradients))
+    products = {user for user in read if packet_of(user) in _products()}
+    return any(
+        packet_of(user) in _decompositions()
+        for node in _after(products, _is_alone, gradients)
+        for user in _forward(node, gradients)
+    )
+
+
 def _forward(node: fx.Node, gradients: Collection[fx.Node]) -> list[fx.Node]:
     """Returns a node's readers, but for those of backward: a GELU's slope is not narrow."""
     return [
@@ -427,6 +447,13 @@ def is_log_probability(exponent: fx.Node) -> bool:
     return False
 
 
+def is_probability(value: fx.Node) -> bool:
+    """Returns whether a value is exp of a log-probability: its gradient has it twice, in a sum."""
+    source = _source(value)
+    is_raised = packet_of(source) in _exponentials()
+    return is_raised and any(map(is_log_probability, source.all_input_nodes))
+
+
 def _computed_from(
     values: Iterable[fx.Node],
     after: Collection[fx.Node],
@@ -477,6 +504,14 @@ def _varies(value: Any) -> bool:
 @cache
 def _products() -> frozenset[Any]:
     return _added_products() | ops_named("mm bmm convolution")
+
+
+@cache
+def _decompositions() -> frozenset[Any]:
+    names = "cholesky_ex eigh inv_ex lu lu_factor_ex lu_solve pinv qr lstsq ldl_factor_ex"
+    found = " ".join(f"linalg_{name}" for name in [*names.split(), "solve_triangular"])
+    own = "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd"
+    return ops_named(f"{found} {own} cholesky_solve cholesky_inverse triangular_solve")
 
 
 @cache

@@ -45,7 +45,9 @@ from elbowroom.compiled.exponents import (
     is_log_probability,
     is_masked,
     is_narrow,
+    is_probability,
     is_saturated_steeply,
+    is_taken_apart,
     saturated_of,
     saturates,
     slope_of,
@@ -94,6 +96,8 @@ def reading_of(
         return Reading(Use.EXACT, why="a product that is multiplied with zeros of a ReLU")
     if is_saturated_steeply(value):
         return Reading(Use.EXACT, why="where it is saturated, its argument may have any slope")
+    if is_taken_apart(value, gradients):
+        return Reading(Use.EXACT, why="an inverse or a decomposition of its product")
     exponents = exponents_of(value, after, gradients)
     probable = tuple(filter(is_log_probability, exponents))
     may_stand_in = 0 < len(probable) <= _MAX_INSTEAD
@@ -140,7 +144,7 @@ def reading_of(
             if reader not in gradients:
                 keeps = is_view(reader) or packet in _copies()
                 pending.append((reader, packet in _relus() or (has_zeros and keeps)))
-    if use is Use.LINEAR and _is_squared(own, after, gradients):
+    if use is Use.LINEAR and (is_probability(value) or _is_squared(own, after, gradients)):
         use = Use.CURVED
     return Reading(use, tuple(compared))
 

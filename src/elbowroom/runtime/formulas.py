@@ -91,8 +91,8 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "AddcmulBackward0": {"tensor1": PRODUCT, "tensor2": PRODUCT},  # grad tensor2, grad tensor1
     # of its inputs, grad (self - target) / (self (1 - self)):
     "BinaryCrossEntropyBackward0": {"self": SINGULAR, "target": PRODUCT, "weight": STATISTIC},
-    "ExpBackward0": {"result": PRODUCT},  # grad result
-    "Exp2Backward0": {"result": PRODUCT},  # grad result log 2
+    "ExpBackward0": {"result": PROBABILITY},  # grad result
+    "Exp2Backward0": {"result": PROBABILITY},  # grad result log 2
     "Expm1Backward0": {"result": PRODUCT},  # grad (result + 1)
     "HypotBackward0": dict.fromkeys(("self", "other", "result"), RELATIVE),  # grad self / result
     # of its inputs, grad (1 - weight), grad weight, grad (end - self):
@@ -351,7 +351,7 @@ OURS = {
     "_ScaleRowsBackward": ("MulBackward0", "self"),
 }
 # Norms -> where the node has their exponent.
-_LENGTHS = {
+LENGTHS = {
     "LinalgVectorNormBackward0": "_saved_ord",
     "NormBackward0": "_saved_p",
     "NormBackward1": "_saved_p",
@@ -367,8 +367,8 @@ def formula_of(node: object, name: str, field: str) -> Formula:
     """
     if name == _POWER and field == "self":
         return _power(getattr(node, "_saved_exponent", None))
-    if name in _LENGTHS and field == "self":
-        return _length(getattr(node, _LENGTHS[name], None))
+    if name in LENGTHS and field == "self":
+        return _length(getattr(node, LENGTHS[name], None))
     known, column = OURS.get(name, (name, field))
     formula = FORMULAS.get(known, {}).get(column, Formula.UNKNOWN)
     if name in _REDUCTIONS and formula is Formula.SINGULAR:
@@ -420,7 +420,7 @@ def _reduction(name: object) -> Formula:
 SIZES = frozenset(
     (
         *("PowBackward0", "FusedRmsNormBackward0", "VarBackward0", "VarMeanBackward0"),
-        *("StdBackward0", "StdMeanBackward0", *_LENGTHS),
+        *("StdBackward0", "StdMeanBackward0", *LENGTHS),
     )
 )
 INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")

@@ -26,7 +26,16 @@ from elbowroom.runtime.consumers import (
     is_argument,
     is_given_as,
 )
-from elbowroom.runtime.formulas import FORMULAS, INVERSES, OURS, SIZES, WHY, formula_of, reduced_by
+from elbowroom.runtime.formulas import (
+    FORMULAS,
+    INVERSES,
+    LENGTHS,
+    OURS,
+    SIZES,
+    WHY,
+    formula_of,
+    reduced_by,
+)
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.storage import is_made_of_parameters
 
@@ -140,7 +149,7 @@ def reading_by(reader: Reader, x: Tensor, call: Call) -> Reading:
         formula = Formula.PRODUCT
     elif formula is Formula.RELATIVE and _is_scaled(x, call, name):
         formula = Formula.SUMMED
-    elif formula is Formula.PRODUCT and _is_row_inverse(x, call):
+    elif formula is Formula.PRODUCT and (_is_row_inverse(x, call) or _is_distance(x, name)):
         formula = Formula.RELATIVE
     if formula is Formula.RELATIVE:
         return Reading(Need.LOSSY, formula, f"'{call.name}': {WHY[formula]}")
@@ -204,6 +213,14 @@ def _is_row_inverse(x: Tensor, call: Call) -> bool:
         return False
     given = (y for y in (*call.args, *call.kwargs.values()) if isinstance(y, Tensor))
     return any(y.dim() and y.shape[-1] > 1 for y in given)
+
+
+def _is_distance(x: Tensor, name: str) -> bool:
+    """Returns whether a node makes lengths of x, a difference.
+
+    Distances to two points are compared: their gradients, of length 1, may be nearly alike.
+    """
+    return name in LENGTHS and _is_made_by(x, ("SubBackward", "Rsub"), (*RESHAPES, "AddBackward"))
 
 
 def _is_inverse(x: Tensor) -> bool:

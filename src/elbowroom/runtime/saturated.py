@@ -51,6 +51,7 @@ from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
 from elbowroom.plan.site import Formula, HalfSuffices
 from elbowroom.runtime.consumers import RESHAPES, Call, Part
+from elbowroom.runtime.formulas import LENGTHS
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.sources import Sources
@@ -83,7 +84,7 @@ WHY = {
     Part.SATURATED: _DIVIDED,
     Part.EXPONENTIAL: HalfSuffices(_DIVIDED),
     **dict.fromkeys((Part.SQUARED, Part.DIFFERENCE), _SQUARED),
-    Part.FACTOR: "a small difference of squares and its product follows",
+    Part.FACTOR: "a small difference of squares and its product, or an inverse of it, follows",
     Part.GAUSSIAN: "where it is 0, its argument may have any slope",
 }
 _MAX_SAVES = 3  # saving calls, in a chain of results of it alone
@@ -111,6 +112,15 @@ _DIVIDING: dict[str, tuple[int, str]] = {
     "gaussian_nll_loss": (2, "var"),
 }
 _POWERS = ("pow", "__pow__")
+# Functions of a matrix whose gradients have its inverse, or differences of its eigenvalues below a
+# fraction: cholesky(x x^T) passes back much where x x^T has little.
+_DECOMPOSITIONS = frozenset(
+    (
+        *("cholesky", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv", "inverse", "ldl_factor"),
+        *("logdet", "lstsq", "lu", "lu_factor", "pinv", "pinverse", "qr", "slogdet", "solve"),
+        *("svd", "svdvals", "tensorinv", "tensorsolve"),
+    )
+)
 # Nodes that preserve a small difference: element by element, or of some elements.
 _ALONE = (
     *("Add", "Sub", "Rsub", "Neg", "Clamp", "_Clamp", "Where", "MaskedFill"),
@@ -124,7 +134,6 @@ _MAX_NODES = 32
 # Products of matrices; in one op with what is added to them.
 _ADDED = ("Addmm", "Baddbmm", "Addbmm", "Addmv")
 _CONTRACTIONS = (*_ADDED, "Mm", "Bmm", "Mv", "Dot", "Linear")
-_LENGTHS = "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"
 _QUOTIENT = "DivBackward0"  # of which the dividend may have a code: by a single number
 _POWER, _PRODUCT, _SUM_OF_PRODUCT = "PowBackward0", "MulBackward0", "AddcmulBackward0"
 _SCALED = ("Mul", "_Product", "Div", "Neg", *RESHAPES)
@@ -139,7 +148,7 @@ _OF_EXPONENTS = (
     *("Exp", "Softmax", "LogSoftmax", "Logsumexp", "NllLoss", "Sigmoid"),
     *("_Probabilities", "_LogProbabilities", "_Logits"),
 )
-_TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt", *_LENGTHS)
+_TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt", *LENGTHS)
 
 
 def part_of(node: str, x: Tensor, out: Any) -> Part:
@@ -159,7 +168,7 @@ def part_of(node: str, x: Tensor, out: Any) -> Part:
         return Part.DIFFERENCE if is_scaled else Part.NONE
     if node.startswith(_CONTRACTIONS):
         return Part.FACTOR
-    if node not in (_POWER, _PRODUCT, _SUM_OF_PRODUCT, _QUOTIENT, *_LENGTHS):
+    if node not in (_POWER, _PRODUCT, _SUM_OF_PRODUCT, _QUOTIENT, *LENGTHS):
         return Part.NONE
     return Part.DIFFERENCE if _reaches(x.grad_fn, _is_difference, _SCALED) else Part.SQUARED
 
@@ -386,6 +395,24 @@ def exponents(call: Call, out: Any) -> Iterator[int]:
             break
     if has_squares:
         yield from factors
+
+
+def decomposed(call: Call) -> Iterator[int]:
+    """Yields autograd's numbers of the products that make a matrix that a call takes apart.
+
+    An error of their factors may be small beside the matrix, and large beside its least part.
+    """
+    name = call.name.rpartition("::")[2].removeprefix("linalg_").removesuffix("_ex")
+    x = call.first if name in _DECOMPOSITIONS else None
+    waiting = [x.grad_fn] if isinstance(x, Tensor) else []
+    for _ in range(_MAX_NODES):
+        node = waiting.pop(0) if waiting else None
+        if node is not None and node.name().startswith(_CONTRACTIONS):
+            yield node._sequence_nr()
+        if node is not None and node.name().startswith((*_ELEMENTWISE, *_ADDED)):
+            waiting += _linear_below(node)
+        if not waiting:
+            break
 
 
 def _is_made_by(names: tuple[str, ...], out: Any) -> bool:

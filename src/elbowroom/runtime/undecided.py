@@ -18,7 +18,7 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, MovedCodeHandle, RebuildHandle
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.observer import Listener, Recorder
-from elbowroom.runtime.saturated import WHY, LateWarnings, divided, exponents
+from elbowroom.runtime.saturated import WHY, LateWarnings, decomposed, divided, exponents
 from elbowroom.runtime.sites import Request
 from elbowroom.runtime.slot import Slot
 
@@ -55,13 +55,15 @@ class Undecided(dict[int, list[_Saved]]):
     def ended(self, call: Call, out: Any, recorder: Recorder | None) -> None:
         """Keeps tensors exactly that a call turns out to need so.
 
-        Those are results whose small differences it divides by, and what is squared on the way into
-        an exponential.
+        Those are results whose small differences it divides by, what is squared on the way into an
+        exponential, and what is multiplied on the way into a decomposition of a matrix.
         """
         for number in divided(call):
             self._keep_parts(number, tuple(Part), call, recorder)
         for number in exponents(call, out):
             self._keep_parts(number, _BEFORE_EXPONENTIAL, call, recorder)
+        for number in decomposed(call):
+            self._keep_parts(number, (Part.FACTOR,), call, recorder)
 
     def _keep_parts(
         self, number: int, parts: tuple[Part, ...], call: Call, recorder: Recorder | None
