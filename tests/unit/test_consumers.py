@@ -143,7 +143,7 @@ def test_unknown_consumers_need_every_bit(forward):
         (lambda h: h.tanh(), Formula.CURVED),
         (lambda h: F.elu(h), Formula.CURVED),
         (lambda h: h**3, Formula.CURVED),
-        (lambda h: h.exp(), Formula.PRODUCT),
+        (lambda h: h.exp(), Formula.PROBABILITY),
         (lambda h: F.mse_loss(h, W.detach()), Formula.DIFFERENCE),
         (lambda h: torch.einsum("ij,jk->ik", h, W), Formula.SUMMED),
         (lambda h: torch.matmul(h, W), Formula.SUMMED),

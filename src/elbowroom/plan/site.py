@@ -91,6 +91,8 @@ FINE = (  # those in which the error of a coarse code would not average out
     *(Formula.PRODUCT, Formula.CURVED, Formula.PROBABILITY),
     *(Formula.LOG_PROBABILITY, Formula.TAIL),
 )
+# Of these, a float of 16 bits has an error that is a share of each element.
+_FACTORS = (Formula.PRODUCT, Formula.MATRIX, Formula.PROBABILITY, Formula.RELATIVE)
 _TOLERANT = (Formula.SUMMED, Formula.MATRIX, *FINE, Formula.RELATIVE)
 
 
@@ -236,7 +238,7 @@ def limited(site: Site, why: str) -> Site:
     """
     if isinstance(why, LevelsSuffice) and site.need is Need.LOSSY:
         return replace(site, least_levels=max(site.least_levels, why.levels), why=why)
-    is_factor = site.formula in (Formula.PRODUCT, Formula.MATRIX, Formula.RELATIVE)
+    is_factor = site.formula in _FACTORS
     is_lossy = site.need is Need.LOSSY and site.dtype is torch.float32
     if isinstance(why, HalfSuffices) and is_factor and is_lossy:
         return replace(site, formula=Formula.RELATIVE, why=why)
