@@ -115,9 +115,10 @@ def saving(
                 step has noise of its own, and a resumed run has the same bits as an uninterrupted
                 one
 
-    Raises UnknownCodec or UnknownField, which list the possible values. Tensors that cannot be
-    changed are kept; `.ledger` says which, and why. A warning is issued if a step saves 1 MiB or
-    more and all of it is kept.
+    Raises UnknownCodec or UnknownField, which list the possible values, and CodecError for a codec
+    of another package that does not do what it declares. Tensors that cannot be changed are kept;
+    `.ledger` says which, and why. A warning is issued if a step saves 1 MiB or more and all of it
+    is kept.
     """
     check_min_nbytes(min_nbytes)
     check_flag("rebuild", rebuild)

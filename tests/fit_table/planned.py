@@ -355,11 +355,11 @@ ROWS = {
         FRESH,
         (FORGET, BlameNoClasses()),
     ),
-    "no plan is left of an estimate: it is written down": Row(
-        replace(GUESSED, attempts=TRIED, plain_margin_nbytes=70, headroom=Headroom(0)),
+    "no plan is left of an estimate: its smallest is profiled, not the one that has exceeded": Row(
+        replace(GUESSED, attempts=TRIED, plain_margin_nbytes=70),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0, "headroom": Headroom(500)},
-        (BEGIN,),
+        {"plain_margin_nbytes": 0},
+        (MakeSmallest(),),
     ),
     "no plan is left by what one was wrong by": Row(
         replace(

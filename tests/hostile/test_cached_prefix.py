@@ -110,6 +110,14 @@ def test_another_module_is_refused_by_checksum(tmp_path: Path, change, what: str
         prefix(images())
 
 
+def test_weights_that_change_through_their_data_are_refused(tmp_path: Path) -> None:
+    prefix = CachedPrefix(module := frozen(), tmp_path)
+    prefix(images())
+    module[0].weight.data.mul_(1.01)  # which has no version
+    with pytest.raises(ModuleError, match="of other weights, by their checksum"):
+        prefix(images())
+
+
 def test_other_versions_and_dtypes_are_refused(tmp_path: Path) -> None:
     x = images()
     half = CachedPrefix(frozen(), tmp_path, dtype=torch.bfloat16)

@@ -81,3 +81,28 @@ def test_a_refusal_counts_what_steps_of_other_shapes_were_measured_to_take():
         f"give {budget_argument(error.least_nbytes)}. Steps of other shapes need 2.00 MiB."
     )
     assert sum(error.parts.values()) == error.least_nbytes
+
+
+def _net_of_one_shape(budget: int) -> int:
+    torch.manual_seed(0)
+    blocks = ((nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128)) for _ in range(6))
+    net, x = nn.Sequential(*(layer for block in blocks for layer in block)), torch.randn(1024, 128)
+
+    def step():
+        net.zero_grad()
+        net(x).square().mean().backward()
+
+    if budget:
+        er.fit(net, budget=budget, noise=1e-12)
+        for _ in range(6):
+            step()
+    return er.peak(step) + sum(p.nbytes for p in net.parameters())
+
+
+def test_a_refusal_of_steps_of_one_shape_names_no_peak_of_a_plan_that_was_left():
+    """The first plan is an estimate's, and takes more than the least by the profile of its step."""
+    with pytest.raises(BudgetTooSmall) as refused:
+        _net_of_one_shape(int(0.4 * _net_of_one_shape(0)))
+    assert "other shapes" not in str(refused.value)
+    least = refused.value.least_nbytes
+    assert _net_of_one_shape(least) <= least

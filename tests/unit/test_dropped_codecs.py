@@ -236,6 +236,37 @@ def test_a_codec_that_breaks_a_promise_is_dropped_before_a_plan(mode, why, liar,
     _kept.clear()
 
 
+def _fails(self, n, dtype, facts):
+    raise ValueError("not today")
+
+
+LIES = {
+    "lossless": (
+        {"lossless": True},
+        r"it promises a squared error of 0, and has \S+",
+    ),
+    "error": (
+        {"stated_error": float("nan")},
+        r"it promises a squared error of nan, and has \S+",
+    ),
+    "bytes": (
+        {"encoded_nbytes": lambda self, shape, dtype, facts=None: 8},
+        r"it says 8 bytes of float32 of shape \(4, 16, 64, 64\), and holds 262148",
+    ),
+    "layout": ({"_layout": _fails}, "it fails: ValueError: not today"),
+}
+
+
+@pytest.mark.parametrize(("declared", "why"), LIES.values(), ids=LIES)
+def test_saving_refuses_a_codec_that_does_not_do_what_it_declares(declared, why, liar):
+    lying = register(dataclass(frozen=True)(type("Lying", (Liar,), {"id": "lying", **declared})))
+    for policy in ("lying", lying()):
+        with pytest.raises(CodecError, match=rf"'lying' cannot be used, .* declares: {why}\. Corr"):
+            er.saving(policy)
+    with pytest.raises(PlanError, match=why):
+        er.fit(nn.Linear(4, 4), budget="1 GiB", codecs=["lying"])
+
+
 @pytest.mark.parametrize("off", [lambda y: y + 0.003, lambda y: 0.995 * y])
 def test_a_code_that_is_off_by_little_is_not_unbiased(off, liar, monkeypatch):
     """By much less than its error: two draws' errors are hardly correlated."""
@@ -265,5 +296,8 @@ def test_a_codec_of_another_codec_s_name_is_measured_and_refused():
 
 
 def test_a_codec_that_is_not_registered_is_refused_with_what_to_type():
-    with pytest.raises(PlanError, match=r"'liar' is not registered, .*codecs\.register\(Liar\)"):
+    what = (
+        r"'liar' is not registered, .*call register\(Liar\) .* 'from elbowroom\.codecs import reg"
+    )
+    with pytest.raises(PlanError, match=what):
         er.fit(nn.Linear(4, 4), budget="1 GiB", codecs=[Liar()])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.codecs import BitMask, Dither
+from elbowroom.codecs import BitMask, Dither, Group
 from elbowroom.codecs.compact import Coder
 from elbowroom.measure.clocks import StepClock, Stopwatch
-from elbowroom.measure.rates import Rates
+from elbowroom.measure.rates import Rates, rates
 from elbowroom.measure.record import least_times, record, run_recorded
 from elbowroom.plan import Exact
 from elbowroom.plan.build_problem import build_problem
@@ -21,7 +21,7 @@ from elbowroom.plan.make import plain_peak
 from elbowroom.plan.menu import option as option_of
 from elbowroom.plan.menu import preset_named, shared_s
 from elbowroom.plan.precision_floor import ATTENTION
-from elbowroom.plan.prices import ATTENTION_LOOK, RESTORE, ROWS, fixed_name, rate_name
+from elbowroom.plan.prices import ATTENTION_LOOK, RESTORE, ROWS, fixed_name, rate_name, seconds_of
 from elbowroom.plan.profile import ONE_PASS, Profile
 from elbowroom.plan.site import Reads
 from elbowroom.runtime import hooks
@@ -386,8 +386,8 @@ def test_rates_tell_the_fixed_part_from_the_bytes(monkeypatch: pytest.MonkeyPatc
     sizes: list[int] = []
     plain = module._sample
 
-    def sample(codec: Any, device: torch.device, elements: int) -> Any:
-        x, facts = plain(codec, device, elements)
+    def sample(codec: Any, device: torch.device, elements: int, *, has_zeros: bool = False) -> Any:
+        x, facts = plain(codec, device, elements, has_zeros=has_zeros)
         sizes.append(x.nbytes)
         return x, facts
 
@@ -397,6 +397,24 @@ def test_rates_tell_the_fixed_part_from_the_bytes(monkeypatch: pytest.MonkeyPatc
     found = Rates(torch.device("cpu"))
     assert found[rate_name("encode", Dither(levels=4))] == pytest.approx(1e9)
     assert found.fixed_s[fixed_name("decode", Dither(levels=16))] == pytest.approx(0.005)
+
+    found.measure_of_zeros(Dither(levels=4))
+    assert found["decode dither of zeros"] == pytest.approx(1e9)
+    assert found.fixed_s["encode dither of zeros"] == pytest.approx(0.005)
+
+
+def test_a_code_with_a_bitmap_of_zeros_has_a_price_of_its_own(profiled: Profile) -> None:
+    """It takes half as much again to encode and twice as much to decode, as it was measured."""
+    fixed = {"decode dither": 1.0, "decode dither of zeros": 2.0}
+    known = {"decode dither, 4 levels": 2e6, "decode group": 2e6}
+    profile = replace(profiled, rates=known | {"decode dither of zeros": 1e6}, fixed_s=fixed)
+    dither, group = Dither(levels=4), Group(bits=2)
+    assert seconds_of(profile, "decode", dither, 10**6) == 1.5
+    assert seconds_of(profile, "decode", dither, 10**6, has_zeros=True) == 3.0
+    assert seconds_of(profile, "decode", group, 10**6, has_zeros=True) == 0.5  # it has no bitmap
+    older = replace(profile, rates=known)
+    assert seconds_of(older, "decode", dither, 10**6, has_zeros=True) == 1.5
+    assert {"encode dither of zeros", "decode dither of zeros"} <= rates("cpu").keys()
 
 
 def test_a_profile_keeps_fixed_seconds_in_its_file(profiled: Profile, tmp_path: Any) -> None:

@@ -15,8 +15,9 @@ from elbowroom.adaptive.lean import LeanBudget
 from elbowroom.adaptive.noise_budget import NoiseBudget
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.names import setting_named
+from elbowroom.codecs.quality import broken_promise, is_own
 from elbowroom.codecs.registry import POLICIES, nearest
-from elbowroom.errors import UnknownCodec, UnknownField
+from elbowroom.errors import CodecError, UnknownCodec, UnknownField
 from elbowroom.measure import NoiseMeter
 from elbowroom.plan import Coat, Exact, KeepAll, Lean, Lossy, OffloadRest, Policy
 from elbowroom.runtime.context import PROCESS
@@ -27,7 +28,8 @@ _UNIFORM: dict[str, type[Lean | Coat]] = {"lean": Lean, "coat": Coat}
 def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[str, Any]) -> Policy:
     """An id with its fields, a codec, or a function of a Site.
 
-    Raises UnknownCodec or UnknownField, which list what exists.
+    Raises UnknownCodec or UnknownField, which list what exists, and CodecError for a codec of
+    another package that does not do what it declares.
     """
     if isinstance(policy, str) and policy not in POLICIES:
         if policy not in codecs():
@@ -36,7 +38,7 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
                 f"no policy or codec {policy!r}; there are {', '.join(known)}."
                 f"{nearest(policy, known)}"
             )
-        return Lossy(codec(policy, **fields), rebuild)
+        return Lossy(_honest(codec(policy, **fields)), rebuild)
     if isinstance(policy, str) and policy in _UNIFORM:
         return _uniform(policy, rebuild, fields)
     if policy == "offload":
@@ -49,7 +51,7 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
             f"{', '.join(fields)}: fields go with a codec id, as in saving('dither', bits=2)"
         )
     if isinstance(policy, Codec):
-        return Lossy(policy, rebuild)
+        return Lossy(_honest(policy), rebuild)
     if policy is None or policy == "exact":
         return Exact(rebuild)
     if policy == "keep":
@@ -59,6 +61,19 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
             f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site"
         )
     return policy
+
+
+def _honest(codec: Codec) -> Codec:
+    if is_own(type(codec)):
+        return codec
+    find = partial(broken_promise.__wrapped__, codec, is_planned=False)
+    lie = PROCESS.remember(("promises", type(codec), repr(codec)), find)
+    if lie:
+        raise CodecError(
+            f"codec '{codec.id}' cannot be used, because it does not do what it declares: {lie}. "
+            "Correct the codec, or what it declares."
+        )
+    return codec
 
 
 def within_noise(policy: Policy, noise: float, rebuild: bool) -> NoiseBudget:

@@ -105,18 +105,21 @@ def dtypes_of(codec: Codec | type[Codec]) -> tuple[torch.dtype, ...]:
 
 
 @cache
-def broken_promise(codec: Codec) -> str:
+def broken_promise(codec: Codec, *, is_planned: bool = True) -> str:
     """Returns in words what the codec declares and does not do; "" if it does all.
 
-    Recorded codecs are known to keep their promises.
+    Recorded codecs are known to keep their promises. is_planned: of its form for graphs, too, and
+    it has a quality, which plans ask for.
     """
     if _recorded(codec) is not None:
         return ""
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            lie = next(_broken_promises(codec), "") or broken_form(codec)
-        if not lie and dtypes_of(codec):
-            measured(codec, maps=True), measured(codec, maps=False)  # which plans ask for
+            lie = next(_broken_promises(codec), "")
+        if is_planned and not lie:
+            lie = broken_form(codec)
+        if is_planned and not lie and dtypes_of(codec):
+            measured(codec, maps=True), measured(codec, maps=False)
         return lie
     except Exception as error:
         return f"it fails: {type(error).__name__}: {error}"
@@ -147,7 +150,7 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
             error = _error(y, x)
             if error != error or error == float("inf"):
                 yield "it gives back what is not finite"
-            if codec.stated_error is not None and error > codec.stated_error:
+            if codec.stated_error is not None and not error <= codec.stated_error:  # NaN, too
                 yield f"it promises a squared error of {codec.stated_error:g}, and has {error:.2g}"
             if not torch.equal(code.decode(), y):
                 yield "it gives back another tensor each time"

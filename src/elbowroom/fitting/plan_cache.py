@@ -46,13 +46,14 @@ class PlanCache:
             self._known.move_to_end(signature.bucket)
         return found
 
-    @property
-    def least_nbytes(self) -> int:
-        """The lowest budget that each kind of forward was measured at, or will be refused below.
+    def least_of_others(self, but: Planner) -> int:
+        """The lowest budget that steps of other shapes were measured at, or will be refused below.
 
-        0: each of them was within the budget, or none was measured.
+        Those of `but` count where it has had calls of several sizes. 0: each kind of forward was
+        within the budget, or none was measured.
         """
-        tried = (one.state.attempts.least for one in self if not one.state.has_fit)
+        others = (one for one in self if one is not but or one.now != one.state.largest)
+        tried = (one.state.attempts.least for one in others if not one.state.has_fit)
         return max((least.peak_nbytes for least in tried if least is not None), default=0)
 
     def use(self, options: FitOptions) -> None:

@@ -3,8 +3,8 @@
 No plan fits -> while a model that runs inside the step is learning, the step is measured again
              -> all that plans may do is allowed (`tries_more`)
              -> a plan that was measured to fit is followed again
-             -> a rehearsed step is profiled, which replaces all estimates
-             -> the plans of the least predicted peak are measured, one after another
+             -> the plans of the least predicted peak are measured, one after another; such a step
+                of an estimate is profiled, which replaces all estimates
              -> the uniform preset is measured (the last resort)
 If no plan of a profiled step fits, and none was followed, the smallest ones are measured where they
 come near, and the budget is refused otherwise.
@@ -226,11 +226,9 @@ def _taken_again(state: FitState) -> Step | None:
 def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     """Tries smaller plans after corrected ones have needed more than the budget.
 
-    If the plan is from_rehearsal and its step may be profiled, the next one is, which replaces all
-    estimates. Otherwise the plans of the least predicted peak are measured, one after another.
+    The plans of the least predicted peak are measured, one after another. If the first of them is
+    from_rehearsal, its step is profiled, which replaces all estimates.
     """
-    plan = state.plan
-    assert plan is not None
     known = _taken_again(state)
     if known is not None:
         return known
@@ -238,8 +236,6 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     if more is not None:
         return more
     state = replace(state, plain_margin_nbytes=0, recompute_margin_nbytes=0)
-    if state.from_rehearsal and state.may_be_profiled:
-        return begun(state, plan)
     return state, (MakeSmallest(),)
 
 

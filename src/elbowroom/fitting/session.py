@@ -276,7 +276,8 @@ class Fitting(SharesSteps):
             yield
             self.refusal = None
         except BudgetTooSmall as error:
-            add_room(error, self._neighbors.savings_nbytes, self._plan_cache.least_nbytes)
+            others_nbytes = self._plan_cache.least_of_others(self.planner)
+            add_room(error, self._neighbors.savings_nbytes, others_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts

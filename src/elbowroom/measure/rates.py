@@ -31,7 +31,7 @@ from elbowroom.codecs.quality import dtypes_of
 from elbowroom.errors import CodecError, PlanError
 from elbowroom.measure.timing import busy_s, typical_s
 from elbowroom.plan import Encode, Need, Offload
-from elbowroom.plan.prices import ATTENTION_LOOK, ROWS, fixed_name, rate_name
+from elbowroom.plan.prices import ATTENTION_LOOK, ROWS, fixed_name, of_zeros, rate_name
 from elbowroom.runtime.direct.attention import spread, spread_of_values
 from elbowroom.runtime.normal import of_rows
 from elbowroom.runtime.serving import perform
@@ -46,6 +46,7 @@ _ON_GPU = 1 << 22  # elements: less is over before the next kernel is launched
 _UNNOTICED_S = 3.0
 _FEWER = 1 << 18  # elements of either in the middle of a training
 _EXACT = (BitMask(), Narrow())
+_OF_ZEROS = Dither(levels=4)
 
 
 class Rates(dict[str, float]):
@@ -101,6 +102,16 @@ class Rates(dict[str, float]):
                 self.fixed_s[fixed] = max(seconds - nbytes / self[name], 0.0)
         self._say_if_slow(time.perf_counter() - began_s)
 
+    def measure_of_zeros(self, codec: Codec) -> None:
+        """Measures a setting on a tensor with zeros, of which its codes have a bitmap."""
+        elements = _ON_GPU if self.device.type == "cuda" else _ELEMENTS
+        rated = _rated(codec, self.device, elements, has_zeros=True).values()
+        small_s = _between_other_work(codec, self.device, _OTHER_WORK, has_zeros=True)
+        nbytes = _sample(codec, self.device, _SMALL)[0].nbytes
+        for verb, rate, seconds in zip(("encode", "decode"), rated, small_s, strict=True):
+            name = of_zeros(fixed_name(verb, codec))
+            self[name], self.fixed_s[name] = rate, max(seconds - nbytes / rate, 0.0)
+
     def _say_if_slow(self, seconds: float) -> None:
         """Says once why a first step takes long: a GPU's kernels are compiled when first called."""
         before_s, self._taken_s = self._taken_s, self._taken_s + seconds
@@ -124,6 +135,8 @@ def rates(device_type: str, *, lossy: bool = True, moves: bool = True) -> Rates:
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
             found.measure(codec)
+    if lossy and of_zeros(fixed_name("encode", _OF_ZEROS)) not in found:
+        found.measure_of_zeros(_OF_ZEROS)
     if lossy and ROWS not in found:
         _measure_looks(found)
     return found
@@ -172,13 +185,15 @@ def _begun(device_type: str) -> Rates:
     return found
 
 
-def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float]:
+def _rated(
+    codec: Codec, device: torch.device, elements: int, *, has_zeros: bool = False
+) -> dict[str, float]:
     """Measures both rates of one setting, by name."""
     nbytes: list[int] = []
     taken_s: dict[str, list[float]] = {rate_name(verb, codec): [] for verb in ("encode", "decode")}
     with unset_fake_temporarily(), torch.no_grad():
         for size in (min(_SMALL, elements // 4), elements):
-            x, facts = _sample(codec, device, size)
+            x, facts = _sample(codec, device, size, has_zeros=has_zeros)
             encoded = codec.encode(x, 1, facts)  # compiles
             ways: list[Callable[[], object]] = [partial(codec.encode, x, 1, facts), encoded.decode]
             nbytes.append(x.nbytes)
@@ -192,13 +207,15 @@ def _rated(codec: Codec, device: torch.device, elements: int) -> dict[str, float
     }
 
 
-def _between_other_work(codec: Codec, device: torch.device, elements: int) -> list[float]:
+def _between_other_work(
+    codec: Codec, device: torch.device, elements: int, *, has_zeros: bool = False
+) -> list[float]:
     """Seconds to hold a small tensor and to give it back, in the middle of other work.
 
     elements  that are copied between two runs
     """
     with unset_fake_temporarily(), torch.no_grad():
-        x, facts = _sample(codec, device, _SMALL)
+        x, facts = _sample(codec, device, _SMALL, has_zeros=has_zeros)
         action = Encode(codec, facts)
         held = perform(action, x, Need.EXACT, None, 1)
         work = torch.zeros(2, elements, device=device)
@@ -252,12 +269,15 @@ def _round_trip(tier: Tier, x: Tensor, clock: Callable[[], float]) -> tuple[floa
     return out_s, in_s
 
 
-def _sample(codec: Codec, device: torch.device, elements: int) -> tuple[Tensor, Facts]:
+def _sample(
+    codec: Codec, device: torch.device, elements: int, *, has_zeros: bool = False
+) -> tuple[Tensor, Facts]:
     generator = torch.Generator().manual_seed(0)
     dtypes = dtypes_of(codec)
     if dtypes and not codec.lossless:
         x = torch.randn(elements, generator=generator).view(4, 16, 64, -1)
-        return x.to(device, dtypes[0]), Facts()
+        x = x.relu() if has_zeros else x
+        return x.to(device, dtypes[0]), Facts(has_zeros=has_zeros)
     if isinstance(codec, Narrow):
         x = torch.randint(0, 1000, (elements,), generator=generator)
         return x.to(device), Facts(smallest=0, largest=999)

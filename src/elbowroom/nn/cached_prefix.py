@@ -12,9 +12,10 @@ that has changed is computed anew. Where `prefix.json` names other weights, code
 another PyTorch, the folder is refused, and so is an output whose own checksum is wrong.
 
 Settings are attributes, with tensors, functions and the fields of objects, and forward hooks
-(`_described.py`). Not seen are changes of functions that the classes of the modules call, of
-attributes whose names begin with an underscore, and of weights through `.data` once they have been
-looked at. An output has the rounding of the batch in which its sample
+(`_described.py`). A change of weights through `.data` has no version; on a CPU a few elements of
+each are compared in every forward. Not seen are such changes of other elements or on a GPU, changes
+of functions that the classes of the modules call, and of attributes whose names begin with an
+underscore. An output has the rounding of the batch in which its sample
 was first seen. The keys and outputs of a GPU's samples pass through host memory.
 """
 
@@ -31,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from elbowroom.codecs.base import memory_order
 from elbowroom.errors import DataError, ModuleError
 from elbowroom.files import bytes_of, replacing, write_text
 from elbowroom.kernels.fakes import has_values
@@ -39,6 +41,7 @@ from elbowroom.units import parse_nbytes, show_nbytes
 
 _MANIFEST = "prefix.json"
 _OWNER = "prefix"  # in the metadata of a file
+_SAMPLED = 16  # elements of a weight, at least, if it has as many
 _log = logging.getLogger("elbowroom")
 
 
@@ -181,7 +184,8 @@ class CachedPrefix(nn.Module):
 
     def _check_folder(self) -> None:
         """Raises ModuleError unless the folder belongs to this state of the module."""
-        state = _versions(_state(self.module)), _settings(self.module)
+        named = [*_state(self.module)]
+        state = _versions(named), _settings(self.module), [_sample(x) for _, x in named]
         if state == self._seen:
             return
         depends = self._depends()
@@ -305,6 +309,15 @@ def _has_bytes(x: Tensor) -> bool:
 
 def _versions(named: Iterable[tuple[str, Tensor]]) -> tuple[object, ...]:
     return tuple((name, x.data_ptr(), x._version, _kind(x)) for name, x in named)
+
+
+def _sample(x: Tensor) -> bytes:
+    """Returns a few elements of a tensor; none of a GPU's, for which the host would wait."""
+    if x.device.type != "cpu" or not _has_bytes(x):
+        return b""
+    flat, _ = memory_order(x.detach())
+    some = flat[:: max(len(flat) // _SAMPLED, 1)].contiguous()
+    return bytes(bytes_of(some.view(torch.uint8)))
 
 
 def _random(device: torch.device) -> Tensor:

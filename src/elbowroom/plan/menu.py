@@ -420,8 +420,9 @@ def _set_held(
                 _add_travel(held, held.travels, profile)
             if facts.has_zeros and codec.keeps_zeros:
                 held.bits_nbytes, held.zeros = 0, True
-            held.forward_s += seconds_of(profile, "encode", codec, site.nbytes)
-            held.restore_s += seconds_of(profile, "decode", codec, site.nbytes)
+            zeros = facts.has_zeros
+            held.forward_s += seconds_of(profile, "encode", codec, site.nbytes, has_zeros=zeros)
+            held.restore_s += seconds_of(profile, "decode", codec, site.nbytes, has_zeros=zeros)
             made_nbytes = profile.made_nbytes.get(id(storage), 0)
             held.error = 0.0 if codec.lossless else error_of(codec, site, profile, made_nbytes)
 

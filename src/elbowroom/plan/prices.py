@@ -21,8 +21,17 @@ _TYPICAL = 32  # levels of a code that a module runs again from
 _UNMEASURED = 4e9  # bytes a second: about what a code takes on one core
 
 
-def seconds_of(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
-    """Returns the seconds in which so many bytes of a tensor are encoded or decoded."""
+def seconds_of(
+    profile: Profile, verb: str, codec: Codec, nbytes: int, *, has_zeros: bool = False
+) -> float:
+    """Returns the seconds in which so many bytes of a tensor are encoded or decoded.
+
+    has_zeros: the code has a bitmap of the tensor's zeros, which takes a pass of its own
+    """
+    fixed = fixed_name(verb, codec)
+    if has_zeros and codec.keeps_zeros and of_zeros(fixed) in profile.rates:
+        fixed = of_zeros(fixed)
+        return profile.fixed_s.get(fixed, 0.0) + nbytes / profile.rates[fixed]
     try:
         rate = profile.rates[rate_name(verb, codec)]  # what was not asked for is measured now
     except KeyError:
@@ -32,7 +41,7 @@ def seconds_of(profile: Profile, verb: str, codec: Codec, nbytes: int) -> float:
             raise
         rate = _UNMEASURED
         drop(type(codec), f"it fails: {type(error).__name__}: {error}")
-    return profile.fixed_s.get(fixed_name(verb, codec), 0.0) + nbytes / rate
+    return profile.fixed_s.get(fixed, 0.0) + nbytes / rate
 
 
 def look_s(profile: Profile, name: str, nbytes: int) -> float:
@@ -52,6 +61,14 @@ def rate_name(verb: str, codec: Codec) -> str:
 def fixed_name(verb: str, codec: Codec) -> str:
     """Returns the name of seconds in a profile that each tensor takes: "encode dither"."""
     return f"{verb} {codec.id}"
+
+
+def of_zeros(fixed: str) -> str:
+    """Returns the name of the rate and seconds of codes with a bitmap: "encode dither of zeros".
+
+    All settings of a class have about the same.
+    """
+    return f"{fixed} of zeros"
 
 
 def error_of(codec: Codec, site: Site, profile: Profile, made_nbytes: int = 0) -> float:

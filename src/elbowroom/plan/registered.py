@@ -130,7 +130,7 @@ def _check_registered(cls: type[Codec]) -> None:
     if cls.id not in codecs():
         raise PlanError(
             f"codec '{cls.id}' is not registered, and plans have codecs by their names; call "
-            f"elbowroom.codecs.register({cls.__name__}) first"
+            f"register({cls.__name__}) first, with 'from elbowroom.codecs import register'"
         )
     known = codec_class(cls.id)
     if known is not cls:
