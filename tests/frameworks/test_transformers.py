@@ -186,7 +186,7 @@ def test_a_training_that_was_stopped_begins_again(by, tmp_path):
 
 
 def test_a_budget_that_nothing_meets_is_named_with_what_would_do(tmp_path):
-    with pytest.raises(BudgetTooSmall, match="[Gg]ive budget="):
+    with pytest.raises(BudgetTooSmall, match=r"[Gg]ive budget="):
         trained(tmp_path, Budget("1 MiB", exact=True))
     for model, _ in attached():
         er.release(model)
