@@ -414,7 +414,7 @@ def test_sums_that_end_backward_come_before_calls_where_bits_may_change() -> Non
     gm, joint = joint_of(norm, given, [grad])
     before = names_of(gm)
     assert before.index("mm_3") < before.index("sum_1")
-    gradients_first(joint, sums=True)
+    gradients_first(joint, loops=True)
     names = names_of(gm)
     behind = names[names.index("mm_1") :]
     assert behind[1:4] == ["mul_3", "sum_1", "sum_2"]
@@ -422,7 +422,7 @@ def test_sums_that_end_backward_come_before_calls_where_bits_may_change() -> Non
     gm.recompile()
     expected = norm(*given, grad)
     assert all(torch.equal(a, b) for a, b in zip(gm(*given, grad), expected, strict=True))
-    gradients_first(joint, sums=True)  # once more
+    gradients_first(joint, loops=True)  # once more
     names = names_of(gm)
     assert {*names[names.index("mm_1") :][1:6]} >= {"mul_3", "sum_1", "sum_2"}
 
