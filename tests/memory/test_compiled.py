@@ -284,6 +284,30 @@ def test_what_two_loops_of_a_kernel_read_is_free_for_neither() -> None:
     assert curve.levels[fused] == 3 * x.nbytes
 
 
+def test_loops_between_two_calls_hold_what_they_read_until_all_of_them_end() -> None:
+    """A sum over columns is a loop of its own; on a CPU it is in the function of those around it.
+
+    That frees what it reads once it ends, unless a loop has written over it.
+    """
+
+    def norm(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = torch.mm(grad, w)
+        summed = (scaled * x).sum(0)  # the last to read `scaled`, and a kernel of its own
+        return summed, torch.mm(x.cos(), w)
+
+    x = torch.randn(64, 64)
+    gm = traced(norm, x, x, x)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    work = [n for n in gm.graph.nodes if n.op == "call_function"]
+    outputs = list(gm.graph.find_nodes(op="output")[0].all_input_nodes)
+    curve = curve_of(work, facts_of(gm.graph), given=inputs, outside=inputs, outputs=outputs)
+    names = [[node.name for node in kernel.writes] for kernel in curve.kernels]
+    assert names == [["mm"], ["sum_1"], ["cos"], ["mm_1"]]
+    assert curve.levels[2] == 2 * x.nbytes + x[0].nbytes  # `mm` stands while the loop of `cos` runs
+    assert curve.levels[3] == 2 * x.nbytes + x[0].nbytes  # and is free as `mm_1` is made
+    assert sum(facts_of(gm.graph)[s].nbytes for s in curve.alive_at(2)) == curve.levels[2]
+
+
 def traced(function, *given: Tensor) -> fx.GraphModule:
     return fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given)
 
@@ -414,7 +438,7 @@ def test_sums_that_end_backward_come_before_calls_where_bits_may_change() -> Non
     gm, joint = joint_of(norm, given, [grad])
     before = names_of(gm)
     assert before.index("mm_3") < before.index("sum_1")
-    gradients_first(joint, sums=True)
+    gradients_first(joint, loops=True)
     names = names_of(gm)
     behind = names[names.index("mm_1") :]
     assert behind[1:4] == ["mul_3", "sum_1", "sum_2"]
@@ -422,7 +446,7 @@ def test_sums_that_end_backward_come_before_calls_where_bits_may_change() -> Non
     gm.recompile()
     expected = norm(*given, grad)
     assert all(torch.equal(a, b) for a, b in zip(gm(*given, grad), expected, strict=True))
-    gradients_first(joint, sums=True)  # once more
+    gradients_first(joint, loops=True)  # once more
     names = names_of(gm)
     assert {*names[names.index("mm_1") :][1:6]} >= {"mul_3", "sum_1", "sum_2"}
 

@@ -119,7 +119,7 @@ def fused_slowly(kernels: list[Kernel], facts) -> list[Kernel]:
             if not (a.is_fused and b.is_fused and a.writes and b.writes):
                 continue
             shared = sum(facts[s].nbytes for s in {*a.reads, *a.writes} & {*b.reads, *b.writes})
-            loops = [{facts[n].elements for n in k.nodes} for k in (a, b)]
+            loops = [{liveness.loop_of(facts[n]) for n in k.nodes} for k in (a, b)]
             given = [s for s in a.writes if s in b.reads] + [s for s in b.writes if s in a.reads]
             cut = any(facts[s].blocks for s in given)
             if shared >= liveness._MIN_SHARED and loops[0] & loops[1] and not cut:

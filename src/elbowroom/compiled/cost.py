@@ -80,6 +80,11 @@ class Clock:
         self._device = device
         self._works = {} if works is None else works
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the graph runs on a CPU."""
+        return self._device is _CPU
+
     def with_facts(self, facts: dict[fx.Node, Facts]) -> "Clock":
         """Returns a clock for the same graph with other nodes besides."""
         return Clock(facts, self._device, self._works)

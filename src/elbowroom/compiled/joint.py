@@ -145,6 +145,13 @@ class Joint:
         copied = _copied(self.inputs) if self.is_channels_last else set()
         self.outside = {n for n in self.inputs if n not in copied}
         self.changed = _changed(self.graph, self.inputs)
+        # What such plans save of maps between convolutions may be copied for each call that reads
+        # it, as these lie in another order than the graph's. That is not simulated.
+        between = any(
+            n.args[0] not in taken
+            for n in self.graph.find_nodes(op="call_function", target=_CONVOLUTION)
+        )
+        self._is_cpu = clock.is_cpu and not (self.is_channels_last and between)
 
     def step(self, saved: Iterable[fx.Node], *, is_plain: bool = False) -> Step | None:
         """Judge a choice; None where backward cannot be computed from it.
@@ -166,6 +173,7 @@ class Joint:
             outside=self.outside,
             outputs=[*self.forward_outputs, *used],
             waits=is_plain,
+            is_cpu=self._is_cpu,
         )
         outputs = [n for n in self.forward_outputs if n not in self.outside]
         backward = curve_of(
@@ -176,6 +184,7 @@ class Joint:
             # Autograd's engine holds the tangents until backward returns.
             outputs=[*self.backward_outputs, *outputs, *self.tangents],
             waits=is_plain,
+            is_cpu=self._is_cpu,
         )
         states = sum(_state_nbytes(n) for n in self.analysis.redrawn if n in before and n in after)
         return Step(

@@ -12,7 +12,8 @@ another, and frees it after the last reader. So the simulation has three steps:
              takes no memory.
 3.  live     kernel by kernel: allocate what it writes, note the level, free what is not read
              any more. Loops overwrite inputs that they are the last to read; freed memory may wait
-             for the next tensor of its size (`_Pool`).
+             for the next tensor of its size (`_Pool`). On a CPU all loops between two library calls
+             are one function, so what they read is free at its end, unless it is overwritten.
 
 The rules of step 1 and 2 are Inductor's own heuristics (`_inductor/ir.py`, `should_realize_on_
 reuse`, `has_exceeded_max_reads`; its scheduler), as far as they decide about large tensors.
@@ -31,6 +32,7 @@ from elbowroom.compiled.scheduling import SHARED
 _SHARED_READS = 4  # a value with more than one reader is stored if it reads more (`realize_reads`)
 _MAX_READS = 12  # and any other if it reads more than this
 _FAR = 64  # kernels further apart are not fused (`are_long_distant_nodes`)
+_NUMBER = 16  # bytes of the largest
 _MIN_SHARED = 1024  # bytes for which a fusion is worth anything
 _aten = torch.ops.aten
 _INTO = frozenset(  # library calls that write into memory which they are given
@@ -48,7 +50,7 @@ class Kernel:
     writes: list[fx.Node] = field(default_factory=list)
     is_fused: bool = True
     heavy: list[fx.Node] = field(default_factory=list)  # exp and the like, inlined ones too
-    loops: set[int] = field(default_factory=set)  # elements of each
+    loops: set[tuple[int, bool]] = field(default_factory=set)  # of each, see `loop_of`
     sources: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # of each loop
 
 
@@ -56,14 +58,16 @@ class Kernel:
 class Curve:
     """The level after each kernel has taken what it writes.
 
-    levels[i] is bytes, at kernels[i]; alive[i] what holds them. `end_nbytes` stays at the end.
+    levels[i] is bytes, at kernels[i]. `end_nbytes` stays at the end.
+
+    made, until  the first and the last kernel at which each storage stands
     """
 
     kernels: tuple[Kernel, ...]
     levels: tuple[int, ...]
     start_nbytes: int
     end_nbytes: int
-    last_read: dict[fx.Node, int]
+    until: dict[fx.Node, int]
     made: dict[fx.Node, int]
 
     @property
@@ -80,15 +84,15 @@ class Curve:
 
     def alive_at(self, at: int) -> list[fx.Node]:
         """The storages that are held while kernel `at` runs."""
-        return [s for s, begin in self.made.items() if begin <= at <= self.last_read[s]]
+        return [s for s, begin in self.made.items() if begin <= at <= self.until[s]]
 
     def counted_at_peak(self, facts: dict[fx.Node, Facts]) -> list[fx.Node]:
         """The storages whose bytes make the peak: of two in the same memory, the one written."""
         at = self.peak_at
         if at < 0:
             return self.alive_at(at)
-        held = {s for s, begin in self.made.items() if begin <= at <= max(self.last_read[s], 0)}
-        ends = [s for s in held if max(self.last_read[s], 0) == at and self.made[s] < at]
+        held = {s for s, begin in self.made.items() if begin <= at <= max(self.until[s], 0)}
+        ends = [s for s in held if max(self.until[s], 0) == at and self.made[s] < at]
         return [s for s in held if s not in _in_place(self.kernels[at], ends, facts).values()]
 
 
@@ -100,6 +104,7 @@ def curve_of(
     outside: Collection[fx.Node],
     outputs: Collection[fx.Node],
     waits: bool = False,
+    is_cpu: bool = True,
 ) -> Curve:
     """Simulate a graph.
 
@@ -109,8 +114,10 @@ def curve_of(
     outputs  what must stand when it ends
     waits    whether freed memory waits for the next tensor of its size, as Inductor has it by
              itself; in planned graphs that is off (`scheduling.py`)
+    is_cpu   whether loops between two library calls are one function, in which a sum over columns
+             is a loop of its own
     """
-    kernels = _scheduled(_kernels(order, facts, set(given), set(outputs)))
+    kernels = _scheduled(_kernels(order, facts, set(given), set(outputs), by_column=is_cpu))
     kept = {facts[node].storage for node in outputs if node in facts}
     owned = {facts[node].storage for node in given} - {facts[node].storage for node in outside}
     last: dict[fx.Node, int] = dict.fromkeys(owned, -1)
@@ -126,7 +133,17 @@ def curve_of(
         last[storage] = end
     for storage in owned - kept:  # never read: freed with the arguments, at the beginning
         last[storage] = max(last[storage], -1)
-    return _levels(kernels, facts, made, last, waits=waits)
+    ends = _ends(kernels) if is_cpu else list(range(len(kernels)))
+    return _levels(kernels, facts, made, last, ends, waits=waits)
+
+
+def _ends(kernels: list[Kernel]) -> list[int]:
+    """Returns, for each kernel, the last one of the function that it is in."""
+    ends = list(range(len(kernels)))
+    for at in reversed(range(len(kernels) - 1)):
+        if kernels[at].is_fused and kernels[at + 1].is_fused:
+            ends[at] = ends[at + 1]
+    return ends
 
 
 def _levels(
@@ -134,28 +151,41 @@ def _levels(
     facts: dict[fx.Node, Facts],
     made: dict[fx.Node, int],
     last: dict[fx.Node, int],
+    ends: list[int],
     *,
     waits: bool,
 ) -> Curve:
+    """Walks the kernels. last: the last to read each storage. ends: see `_ends`."""
     dying: list[list[fx.Node]] = [[] for _ in range(len(kernels) + 1)]
     for storage, at in last.items():
         dying[max(at, 0)].append(storage)
+    until = dict(last)
     start = level = sum(facts[s].nbytes for s, at in made.items() if at < 0)
     strict, loose = [], []  # with and without values that overwrite an input at its end
+    late = 0  # bytes that no kernel of the function reads any more
+    read: list[fx.Node] = []  # what holds them, and may be reused
     pool = _Pool(kernels, facts)
     for at, kernel in enumerate(kernels):
-        ends = dying[at]
-        over = _in_place(kernel, [s for s in ends if made[s] < at], facts) if ends else {}
+        free = dying[at]
+        over = _in_place(kernel, [s for s in free if made[s] < at], facts) if free else {}
+        taken = set(over.values())
         written = sum([facts[s].nbytes for s in kernel.writes])
         loose.append(level + written)
         work = 0 if kernel.is_fused else sum([facts[n].workspace for n in kernel.nodes])
-        strict.append(level + written + work - sum([facts[s].nbytes for s in over.values()]))
-        level += written - sum([facts[s].nbytes for s in ends])
+        strict.append(level + late + written + work - sum([facts[s].nbytes for s in taken]))
+        level += written - sum([facts[s].nbytes for s in free])
+        left = [s for s in free if s not in taken]
+        late += sum([facts[s].nbytes for s in left])
+        until.update((s, ends[at]) for s in left if last[s] >= 0)
+        read += [s for s in left if made[s] >= 0]
         if waits:
             pool.take(at, [s for s in kernel.writes if s not in over])
-            pool.give(at, [s for s in ends if made[s] >= 0 and s not in over.values()])
+        if ends[at] == at:
+            if waits:
+                pool.give(at, read)
+            late, read = 0, []
     levels = pool.extended(strict, loose) if waits else strict
-    return Curve(tuple(kernels), tuple(levels), start, level, last, made)
+    return Curve(tuple(kernels), tuple(levels), start, level, until, made)
 
 
 def _in_place(
@@ -260,8 +290,13 @@ def _kernels(
     facts: dict[fx.Node, Facts],
     given: set[fx.Node],
     outputs: set[fx.Node],
+    *,
+    by_column: bool,
 ) -> list[Kernel]:
-    """Steps 1 and 2: the kernels, each with the storages that it reads and writes."""
+    """Steps 1 and 2: the kernels, each with the storages that it reads and writes.
+
+    by_column: whether sums over columns are loops of their own
+    """
     here = given.union(order)
     reads: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset([facts[n].storage]) for n in given}
     slow: dict[fx.Node, frozenset[fx.Node]] = {}  # heavy ops that are inlined into a value
@@ -301,12 +336,13 @@ def _kernels(
         if not _is_stored(node, fact, sources, heavy, here, facts, kept):
             reads[node], level[node], slow[node] = sources, depth, heavy
             continue
-        joined = _joined(fact, sources, depth, kernel_of, level)
+        loop = loop_of(fact, by_column=by_column)
+        joined = _joined(loop, sources, depth, kernel_of, level)
         kernel = Kernel(position) if joined is None else joined
         if joined is None:
             kernels.append(kernel)
         kernel.nodes.append(node)
-        kernel.loops.add(fact.elements)
+        kernel.loops.add(loop)
         kernel.sources[node] = sources
         kernel.heavy += [n for n in heavy if n not in kernel.heavy]
         kernel.reads |= sources
@@ -349,8 +385,16 @@ def _is_read_by_extern(node: fx.Node, here: set[fx.Node], facts: dict[fx.Node, F
     return False
 
 
+def loop_of(fact: Facts, *, by_column: bool = True) -> tuple[int, bool]:
+    """Returns which loops a value can be made in: those over as many elements in the same order.
+
+    A sum over columns goes through them column by column, but one of all elements as they lie.
+    """
+    return fact.elements, by_column and fact.blocks and fact.nbytes > _NUMBER
+
+
 def _joined(
-    fact: Facts,
+    loop: tuple[int, bool],
     sources: frozenset[fx.Node],
     depth: int,
     kernel_of: dict[fx.Node, Kernel],
@@ -362,7 +406,7 @@ def _joined(
         kernel = kernel_of.get(source)
         if kernel is None or not kernel.is_fused or level[source] != depth:
             continue
-        if fact.elements in kernel.loops and (found is None or kernel.order > found.order):
+        if loop in kernel.loops and (found is None or kernel.order > found.order):
             found = kernel
     return found
 

@@ -30,10 +30,10 @@ _BACKWARD = _aten.convolution_backward.default
 _MASK = 10  # the index of the argument that selects the gradients
 
 
-def gradients_first(joint: Joint, *, sums: bool = False) -> list[fx.Node] | None:
+def gradients_first(joint: Joint, *, loops: bool = False) -> list[fx.Node] | None:
     """Reorder a joint graph. Returns nodes that were added; None where nothing changes.
 
-    sums: those that end backward, too
+    loops: those whose gradients are known come first, too, and so do sums that end backward
     """
     original = list(joint.graph.nodes)
     gradients = joint.gradients()
@@ -41,7 +41,7 @@ def gradients_first(joint: Joint, *, sums: bool = False) -> list[fx.Node] | None
     if made:
         joint.refresh()
         gradients = joint.gradients()
-    if sums:
+    if loops:
         _loops_first(joint, gradients)
         _sums_first(joint, gradients)
         joint.refresh()

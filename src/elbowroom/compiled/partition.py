@@ -187,10 +187,10 @@ class _Answer:
                 joint.refresh()
             return bool(made)
 
-        def reordered() -> bool:
+        def reordered(loops: bool) -> bool:
             copies = own_functions(joint)
             added(copies)
-            made = gradients_first(joint, sums=self._settings.exact is False)
+            made = gradients_first(joint, loops=loops)
             added(made or [])
             return bool(copies) or made is not None
 
@@ -250,7 +250,7 @@ class _Answer:
             return _holding(search, plain, room, self._settings.held_nbytes), plain, search, 0.0
         if exact is False:
             return self._fastest(joint, searched, changes, plain, room, inputs_nbytes)
-        is_moved = not search.rounded and changes.reordered()
+        is_moved = not search.rounded and changes.reordered(False)
         if is_moved:
             search = searched(same_bits=False, is_moved=True)
         held = self._settings.held_nbytes
@@ -265,12 +265,13 @@ class _Answer:
             moved, *_ = code(search, step, room, exact=True, held_nbytes=limit, offloads=True)
             if moved is not None:
                 return moved, plain, search, 0.0
-        changed = [changes.without_sums(), changes.consistent()] if exact is None else []
-        if exact is None and (any(changed) or search.rounded):  # other roundings
-            search = searched(same_bits=False, is_moved=changes.reordered() or is_moved)
-            step = choose(search, room)
-            if step.peak_nbytes <= room:
-                return step, plain, search, 0.0
+        if exact is None:  # other roundings
+            changed = [changes.without_sums(), changes.consistent(), changes.reordered(True)]
+            if any(changed) or search.rounded:
+                search = searched(same_bits=False, is_moved=changed[-1] or is_moved)
+                step = choose(search, room)
+                if step.peak_nbytes <= room:
+                    return step, plain, search, 0.0
         coded, least, noise = self._coded(search, step, room)
         if coded is None:
             raise _too_small(least, inputs_nbytes, self._settings)
@@ -292,7 +293,7 @@ class _Answer:
         """
         changes.without_sums()
         changes.consistent()
-        search = searched(same_bits=False, is_moved=changes.reordered())
+        search = searched(same_bits=False, is_moved=changes.reordered(True))
         step = choose(search, room, lowers=False)
         coded, least, noise = self._coded(search, step, room)
         if coded is None and step.peak_nbytes > room:
@@ -329,14 +330,15 @@ class _Changes:
     """Changes of a joint graph that may lower its peak; they return whether it is another one.
 
     without_sums  sums of products that Inductor would join are split, which may change a rounding
-    reordered     gradients of weights come first, and slow functions are computed for them again
+    reordered     gradients of weights come first, and slow functions are computed for them again;
+                  with True, which may change a rounding, loops of backward come before calls, too
     consistent    gradients of attention are computed from q, k and v alone
     delayed       operands of sums at the end of backward are computed there again
     undone        that is taken back
     """
 
     without_sums: Callable[[], bool]
-    reordered: Callable[[], bool]
+    reordered: Callable[[bool], bool]
     consistent: Callable[[], bool]
     delayed: Callable[[], bool]
     undone: Callable[[], None]
