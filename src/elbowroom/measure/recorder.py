@@ -87,6 +87,7 @@ class StepRecorder:
         self.looking: Callable[[], AbstractContextManager[None]] = self._timer.paused
         self.moments = 0
         self.backward: int | None = None
+        self.unlisted_nbytes = 0
         self._begin()
 
     # what the hooks tell
@@ -111,6 +112,10 @@ class StepRecorder:
         if index is not None:
             saves = self._storages[index].saves
             saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
+
+    def alone(self, nbytes: int) -> None:
+        """Records that a tensor is kept that no plan decides on; only its bytes are known."""
+        self.unlisted_nbytes += nbytes
 
     def decided(self, slot: Slot, why: str) -> None:
         """Records that for a later op a code of this slot may not have few levels."""

@@ -479,6 +479,8 @@ class Saving(NodeChoice, ModuleCalls):
         why = untouchable(x)
         if why:
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
+            if self.recorder is not None:
+                self.recorder.alone(entry.before_nbytes)
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
