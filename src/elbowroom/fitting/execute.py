@@ -144,6 +144,7 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
                 memory,
                 transient_nbytes,
                 later_nbytes,
+                estimated=planner.state.is_estimated,
             )
         case Raise(error):
             raise error

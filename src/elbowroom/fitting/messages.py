@@ -371,10 +371,13 @@ def refusal(
     memory: MemoryState,
     transient_nbytes: int | None,
     gradient_nbytes: int = 0,
+    *,
+    estimated: bool = False,
 ) -> BudgetTooSmall:
     """Returns the error for a step that fits its budget at no preset, with what takes the memory.
 
-    transient_nbytes  measured bytes of transients; None: not measured yet
+    transient_nbytes  bytes of transients, measured or as planned; None: not known yet
+    estimated  they were planned by a forward alone
     gradient_nbytes   of gradients that steps like this one have begun with, and this one has not:
                       of micro-batches that are added up it is the first, and transients were
                       measured in a later one, which made none
@@ -385,7 +388,7 @@ def refusal(
     lossy_helps = _lossy_helps(saving, saved)
     if saving.impossible:  # bytes that were held, whether or not they are alive now
         saved = max(saved, saving.ledger.max_nbytes)
-    other, kind = transient_nbytes, "measured"
+    other, kind = transient_nbytes, "estimated" if estimated else "measured"
     if other is None:  # an estimate, and rather too large than too small
         beside = _GENEROUS * saving.largest_nbytes
         if saving.gradients_nbytes:
@@ -484,6 +487,15 @@ def add_room(error: BudgetTooSmall, others_nbytes: int = 0, other_kinds_nbytes: 
             error.parts["more for steps of other shapes"] = more
         if others_nbytes:
             error.parts["more memory of other models"] = others_nbytes
+
+
+def add_beside(error: BudgetTooSmall, beside_nbytes: int) -> None:
+    """Says in a refusal how much of the least budget stands beside the model that is refused."""
+    if beside_nbytes > error.least_nbytes // _ROOM:
+        error.args = (
+            f"{error} {show_nbytes(beside_nbytes)} of it are graphs that wait for their backward, "
+            "and other fitted models; call er.release(model) for one that is not trained any more.",
+        )
 
 
 def _lossy_helps(saving: "FittedSaving", saved_nbytes: int) -> bool:

@@ -36,7 +36,7 @@ from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import Given, SharesSteps, next_forward
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_room
+from elbowroom.fitting.messages import add_beside, add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.replayed import ReplayedForward
@@ -276,8 +276,10 @@ class Fitting(SharesSteps):
             yield
             self.refusal = None
         except BudgetTooSmall as error:
+            self.interrupt()  # or no other model could be measured while this one exists
             others_nbytes = self._plan_cache.least_of_others(self.planner)
             add_room(error, self._neighbors.savings_nbytes, others_nbytes)
+            add_beside(error, self.planner.memory.co_resident_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts

@@ -79,6 +79,7 @@ def dry_run(
         modules=recorder.modules(),
         rates={} if speeds is None else speeds,
         fixed_s={} if speeds is None else speeds.fixed_s,
+        unlisted_nbytes=recorder.unlisted_nbytes,
         device=(device.type, ""),
         measured=False,
         standing=resident_bytes_of(model, [] if optimizer is None else [optimizer]),

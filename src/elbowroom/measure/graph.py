@@ -51,7 +51,7 @@ def graph_of(
             if is_whole or fn._sequence_nr() >= since:
                 waiting += [to for to, _ in fn.next_functions if to is not None]
     hidden = () if recorder is None else recorder.hidden()
-    ranges = sorted(one for region in hidden for one in region)
+    ranges = sorted(one for region in hidden for one in region if one[0] < one[1])
     nodes = tuple(_node(fn, found, ranges, since) for fn in found)
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
     last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])

@@ -87,6 +87,7 @@ def record(
         ),
         rates=speeds,
         fixed_s=speeds.fixed_s,
+        unlisted_nbytes=sized.unlisted_nbytes,
         device=(chosen.type, _name_of(chosen)),
         noise=watch_noise(step, min_nbytes=min_nbytes) if noise else None,
     )

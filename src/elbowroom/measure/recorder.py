@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
-from inspect import ismethod
 from itertools import islice
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from elbowroom.measure.calling_line import calling_line
 from elbowroom.measure.clocks import Stopwatch
+from elbowroom.measure.hidden import HiddenNodes
 from elbowroom.measure.recorder_notes import (
     MAX_SPANS,
     NOBODY,
@@ -41,7 +41,6 @@ from elbowroom.runtime.checkpoints import is_smooth, loses_gradient, may_carry_e
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
@@ -55,7 +54,6 @@ from elbowroom.runtime.storage import (
 from elbowroom.runtime.unread import unread
 
 _LOOKS = 32  # storages in a moment
-_DEEPEST = 64  # checkpoints of the user's that may begin and end inside of one of them
 
 
 class StepRecorder:
@@ -79,14 +77,14 @@ class StepRecorder:
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
         self._resumed = False  # after a backward, the step goes on with another forward
-        # Of each pair of the user's hooks: what packs, and the nodes that were made meanwhile.
-        self._hidden: list[tuple[Callable[[], object], list[tuple[int, int]]]] = []
+        self._hidden = HiddenNodes()
         self._nodes = torch._C._autograd._get_sequence_nr()
         self._last = self._timer.read()  # as the op before this one ended
         # Returns a context for what is no work of the step's: its time is not counted.
         self.looking: Callable[[], AbstractContextManager[None]] = self._timer.paused
         self.moments = 0
         self.backward: int | None = None
+        self.unlisted_nbytes = 0
         self._begin()
 
     # what the hooks tell
@@ -111,6 +109,10 @@ class StepRecorder:
         if index is not None:
             saves = self._storages[index].saves
             saves[:] = [replace(save, site=replace(save.site, curved=True)) for save in saves]
+
+    def alone(self, nbytes: int) -> None:
+        """Records that a tensor is kept that no plan decides on; only its bytes are known."""
+        self.unlisted_nbytes += nbytes
 
     def decided(self, slot: Slot, why: str) -> None:
         """Records that for a later op a code of this slot may not have few levels."""
@@ -307,7 +309,7 @@ class StepRecorder:
 
         As ranges of autograd's numbers. Inside of a checkpoint another one may begin and end.
         """
-        return tuple(tuple(ranges) for _, ranges in self._hidden)
+        return self._hidden.ranges()
 
     def modules(self) -> tuple[ModuleCall, ...]:
         """All calls of modules, in order of their beginning."""
@@ -338,16 +340,7 @@ class StepRecorder:
     def _note_nodes(self) -> None:
         """Records under whose hooks an op has made the nodes since the last one."""
         first, self._nodes = self._nodes, torch._C._autograd._get_sequence_nr()
-        hooks = _others()
-        if hooks is None or first == self._nodes:
-            return
-        ranges = next((found for of, found in self._hidden[-_DEEPEST:] if of() == hooks), None)
-        if ranges is None:
-            ranges = []
-            self._hidden.append((_weakly(hooks), ranges))
-        if ranges and ranges[-1][1] == first:
-            first = ranges.pop()[0]
-        ranges.append((first, self._nodes))
+        self._hidden.note(first, self._nodes)
 
     def _note_held(self) -> None:
         """Notes that what is held now is held until it is asked for."""
@@ -457,21 +450,6 @@ class StepRecorder:
 
 def _is_large(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.nbytes > LARGEST_BUFFER
-
-
-def _others() -> object:
-    """Returns what packs the tensor that is saved next, if hooks of other code lie over ours."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = None if hooks is None else hooks[0]
-    return None if isinstance(getattr(pack, "__self__", None), Saving) else pack
-
-
-def _weakly(hooks: object) -> Callable[[], object]:
-    """Returns a reference to hooks, which hold what their forward began with."""
-    try:
-        return weakref.WeakMethod(hooks) if ismethod(hooks) else weakref.ref(hooks)
-    except TypeError:  # a slotted object, or a bound function of C
-        return lambda: None
 
 
 class RecordedView(View):

@@ -84,6 +84,7 @@ class Recording:
             modules=recorder.modules(),
             rates=speeds,
             fixed_s=speeds.fixed_s,
+            unlisted_nbytes=recorder.unlisted_nbytes,
             device=(self._device.type, ""),
         )
 

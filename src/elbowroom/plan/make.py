@@ -276,6 +276,7 @@ def _plan(
         watched=0 if profile.noise is None else profile.noise.steps,
         standing=profile.standing,
         parted_nbytes=_parted_nbytes(profile, built, choice),
+        unlisted_nbytes=profile.unlisted_nbytes,
         profiled_peak=_profiled_peak(built, choice) + in_flight,
     )
 

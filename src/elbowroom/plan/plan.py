@@ -87,6 +87,7 @@ class Plan:
     parted_nbytes  bytes that are held, but not beside the others: in another part of the step
     profiled_peak  the predicted peak of a profiled step, in bytes: torch's own ops read what is
                    restored
+    unlisted_nbytes  bytes of kept tensors that have no line: see `Profile`
     """
 
     budget: int
@@ -104,6 +105,7 @@ class Plan:
     unknown_sites: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
     parted_nbytes: int = field(default=0, compare=False, repr=False)
     profiled_peak: int = field(default=0, compare=False, repr=False)
+    unlisted_nbytes: int = field(default=0, compare=False, repr=False)
 
     def __hash__(self) -> int:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
@@ -181,6 +183,7 @@ class Plan:
             seconds=ratio * self.seconds,
             plain_seconds=ratio * self.plain_seconds,
             parted_nbytes=larger(self.parted_nbytes),
+            unlisted_nbytes=larger(self.unlisted_nbytes),
             profiled_peak=static_nbytes + larger(self.profiled_peak - static_nbytes),
             sites={
                 name: replace(one, nbytes=larger(one.nbytes)) for name, one in self.sites.items()
@@ -253,7 +256,8 @@ class Plan:
     @property
     def held_nbytes(self) -> int:
         """Bytes that are stored between forward and backward, at one time."""
-        return sum(line.held for line in self.lines) - self.parted_nbytes
+        held_nbytes = sum(line.held for line in self.lines) + self.unlisted_nbytes
+        return held_nbytes - self.parted_nbytes
 
     @cached_property
     def largest_nbytes(self) -> int:
@@ -465,6 +469,9 @@ def _shown(plan: Plan) -> Iterator[Line]:
     if small:
         nbytes, held = sum(line.nbytes for line in small), sum(line.held for line in small)
         yield Line("", f"{len(small)} others", (), nbytes, held, "keep", 0.0, 0.0, "small")
+    if unlisted := plan.unlisted_nbytes:
+        why = "subclasses, sparse tensors and lazy conjugates"
+        yield Line("", "others", (), unlisted, unlisted, "keep", 0.0, 0.0, why)
     together = plan.seconds - plan.plain_seconds - sum(line.seconds for line in plan.lines)
     if together > _SHORTEST_S:
         why = "attentions that run again for several codes, and waiting for what is moved"
@@ -473,7 +480,8 @@ def _shown(plan: Plan) -> Iterator[Line]:
 
 def _sums(plan: Plan) -> tuple[str, ...]:
     """Returns the last row of the table."""
-    nbytes, apart = sum(line.nbytes for line in plan.lines), plan.parted_nbytes
+    apart = plan.parted_nbytes
+    nbytes = sum(line.nbytes for line in plan.lines) + plan.unlisted_nbytes
     added_s = plan.seconds - plan.plain_seconds
     return (
         *("sum", "", "", show_nbytes(nbytes), show_nbytes(plan.held_nbytes), ""),

@@ -170,6 +170,8 @@ class Profile:
     noise     the noise that codes would add to the gradient; None: not measured
     standing  bytes of the model and its optimizers between steps; None: not known
     device    "cpu" or "cuda", and the name of the GPU
+    unlisted_nbytes  bytes that are kept for backward and belong to no storage above: of subclasses,
+                     sparse tensors and lazy conjugates
     """
 
     level: tuple[int, ...]
@@ -186,6 +188,7 @@ class Profile:
     noise: NoiseShares | None = None
     standing: ResidentBytes | None = None
     fixed_s: dict[str, float] = field(default_factory=dict)
+    unlisted_nbytes: int = 0
 
     def __str__(self) -> str:
         kind = "measured" if self.measured else "estimated"

@@ -23,6 +23,7 @@ def in_sequence(first: Profile, second: Profile) -> Profile:
         starts_s=(*first.starts_s, *(first.seconds + at_s for at_s in second.starts_s)),
         backward=moments + second.backward,
         seconds=first.seconds + second.seconds,
+        unlisted_nbytes=first.unlisted_nbytes + second.unlisted_nbytes,
         storages=(
             *first.storages,
             *(_later(storage, moments, storages) for storage in second.storages),

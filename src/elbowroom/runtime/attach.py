@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import calls
 from elbowroom.runtime.compiler import original, say_eager
 from elbowroom.runtime.transforms import is_transformed, say_transformed
@@ -168,6 +169,11 @@ def _around(
         return around.run(
             original(module), lambda: _forward(module, call, args, kwargs), args, kwargs
         )
+    except BudgetTooSmall as error:
+        # Its frames have results of the step among their variables. Who handles it may train
+        # another model meanwhile, beside these.
+        error.__context__ = error.__cause__ = None
+        raise error.with_traceback(None)  # noqa: B904
     finally:
         _thread.open.pop()
 

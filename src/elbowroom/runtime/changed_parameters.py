@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.transforms import untransformed, unwrapped
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -51,7 +52,8 @@ class ChangedParameters(TorchFunctionMode):
 
     def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         given = kwargs or {}
-        with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around see the call alone
+        # Modes around see the call alone, and transforms of torch.func do not wrap the copies.
+        with torch._C.DisableTorchFunction(), torch.no_grad(), untransformed():
             for x in written(args, given):
                 at = x.untyped_storage()._cdata
                 if at in self._lies_at and at not in self._copies:
@@ -162,4 +164,4 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
         if isinstance(value, list | tuple):
             yield from _tensors(tuple(value))
         elif isinstance(value, Tensor) and _has_memory(value):
-            yield value
+            yield unwrapped(value)

@@ -58,6 +58,7 @@ from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
 from elbowroom.runtime.overwritten import copy_source, keep_parameters
+from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.producers import (
     RECORDED,
     RECORDED_IN_EXACT,
@@ -180,8 +181,7 @@ class Saving(NodeChoice, ModuleCalls):
             modules.watch()
             opening.callback(modules.unwatch)
             opening.enter_context(modules.counting(self._begin_calls()))
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
-            opening.enter_context(hooks)
+            opening.enter_context(OwnHooks(self._pack, unpack))
             self._begin()
             assert self._consumers is not None
             opening.enter_context(self._consumers)
@@ -479,6 +479,8 @@ class Saving(NodeChoice, ModuleCalls):
         why = untouchable(x)
         if why:
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
+            if self.recorder is not None:
+                self.recorder.alone(entry.before_nbytes)
             return Lone(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)

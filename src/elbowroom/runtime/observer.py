@@ -101,6 +101,10 @@ class Recorder(Protocol):
         """Called when a GELU or SiLU reads a result of the tensor that this slot holds."""
         ...
 
+    def alone(self, nbytes: int) -> None:
+        """Called when a tensor of so many bytes is kept, and counted, that has no slot."""
+        ...
+
     def decided(self, slot: Slot, why: str) -> None:
         """Called when an op turns out to need the tensor of this slot exactly (`saturated.py`)."""
         ...

@@ -29,6 +29,7 @@ from elbowroom.errors import NothingHeld, PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
 from elbowroom.runtime.recompute import State
 from elbowroom.runtime.transforms import is_transformed
@@ -227,7 +228,7 @@ def _put_back(module: nn.Module, reach: Reach) -> Iterator[ChangedParameters]:
         )
 
 
-def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
+def _holding_nothing() -> OwnHooks:
     """Returns hooks that hold nothing, for a trial with gradients as in the real run.
 
     Without gradients, autocast would cache its casts, and the real run would use them.
@@ -240,7 +241,7 @@ def _holding_nothing() -> torch.autograd.graph.saved_tensors_hooks:
             "tensor of it: keep no tensors of a forward outside of what it returns."
         )
 
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
+    return OwnHooks(lambda _: None, unpack)
 
 
 def _bits_of(out: Any, real: Callable[[Any], Any] = lambda x: x) -> list[Any]:

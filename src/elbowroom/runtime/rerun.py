@@ -28,9 +28,8 @@ from torch.utils._device import DeviceContext
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.calls import dynamo_looks
 from elbowroom.runtime.compiler import eagerly
+from elbowroom.runtime.own_hooks import OwnHooks
 
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _backward_now = torch._C._current_graph_task_id
 _NO_BACKWARD = -1
 
@@ -74,11 +73,8 @@ class Region:
 
     def first(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls it for the first time, and drops what it saves."""
-        _push_hooks(self._drop, _unpack)
-        try:
+        with OwnHooks(self._drop, _unpack):
             return call(*args, **kwargs)
-        finally:
-            _pop_hooks()
 
     @property
     def saves(self) -> int:
@@ -124,9 +120,8 @@ class Region:
         before, gradients = self._ambient.replace(), torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         torch.autocast_increment_nesting()
-        _push_hooks(fill, _given)
         try:
-            with eagerly():  # as in forward
+            with OwnHooks(fill, _given), eagerly():  # as in forward
                 self._ambient.run(again, inputs)
         except _AllMade:
             pass
@@ -134,7 +129,6 @@ class Region:
             if at < last:  # else it is `_AllMade` as TorchScript passes it on
                 raise
         finally:
-            _pop_hooks()
             if not torch.autocast_decrement_nesting():
                 torch.clear_autocast_cache()
             torch._C._set_grad_enabled(gradients)

@@ -1,8 +1,10 @@
 """Tests for code that is no plain step, but traced, or transformed by torch.func."""
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 _said = False
 
@@ -19,6 +21,22 @@ def takes_gradients() -> bool:
     """Returns whether torch.func.grad, or vjp, jacrev or hessian, is running."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(one.key() == torch._C._functorch.TransformType.Grad for one in stack)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Returns the tensor that transforms of torch.func have wrapped as x: it has the memory."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def untransformed() -> AbstractContextManager[object]:
+    """Returns a context in which no transform of torch.func is active."""
+    if not torch._C._are_functorch_transforms_active():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def is_transformed() -> bool:

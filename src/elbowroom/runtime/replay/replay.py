@@ -39,6 +39,7 @@ from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import NOT_COUNTED
+from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import Observing, unobserved, why_another, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
@@ -182,8 +183,7 @@ class Replay(Observing):
         self.follow(self.script)
         with ExitStack() as opening:
             opening.enter_context(eagerly())
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
-            opening.enter_context(hooks)
+            opening.enter_context(OwnHooks(self._pack, unpack))
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
             if self.script.recomputes or any(one.recomputes for one in self._others):
