@@ -99,10 +99,11 @@ def _net_of_one_shape(budget: int) -> int:
     return er.peak(step) + sum(p.nbytes for p in net.parameters())
 
 
-def test_a_refusal_of_steps_of_one_shape_names_no_peak_of_a_plan_that_was_left():
+def test_a_refusal_of_steps_of_one_shape_tells_of_no_others():
     """The first plan is an estimate's, and takes more than the least by the profile of its step."""
     with pytest.raises(BudgetTooSmall) as refused:
         _net_of_one_shape(int(0.4 * _net_of_one_shape(0)))
     assert "other shapes" not in str(refused.value)
+    assert "The least that was measured is" in str(refused.value)
     least = refused.value.least_nbytes
     assert _net_of_one_shape(least) <= least

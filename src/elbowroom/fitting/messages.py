@@ -463,28 +463,38 @@ def without_frames(error: BudgetTooSmall) -> BudgetTooSmall:
     return error.with_traceback(None)
 
 
-def add_room(error: BudgetTooSmall, others_nbytes: int = 0, other_kinds_nbytes: int = 0) -> None:
+def add_room(
+    error: BudgetTooSmall,
+    others_nbytes: int = 0,
+    other_kinds_nbytes: int = 0,
+    taken_nbytes: int = 0,
+) -> None:
     """Increases the budget that a refusal names, so that steps keep to it when it is given.
 
     Peaks vary a little from step to step: a training script may keep metrics, and data differ.
 
     others_nbytes: additional bytes that graphs of other models may take within a larger budget
     other_kinds_nbytes: the least that steps of other shapes were measured to take
+    taken_nbytes: the least that a step of this shape was measured to take
     """
     own_nbytes = error.least_nbytes
-    more = max(other_kinds_nbytes - own_nbytes, 0)
+    more = max(other_kinds_nbytes - own_nbytes, taken_nbytes - own_nbytes, 0)
     room = (own_nbytes + more) // _ROOM
     least = own_nbytes + more + room + others_nbytes
     hint, roomy = map(budget_argument, (error.least_nbytes, least))
     said = str(error).replace(hint, roomy)
-    if more:
+    is_of_others = other_kinds_nbytes >= taken_nbytes
+    if more and is_of_others:
         said += f" Steps of other shapes need {show_nbytes(other_kinds_nbytes)}."
+    elif more:
+        said += f" The least that was measured is {show_nbytes(taken_nbytes)}."
     error.args = (said,)
     error.least_nbytes = least
     if error.parts:
         error.parts["variation between steps"] = room
         if more:
-            error.parts["more for steps of other shapes"] = more
+            whose = "steps of other shapes" if is_of_others else "what a step was measured to take"
+            error.parts[f"more for {whose}"] = more
         if others_nbytes:
             error.parts["more memory of other models"] = others_nbytes
 

@@ -277,8 +277,9 @@ class Fitting(SharesSteps):
             self.refusal = None
         except BudgetTooSmall as error:
             self.interrupt()  # or no other model could be measured while this one exists
-            others_nbytes = self._plan_cache.least_of_others(self.planner)
-            add_room(error, self._neighbors.savings_nbytes, others_nbytes)
+            kinds_nbytes = self._plan_cache.least_of_others(self.planner)
+            taken_nbytes = self.planner.state.taken_nbytes
+            add_room(error, self._neighbors.savings_nbytes, kinds_nbytes, taken_nbytes)
             add_beside(error, self.planner.memory.co_resident_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(

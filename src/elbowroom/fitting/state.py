@@ -301,6 +301,15 @@ class FitState:
         return self.from_rehearsal and not self.attempts.taken
 
     @property
+    def taken_nbytes(self) -> int:
+        """The least that a step was measured to take; 0: one was within the budget, or none was.
+
+        A refusal that names less, by an estimate, could be followed by one by a measurement.
+        """
+        least = self.attempts.least
+        return 0 if least is None or self.has_fit else least.peak_nbytes
+
+    @property
     def waits_for_others(self) -> bool:
         """True if the peak may decrease by itself, because another model is still learning."""
         return self.others_learn and self.tries < _MAX_WAITS
