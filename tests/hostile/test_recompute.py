@@ -904,8 +904,11 @@ def python_calls(run: Callable[[nn.Module, Tensor], Tensor]) -> int:
 
 
 def test_it_calls_fewer_functions_than_torchs_checkpoint() -> None:
-    """It called 2.5 times as many: most of them walked through the modules, or saved a tensor."""
-    assert python_calls(ours) <= 0.55 * python_calls(torchs)
+    """It called 2.5 times as many: most of them walked through the modules, or saved a tensor.
+
+    The bound was 0.55 before hooks stepped aside for torch.func, which takes some 14 calls.
+    """
+    assert python_calls(ours) <= 0.56 * python_calls(torchs)
 
 
 class Ops(TorchDispatchMode):

@@ -48,11 +48,11 @@ class OwnHooks:
         _push_hooks(self._pack, self._unpack)  # first: it raises inside of torch.func
         if not _thread.packs:
             _count(1)
-        _thread.packs.append(self._pack)
+        _thread.packs += (self._pack,)  # each call here is one more in each second run
 
     def __exit__(self, *_: object) -> None:
         _pop_hooks()
-        _thread.packs.pop()
+        del _thread.packs[-1]
         if not _thread.packs:
             _count(-1)
 
@@ -65,13 +65,9 @@ def _count(more: int) -> None:
         now = graph.disable_saved_tensors_hooks
         if _open and now is not _disabled:
             _plain = now
-            _replace(_disabled)
+            graph.disable_saved_tensors_hooks = _disabled  # type: ignore[assignment]
         elif not _open and now is _disabled:
-            _replace(_plain)
-
-
-def _replace(function: Any) -> None:
-    graph.disable_saved_tensors_hooks = function
+            graph.disable_saved_tensors_hooks = _plain
 
 
 def _disabled(error_message: str) -> AbstractContextManager[None]:
