@@ -183,7 +183,7 @@ def test_a_settled_plan_is_measured_again_once_codes_are_withdrawn(caplog, monke
     planner = opener_of(training.net).planner
     assert planner.settled
     caplog.clear()
-    planner.context.learn_exact(None, ("", "gelu", (1,), torch.float32), "its code was too coarse")
+    planner.context.learn_limit(None, ("", "gelu", (1,), torch.float32), "its code was too coarse")
     training.step()
     assert not planner.settled
     training.step()

@@ -135,8 +135,8 @@ def test_a_limit_is_replaced_by_a_stricter_one_alone() -> None:
     kinds = LevelsSuffice("why", 64), LevelsSuffice("why", 256), HalfSuffices("why"), "exact"
     assert [*map(strictness, kinds)] == sorted(map(strictness, kinds))
     context, key = Context(), ("net", "mul", (8, 8), torch.float32)
-    assert [context.learn_exact(None, key, one) for one in kinds] == [True] * 4
-    assert not any(context.learn_exact(None, key, one) for one in kinds)
+    assert [context.learn_limit(None, key, one) for one in kinds] == [True] * 4
+    assert not any(context.learn_limit(None, key, one) for one in kinds)
 
 
 def test_an_exponential_in_an_exponential_is_kept_at_once() -> None:

@@ -82,7 +82,7 @@ class Clock:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the graph runs on a CPU."""
+        """True if the graph runs on a CPU."""
         return self._device is _CPU
 
     def with_facts(self, facts: dict[fx.Node, Facts]) -> "Clock":

@@ -23,7 +23,7 @@ Ranges = list[tuple[int, int]]  # of autograd's numbers of nodes: from, and up t
 
 
 class _Piece:
-    """What one pair of hooks holds for. around: the pieces that it is inside of."""
+    """A piece of forward that one pair of hooks holds for. around: the pieces that it is in."""
 
     def __init__(self, pack: object, first: int, around: "list[_Piece]") -> None:
         self.pack, self.around = _weakly(pack), around

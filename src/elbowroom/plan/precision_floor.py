@@ -10,7 +10,7 @@
     ... of what a norm makes          32 levels of the norm's input, which all of them share
     tail                              128 levels    (softplus: in its tails exp of it)
     log-probability                   256 levels    (log-softmax: exp of it; of what is above -24)
-    probability                       8-bit floats  (softmax: small values matter as much)
+    probability                       8-bit floats  (softmax, exp: small values matter as much)
     relative                          16-bit floats (it divides, or a root or logarithm is taken)
     attention's q and k               16 to 256 levels, by their logits; 16-bit floats (fp16)
                                                     where those are sharper yet
@@ -95,7 +95,6 @@ from elbowroom.plan.site import AGAIN, NORMS, Formula, Rebuildable, Rows, Site
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MAX_LEVELS = 256
-HALF_LEVELS = 4096  # stands for fp16
 MIN_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
 UNSEEN_LEVELS = 32  # of v, where its values are not examined
 _FINE, _MATRIX, _SHARED, _TAIL = 16, 32, 32, 128

@@ -23,7 +23,7 @@ RECOMPUTE = "recompute"  # the op that saves a region's inputs, as the runtime c
 AGAIN = CHECKPOINT, RECOMPUTE  # ops that run a piece of forward again from what they save
 MIN_WIDTH = 8  # elements: what is shorter is no row of a norm, and 6 bytes for each cost too much
 MIN_FEATURES = 32  # ... of readers that do not divide by the size themselves
-_OF_HALF = 4096.0  # above all levels
+HALF_LEVELS = 4096  # stands for a float of 16 bits
 _NBYTES = 6  # of a row: a mean in float32, 1 / std in bfloat16
 
 
@@ -68,7 +68,7 @@ class Formula(Enum):
     MATRIX = "matrix"  # of a batch of products (bmm), or of two activations: few are summed
     PRODUCT = "product"  # linear, element by element: the error goes on upstream as it is
     CURVED = "curved"  # a smooth function of it with bounded derivatives (tanh, a cube)
-    PROBABILITY = "probability"  # a softmax: small values matter as much as large ones
+    PROBABILITY = "probability"  # a softmax, an exp: small values matter as much as large ones
     LOG_PROBABILITY = "log-probability"  # exp of it, at most 0: an error becomes a relative one
     TAIL = "tail"  # a sigmoid of it, which far from 0 is exp of it, or 1 less that: likewise
     RELATIVE = "relative"  # a power of it, also a negative one: an error of its size stays one
@@ -176,7 +176,7 @@ def strictness(why: str) -> float:
     """Returns a number that orders the reasons for a site, by how much of it has to be held."""
     if isinstance(why, LevelsSuffice):
         return why.levels
-    return _OF_HALF if isinstance(why, HalfSuffices) else inf
+    return HALF_LEVELS if isinstance(why, HalfSuffices) else inf
 
 
 SiteKey = tuple[str, str, tuple[int, ...], torch.dtype]

@@ -137,7 +137,7 @@ class Context:
         self.survivors.add(name)
         self.learn_keep(key)
 
-    def learn_exact(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:
+    def learn_limit(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:
         """Keeps this site, or makes its code finer, from the next step on; returns if that is new.
 
         A context that learns nothing else remembers it while the model exists, for any shape. model
@@ -157,8 +157,8 @@ class Context:
             known[key] = why
         return is_new
 
-    def why_exact(self, model: nn.Module | None, key: SiteKey) -> str | None:
-        """Returns why this site of a model is kept, from `learn_exact`; None: it is not."""
+    def why_limited(self, model: nn.Module | None, key: SiteKey) -> str | None:
+        """Returns why this site is kept, or how fine its code is to be; None: nothing is known."""
         return self.exact.get(self if model is None else model, {}).get(_of_any_shape(key))
 
     @property

@@ -27,7 +27,7 @@ _plain: Any = None  # what stood in the place of ours, as ours was put there las
 
 
 class _Thread(threading.local):
-    """What our pairs of hooks on this thread pack with, innermost last."""
+    """The pack functions of our pairs of hooks on this thread, innermost last."""
 
     def __init__(self) -> None:
         self.packs: list[Callable[[Any], Any]] = []

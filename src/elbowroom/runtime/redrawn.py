@@ -205,7 +205,7 @@ class _Reading:
     def _make_finer(self, site: Site, levels: int, share: float) -> None:
         """Gives the tensors of a site a finer code from the next step on, or keeps them."""
         model, why = None if self._model is None else self._model(), reason(levels, share)
-        if self._forward.context.learn_exact(model, key_of(site), why):
+        if self._forward.context.learn_limit(model, key_of(site), why):
             self._forward.late_warnings.warn(site.consumer, site.module, why)
 
 

@@ -345,7 +345,7 @@ class Serving:
         """Returns the policy's action, as far as this tensor allows it."""
         known = self._context.kept.get(key_of(site))
         if known is None and self._context.exact:
-            known = self._context.why_exact(outermost(), key_of(site))
+            known = self._context.why_limited(outermost(), key_of(site))
         if known is not None:
             site = limited(site, known)
             is_half = isinstance(known, HalfSuffices)

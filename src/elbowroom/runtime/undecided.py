@@ -79,7 +79,7 @@ class Undecided(dict[int, list[_Saved]]):
             if isinstance(WHY[part], HalfSuffices) and self._half_serves(slot, site):
                 continue
             if not slot.exact:
-                if self._context.learn_exact(model, key_of(site), WHY[part]):
+                if self._context.learn_limit(model, key_of(site), WHY[part]):
                     self._not_said.add(key_of(site))
                 self._listener.refuse(WHY[part], once=True)
                 if not _taken_back(slot, WHY[part]) and key_of(site) in self._not_said:

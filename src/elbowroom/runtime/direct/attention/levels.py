@@ -15,14 +15,13 @@ from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
 from elbowroom.plan.precision_floor import (
-    HALF_LEVELS,
     MAX_LEVELS,
     UNSEEN_LEVELS,
     half_suffices,
     levels_for,
     levels_for_values,
 )
-from elbowroom.plan.site import Formula, Reads
+from elbowroom.plan.site import HALF_LEVELS, Formula, Reads
 from elbowroom.runtime.consumers import Call, Levels, Reading, tolerant_arguments
 from elbowroom.runtime.direct.attention.node import given_to
 from elbowroom.runtime.normal import var_mean
