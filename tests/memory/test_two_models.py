@@ -230,3 +230,30 @@ def test_a_graph_may_leave_out_what_was_there_before():
     assert names == ["SumBackward", "MulBackward", "SinBackward"]
     assert len(whole.nodes) == 5
     assert len(run(part)) == 3
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_plain_model_that_trains_in_turn_is_not_part_of_the_step(is_known):
+    def training(channels):
+        net = nn.Sequential(nn.Conv2d(4, channels, 3, padding=1), *(block(channels) for _ in "123"))
+        optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+
+        def step():
+            optimizer.zero_grad()
+            net(batch(0)[1]).square().mean().backward()
+            optimizer.step()
+
+        return net, optimizer, step
+
+    torch.manual_seed(0)
+    net, optimizer, step = training(16)
+    plain_step = training(48)[2]
+    step()
+    plain_step()
+    held_nbytes = storage_nbytes([*net.parameters(), *tensors_of(optimizer.state.values())])
+    budget = int(0.85 * (held_nbytes + peak(step)))
+    er.fit(net, budget=budget, optimizer=optimizer if is_known else None, exact=True)
+    for _ in range(STEPS):
+        step()
+        plain_step()
+    assert er.summary(net).highest_nbytes <= budget < peak(plain_step)

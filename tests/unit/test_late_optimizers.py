@@ -47,6 +47,36 @@ def test_an_optimizer_that_nobody_told_of_is_found_as_it_steps() -> None:
     er.release(model)
 
 
+class Autoencoder(nn.Module):
+    """A model with methods that programs call in place of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+        self.decoder = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encode(x))
+
+
+@pytest.mark.parametrize("kind", ["model", "methods"])
+def test_a_model_whose_own_forward_is_not_called_is_named(kind, caplog) -> None:
+    model = er.fit(Autoencoder(), budget="64 MiB")
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        x = torch.randn(4, 64)
+        out = model(x) if kind == "model" else model.decoder(model.encode(x))
+        out.sum().backward()
+        optimizer.step()
+    said = [line for line in caplog.messages if "without a call of the model itself" in line]
+    assert len(said) == (kind == "methods")
+    assert all("er.fit(model.encoder, ...), er.fit(model.decoder, ...)" in line for line in said)
+    er.release(model)
+
+
 def test_one_whose_format_is_to_be_chosen_has_to_be_given() -> None:
     model, fitting = fitted()
     optimizer = er.optim.AdamW(model.parameters(), state="auto")

@@ -129,6 +129,8 @@ def _compile_fitted(
     inside = [one for one in _fitted if one.model_state.has_any(given)]
     if not inside:
         return None
+    for one in inside:
+        one.is_called = True
     fitting = min(inside, key=lambda one: one.options.budget_nbytes)
     found = _fitted[fitting]
     found.resident_nbytes = sum(one.model_state.resident_nbytes() for one in inside)

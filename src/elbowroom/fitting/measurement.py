@@ -1,4 +1,8 @@
-"""Memory measurement of one step of a fitted model: from its forward to the next step's."""
+"""Memory measurement of one step of a fitted model.
+
+It runs from the first forward to the end of the optimizer's step. If no optimizer of the model
+steps, it runs to the next step's forward.
+"""
 
 from collections.abc import Iterable
 
@@ -54,6 +58,7 @@ class Measurement:
         if running is None:
             return None
         running.until(until)
+        running.until_updated(model_state.is_trained_by)
         return cls(memory, running)
 
     @property

@@ -55,6 +55,23 @@ def warn_larger_step(options: FitOptions, *, held_nbytes: int, learns: bool) -> 
     )
 
 
+def warn_not_called(options: FitOptions, kind: str, children: list[str]) -> None:
+    """Warns that a model is trained of which only submodules have been called.
+
+    kind: the class of the model; children: names of those of its submodules that may be fitted
+    """
+    named = [f"er.fit(model.{name}, ...)" for name in children[:3]] or ["er.fit(submodule, ...)"]
+    _log.warning(
+        "budget %s: nothing was planned in the step that ends here, and it may exceed the budget. "
+        "Gradients have come to this %s without a call of the model itself, so the program calls "
+        "its submodules, or a method that does. Call model(...), or fit what is called: %s, each "
+        "with this budget and optimizer; they share one plan",
+        show_nbytes(options.budget_nbytes),
+        kind,
+        ", ".join(named),
+    )
+
+
 def warn_outside(options: FitOptions, peak_nbytes: int, seen_nbytes: int) -> None:
     """Warns that steps stay above the budget, and save most tensors where `fit` sees none."""
     _log.warning(

@@ -75,6 +75,12 @@ class ModelState:
         own = [] if model is None else [id(p) for p in model.parameters() if p.requires_grad]
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
+    def containers(self) -> tuple[str, list[str]]:
+        """Returns the model's class, and the names of its children with children of their own."""
+        model = self._model()
+        children = [] if model is None else model.named_children()
+        return type(model).__name__, [name for name, one in children if any(one.children())]
+
     def has_any(self, ids: Set[int]) -> bool:
         """Returns whether one of the model's own parameters has one of these ids."""
         model = self._model()

@@ -36,7 +36,7 @@ from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import Given, SharesSteps, next_forward
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_beside, add_room
+from elbowroom.fitting.messages import add_beside, add_room, warn_not_called
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.replayed import ReplayedForward
@@ -61,12 +61,14 @@ class Fitting(SharesSteps):
     """The controller of one fitted model, which runs every forward.
 
     refusal    why its last forward was refused; None: it was not
+    is_called  a forward of the model itself, not of its submodules alone, was run or compiled
     compiled   gives the engine for a model that is called compiled, by what was called; None: this
                one runs it, without the compiler
     successor  that engine, once it has taken over
     """
 
     refusal: BudgetTooSmall | None = None
+    is_called = False
     compiled: "Callable[[Fitting, nn.Module], Around | None] | None" = None
     successor: Around | None = None
 
@@ -108,7 +110,12 @@ class Fitting(SharesSteps):
         An optimizer whose state format `fit` is to choose must be passed to it, or to
         `er.add_optimizer`.
         """
-        if self.model_state.is_trained_by(optimizer) and not is_auto(optimizer):
+        if not self.model_state.is_trained_by(optimizer):
+            return
+        if not self.is_called and self.model_state.gradients():
+            warn_not_called(self.options, *self.model_state.containers())
+            self.is_called = True  # it is said once
+        if not is_auto(optimizer):
             self.add_optimizer(optimizer)
 
     def run(
@@ -122,6 +129,7 @@ class Fitting(SharesSteps):
 
         After an out-of-memory error, plans with less.
         """
+        self.is_called = True
         wrapper = called()
         if self.compiled and self._neighbors.is_alone and calls_compiled(model, wrapper):
             self.successor = self.compiled(self, model if wrapper is None else wrapper)

@@ -17,19 +17,22 @@ marks the moment at which it goes.
 
 If a model runs inside of another model's graph (a discriminator in the generator's step), backward
 goes on into that graph, whose memory belongs to the other model. So an interval can end where
-backward leaves the model (`until`).
+backward leaves the model (`until`). Likewise, what the program does after the model's optimizer has
+stepped, such as the training of another model, is no part of the step (`until_updated`).
 """
 
 import atexit
 import gc
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from elbowroom.measure.allocations import Allocations, Freed, is_in_backward, may_begin
@@ -99,10 +102,18 @@ class Interval:
         """
         leave = partial(_leave, weakref.ref(self))
         made = {x.grad_fn: x for x in inputs if x.grad_fn is not None}
-        self._hooks = [node.register_prehook(leave) for node in made]
+        self._hooks += [node.register_prehook(leave) for node in made]
+
+    def until_updated(self, is_own: Callable[[Optimizer], bool]) -> None:
+        """Counts no further than to the end of the last step of an optimizer that `is_own`.
+
+        If none steps, all counts. One that steps within backward does not end it.
+        """
+        updated = partial(_updated, weakref.ref(self), is_own)
+        self._hooks.append(register_optimizer_step_post_hook(updated))
 
     def leave(self) -> None:
-        """Counts what follows only if backward comes here once more."""
+        """Counts what follows only if it is left once more."""
         if self._cuda is not None:
             self._left_nbytes = self._cuda.read()
         elif Background.running is self:
@@ -122,9 +133,7 @@ class Interval:
 
     def close(self) -> bool:
         """Stops counting, if that is possible here; returns whether this call stopped it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._unhook()
         if self._cuda is not None:
             self._cuda.close()
         if self._allocations is None or Background.running is not self:
@@ -140,6 +149,14 @@ class Interval:
         self._curve = curve.until(self._left)
         return True
 
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __del__(self) -> None:
+        self._unhook()
+
     def _abandon(self) -> None:
         """Has it end as soon as it can."""
         if not self.is_abandoned:
@@ -150,6 +167,16 @@ class Interval:
 def _leave(interval: weakref.ref[Interval], _: object) -> None:
     found = interval()
     if found is not None:
+        found.leave()
+
+
+def _updated(
+    interval: weakref.ref[Interval], is_own: Callable[[Optimizer], bool], by: Optimizer, *_: object
+) -> None:
+    found = interval()
+    if found is None or torch.compiler.is_compiling() or is_in_backward():
+        return
+    if is_own(by):
         found.leave()
 
 

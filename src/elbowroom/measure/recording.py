@@ -4,10 +4,11 @@ Like `record`, but in one run instead of several: times include the cost of the 
 which is about the same for all ops, so that actions can still be compared.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from elbowroom.measure.clocks import CpuMemory, CudaMemory, StepClock
 from elbowroom.measure.held import Held
@@ -49,6 +50,10 @@ class Recording:
     def until(self, inputs: Iterable[Tensor]) -> None:
         """Counts no further than to where backward has given these their gradients (on a CPU)."""
         self._interval.until(inputs)
+
+    def until_updated(self, is_own: Callable[[Optimizer], bool]) -> None:
+        """Counts no further than to the end of the optimizer's step (on a CPU)."""
+        self._interval.until_updated(is_own)
 
     def begin(self, moment: int, *, frees: bool = False) -> None:
         """Begins a moment, as the clock of the recorder."""
