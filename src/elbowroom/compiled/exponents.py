@@ -119,15 +119,26 @@ def is_bent_steeply(
 def _gates_own(node: fx.Node, reader: fx.Node) -> bool:
     """Returns whether a reader is a function of what it gates, as sigmoid is in x * sigmoid(x).
 
-    Of x / (1 + exp(-x)), as a compiled SiLU is written, it is the exponential.
+    Of x / (1 + exp(-x)), as a compiled SiLU is written, it is the exponential. The slope of a GELU
+    has exp(-x * x / 2), too.
     """
     if packet_of(reader) is _aten.exp:
         adds = [user.args[1:] == (1,) and packet_of(user) is _aten.add for user in reader.users]
-        if not all(adds):
+        if not all(adds) and not (packet_of(node) is _aten.mul and node.args[1] == -0.5):
             return False
-    while is_view(node) or packet_of(node) is _aten.neg:
-        node = node.all_input_nodes[0]
-    return is_gated(node)
+    return is_gated(_origin(node))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """Returns the one value that a node is computed from element by element, or the node itself."""
+
+    def inputs(one: fx.Node) -> list[fx.Node]:
+        is_loop = _is_elementwise(one) and packet_of(one) not in _reductions()
+        return [n for n in one.all_input_nodes if _varies(n)] if is_loop else []
+
+    made = reached([node], inputs, _MAX_NODES)
+    begins = [one for one in made if not inputs(one)]
+    return begins[0] if len(begins) == 1 and len(made) <= _MAX_NODES else node
 
 
 def slope_of(
