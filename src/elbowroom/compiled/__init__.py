@@ -10,6 +10,8 @@
     codable.py     what may have a code, and which
     lossy.py       ... chosen, where saving less does not reach the budget; and what leaves memory
     readers.py     ... and what backward does with each value
+    exponents.py   ... of which exponentials are computed
+    steep.py       ... and other functions with a steep slope
     indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
     attention.py   ... and attention's gradients from these alone
