@@ -510,16 +510,19 @@ class GeluLayer(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_what_the_argument_of_a_gelu_is_computed_again_from_has_a_fine_code(approximate) -> None:
+def test_what_the_argument_of_a_gelu_is_computed_again_from_has_a_fine_code(
+    approximate, dynamic
+) -> None:
     """It had none, so that a quarter of the peak took coarse codes of the wide values: 0.0023."""
 
     def layers(p: float) -> tuple[nn.Module, Tensor]:
         torch.manual_seed(0)
-        return nn.Sequential(*(GeluLayer(approximate) for _ in range(6))), torch.randn(1024, 64)
+        return nn.Sequential(*(GeluLayer(approximate) for _ in range(6))), torch.randn(8, 128, 64)
 
-    (exact,), plain = run(None, True, make=layers)
-    (got,), coded = run(plain.peak_nbytes // 4, False, make=layers)
+    (exact,), plain = run(None, True, make=layers, dynamic=dynamic)
+    (got,), coded = run(plain.peak_nbytes // 4, False, make=layers, dynamic=dynamic)
     assert coded.is_lossy
     assert coded.noise < 1e-3
     assert error(got, exact) < 1e-4

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import is_view, ops_named, packet_of, reached
+from elbowroom.compiled.collect import is_view, ops_named, packet_of, reached, tensors_of
 
 FLOOR = -24.0  # of log-probabilities: exp(-24) is 4e-11
 COMPARISONS = ops_named("eq ne le lt ge gt sign isnan isinf")
@@ -171,8 +171,8 @@ def is_exponential(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def varies(value: Any) -> bool:
-    """Returns whether a value was computed from others, rather than given or constant."""
-    if not isinstance(value, fx.Node):
+    """Returns whether a value was computed from others, rather than given, constant or a size."""
+    if not isinstance(value, fx.Node) or not tensors_of(value):
         return False
     source = source_of(value)
     return source.op == "call_function" and bool(source.all_input_nodes)

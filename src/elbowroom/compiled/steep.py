@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import elements_of, is_view, ops_named, packet_of, reached
+from elbowroom.compiled.collect import (
+    elements_of,
+    is_view,
+    ops_named,
+    packet_of,
+    reached,
+    tensors_of,
+)
 from elbowroom.compiled.exponents import (
     COMPARISONS,
     MAX_NODES,
@@ -182,7 +189,8 @@ def _grown(nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool]) -> set[
     found, pending = set(nodes), list(nodes)
     while pending and len(found) <= MAX_NODES:
         for user in pending.pop().users:
-            if user not in found and takes(user) and found.issuperset(user.all_input_nodes):
+            read = filter(tensors_of, user.all_input_nodes)  # views may read sizes, too
+            if user not in found and takes(user) and found.issuperset(read):
                 found.add(user)
                 pending.append(user)
     return found
