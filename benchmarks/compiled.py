@@ -138,6 +138,7 @@ def main() -> None:
         options.pairs, options.nets = 1, ["tiny"]
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 64  # each arm compiles the same code anew
+    torch._dynamo.config.automatic_dynamic_shapes = False  # though each net has its own shapes
     inductor_config.fx_graph_cache = False
     functorch_config.enable_autograd_cache = False
     known, path = facts(), out_path(options, NAME)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.compiled.partition import Decision, listening
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.uncompiled import uncompiled_nbytes
 from elbowroom.runtime.attach import attached
 from uncompiled import nothing_compiled as nothing_compiled
@@ -283,6 +284,84 @@ class Broken(Classifier):
         x = self.blocks[1](self.blocks[0](x))
         x = self.between(x)
         return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+def refused(called: nn.Module, rows: int) -> BudgetTooSmall:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it runs eagerly
+        with pytest.raises(BudgetTooSmall) as found:
+            called(X[:rows])
+    return found.value
+
+
+def test_a_refusal_names_what_all_shapes_need_that_were_refused(uncompiled) -> None:
+    """Each named what it needs alone: what the second one named was refused by the first."""
+    called = er.fit(torch.compile(Classifier(), dynamic=False), budget="20 KiB", exact=True)
+    large = refused(called, 256)
+    small = refused(called, 64)
+    assert small.least_nbytes == large.least_nbytes
+    er.release(called)
+    torch._dynamo.reset()
+    model = Classifier()
+    called = er.fit(torch.compile(model, dynamic=False), budget=small.least_nbytes, exact=True)
+    for rows in (256, 64):
+        model.zero_grad()
+        F.cross_entropy(called(X[:rows]), Y[:rows]).backward()
+
+
+def test_the_eager_engine_names_no_more_than_a_compiled_step_needs(uncompiled, monkeypatch) -> None:
+    asked = er.fit(torch.compile(Classifier()), budget="20 KiB", exact=True)
+    least = refused(asked, 256).least_nbytes
+    er.release(asked)
+    torch._dynamo.reset()
+
+    def run(self, *_: Any) -> None:
+        raise BudgetTooSmall("budget 20 KiB is below", least_nbytes=2 * least)
+
+    monkeypatch.setattr(Fitting, "run", run)
+    called = er.fit(torch.compile(Classifier()), budget="20 KiB")
+    assert refused(called, 256).least_nbytes <= least
+
+
+class Pieces(nn.Module):
+    """Blocks whose graphs run many times, as a break in a loop leaves the loop uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Uncompiled(Pieces):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Pieces, Uncompiled])
+def test_a_first_forward_holds_no_more_than_the_budget(make, uncompiled) -> None:
+    """It recorded all to its end, 1.9 of this budget, before it was known to hold too much."""
+    x = torch.randn(4096, WIDTH)
+
+    def step(called: nn.Module) -> None:
+        called(x).square().mean().backward()
+
+    plainly = er.peak(lambda: step(make()), device="cpu")
+    model, plain = make(), make()
+    step(torch.compile(plain))
+    torch._dynamo.reset()
+    called = er.fit(torch.compile(model), budget=plainly // 2, exact=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it runs eagerly
+        assert er.peak(lambda: step(called), device="cpu") <= 0.65 * plainly
+    grads = [[p.grad for p in one.parameters()] for one in (model, plain)]
+    assert same(*grads)
 
 
 def test_hooks_of_the_program_unpack_nothing_to_be_counted() -> None:

@@ -11,6 +11,7 @@ from elbowroom.codecs import Dither
 from elbowroom.compiled import liveness
 from elbowroom.compiled.collect import facts_of
 from elbowroom.compiled.cut import minimum_cut
+from elbowroom.compiled.decide import without
 from elbowroom.compiled.joint import Joint
 from elbowroom.compiled.liveness import Kernel, curve_of
 from elbowroom.compiled.rewrite import Coded, Rewriting
@@ -216,3 +217,21 @@ def test_a_code_that_is_tried_and_undone_leaves_what_was_known() -> None:
             assert [n.name for n in gm.graph.nodes] == names
         assert levels[0] == levels[1] == levels[2]
     assert tried > 6
+
+
+def test_sources_of_a_value_that_runs_again_are_looked_for_once() -> None:
+    """Residual sums give 2^60 ways from the last value to the first."""
+
+    def run(x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x
+        for _ in range(60):
+            y = y + torch.sin(y)
+        return y, gradient * y * y
+
+    given = [torch.ones(4, 4), torch.ones(4, 4)]
+    gm = fx.experimental.proxy_tensor.make_fx(run, tracing_mode="fake")(*given)
+    source, _ = gm.graph.find_nodes(op="placeholder")
+    last, _ = gm.graph.find_nodes(op="output")[0].args[0]
+    required = {node for node in gm.graph.nodes if node.op == "call_function" and node <= last}
+    joint = Joint(gm.graph, required, [source], 1)
+    assert without(joint, {last}, {last}) == {source}

@@ -10,6 +10,8 @@
     codable.py     what may have a code, and which
     lossy.py       ... chosen, where saving less does not reach the budget; and what leaves memory
     readers.py     ... and what backward does with each value
+    exponents.py   ... of which exponentials are computed
+    steep.py       ... and other functions with a steep slope
     indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
     attention.py   ... and attention's gradients from these alone
@@ -46,4 +48,5 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GraphPolicy as GraphPolicy
 from elbowroom.compiled.held import acts_in_graphs as acts_in_graphs
 from elbowroom.compiled.held import counted as counted
+from elbowroom.compiled.held import is_in_region as is_in_region
 from elbowroom.compiled.held import reporting_to as reporting_to

@@ -21,11 +21,12 @@ from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import broken_promise, quality_of
 from elbowroom.compiled.collect import known_size, nbytes_of, tensors_of
 from elbowroom.compiled.decide import has_both_layouts, is_tensor
-from elbowroom.compiled.exponents import FLOOR, LIMIT
+from elbowroom.compiled.exponents import FLOOR
 from elbowroom.compiled.indices import range_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.readers import Reading, Use, reading_of
 from elbowroom.compiled.rewrite import Coded, error_of
+from elbowroom.compiled.steep import LIMIT
 
 MIN_NBYTES = 32768
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import fx
@@ -78,11 +79,16 @@ class Search:
         self.min_cut = steady_cut
         self.known[frozenset(plain.saved)] = plain
 
-    def judge(self, saved: Iterable[fx.Node]) -> Step | None:
-        """Returns the step that follows from saving these; it is simulated only once."""
+    def judge(self, saved: Iterable[fx.Node], *, below_nbytes: float = inf) -> Step | None:
+        """Returns the step that follows from saving these; it is simulated only once.
+
+        below_nbytes: None where its peak is certain not to be below that
+        """
         key = frozenset(saved)
         if key not in self.known:
-            step = self.joint.step(key)
+            step = self.joint.step(key, below_nbytes=below_nbytes)
+            if step is None and below_nbytes < inf:
+                return None
             if step is not None and self.joint.saves_changed(step.saved):
                 step = None
             if step is not None and self.rounded:
@@ -182,7 +188,7 @@ def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
         found = [
             changed
             for saved in _changes_at_peak(search.joint, step)
-            if (changed := search.judge(saved)) is not None
+            if (changed := search.judge(saved, below_nbytes=step.peak_nbytes)) is not None
         ]
         best = min(found, key=lambda one: (one.peak_nbytes, one.seconds), default=None)
         if best is None or best.peak_nbytes >= step.peak_nbytes:
@@ -221,6 +227,7 @@ def without(
     """
     result = saved - dropped
     pending = list(dropped)
+    seen = set[fx.Node]()  # the ways from one value to another are many, as of residual sums
     while pending:
         node = pending.pop()
         if node.op == "placeholder":
@@ -229,12 +236,13 @@ def without(
         if not may_run_again(node):
             return None
         for read in node.all_input_nodes:
-            if read in result or joint.facts.get(read) is None:
+            if read in seen or read in result or joint.facts.get(read) is None:
                 continue
             runs = may_run_again(read) and (runs_calls or joint.facts[read].kind is not Kind.EXTERN)
             if read.op == "placeholder" or (is_tensor(read) and not runs):
                 result.add(read)
             else:
+                seen.add(read)
                 pending.append(read)
     return None if result & dropped else result
 

@@ -51,9 +51,13 @@ def acts_in_graphs(codec: Codec) -> bool:
 
 
 class _Thread(threading.local):
-    """Listener that is notified of the regions that run on this thread."""
+    """Listener that is notified of the regions that run on this thread.
+
+    runs  whether one of these regions runs now
+    """
 
     report: Report | None = None
+    runs = False
 
 
 _thread = _Thread()
@@ -69,6 +73,11 @@ def reporting_to(report: Report) -> Iterator[None]:
         yield
     finally:
         _thread.report = before
+
+
+def is_in_region() -> bool:
+    """Returns whether a `counted` region runs on this thread."""
+    return _thread.runs
 
 
 @dataclass(frozen=True)
@@ -142,13 +151,17 @@ def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Call
         report = _thread.report
         if report is None or not torch.is_grad_enabled():
             return region(*args)
-        if held is None:
-            count = _Count(args)
-            with count:
+        _thread.runs = True
+        try:
+            if held is None:
+                count = _Count(args)
+                with count:
+                    out = region(*args)
+                held = count.nbytes
+            else:
                 out = region(*args)
-            held = count.nbytes
-        else:
-            out = region(*args)
+        finally:
+            _thread.runs = False
         node = next(_own_nodes(out), None)
         if node is not None:
             report(held if plain_nbytes is None else plain_nbytes, held, node)

@@ -12,6 +12,7 @@ creating the two graphs.
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -153,10 +154,13 @@ class Joint:
         )
         self._is_cpu = clock.is_cpu and not (self.is_channels_last and between)
 
-    def step(self, saved: Iterable[fx.Node], *, is_plain: bool = False) -> Step | None:
+    def step(
+        self, saved: Iterable[fx.Node], *, is_plain: bool = False, below_nbytes: float = inf
+    ) -> Step | None:
         """Judge a choice; None where backward cannot be computed from it.
 
-        is_plain: as plain torch.compile would run it
+        is_plain: as plain torch.compile would run it; below_nbytes: None, too, if its peak is not
+        below that, which backward alone may show
         """
         chosen = set(saved)
         after = self._needed(self.backward_outputs, chosen | set(self.tangents))
@@ -166,15 +170,6 @@ class Joint:
         if before is None or any(n in before and n in after for n in self.analysis.random):
             return None
         used = [n for n in chosen if any(u in after for u in n.users) or n in self.backward_outputs]
-        forward = curve_of(
-            self._in_order(before),
-            self.facts,
-            given=self.inputs,
-            outside=self.outside,
-            outputs=[*self.forward_outputs, *used],
-            waits=is_plain,
-            is_cpu=self._is_cpu,
-        )
         outputs = [n for n in self.forward_outputs if n not in self.outside]
         backward = curve_of(
             self._as_autograd(after),
@@ -183,6 +178,17 @@ class Joint:
             outside=[n for n in used if n in self.outside],
             # Autograd's engine holds the tangents until backward returns.
             outputs=[*self.backward_outputs, *outputs, *self.tangents],
+            waits=is_plain,
+            is_cpu=self._is_cpu,
+        )
+        if backward.peak_nbytes >= below_nbytes:
+            return None
+        forward = curve_of(
+            self._in_order(before),
+            self.facts,
+            given=self.inputs,
+            outside=self.outside,
+            outputs=[*self.forward_outputs, *used],
             waits=is_plain,
             is_cpu=self._is_cpu,
         )

@@ -10,7 +10,7 @@ tried, then beside codes, for what may have none. No bit changes, but on a CPU e
 longer than running a loop again (`cost.py`), so as few leave as the room needs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -40,6 +40,7 @@ from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
 
 _MAX = 16  # values that might stay, once it is known that something has to leave
 _MAX_BASES = 8
+_SPARED = 0.75  # of the bytes of a value, by a code of a byte an element
 _SMALL = 16  # elements of a reader for each of a statistic
 _NEAR = 1.2  # of the room: what takes more is not emptied
 _MIN_GAIN = 0.98  # of the seconds: coarser codes have to spare as much
@@ -395,16 +396,24 @@ def code_all(search: Search, codec: Codec | None, min_nbytes: int) -> tuple[Step
 
 def _bases(search: Search, step: Step) -> list[Step]:
     """Choices of saved values that are worth coding: no other is both faster and lower in peak."""
-    lowest, front = float("inf"), []
-    for one in sorted(search.steps, key=lambda one: (one.seconds, one.peak_nbytes)):
-        if one.peak_nbytes < lowest:
-            lowest = one.peak_nbytes
-            front.append(one)
+    front = _front(search.steps, lambda one: one.peak_nbytes)
     stride = max(1, -(-len(front) // _MAX_BASES))
     chosen = [*front[::stride], step, front[-1]]
+    # What is saved counts less in codes, so that others may be as good.
+    chosen += _front(search.steps, lambda one: one.peak_nbytes - _SPARED * one.saved_nbytes)[-2:]
     chosen += [_with_what_codes_hold(search, one) for one in (front[-1], step)]
     chosen = [_prepared(search, one) for one in chosen]
     return list({frozenset(one.saved): one for one in chosen}.values())
+
+
+def _front(steps: Iterable[Step], height: Callable[[Step], float]) -> list[Step]:
+    """Returns the steps of which no other is both faster and lower, the fastest first."""
+    lowest, front = inf, []
+    for one in sorted(steps, key=lambda one: (one.seconds, height(one))):
+        if height(one) < lowest:
+            lowest = height(one)
+            front.append(one)
+    return front
 
 
 def _prepared(search: Search, step: Step) -> Step:

@@ -11,7 +11,7 @@ up to the ops that combine it with a gradient. These readers decide about the va
                 attention's output, from which its backward computes the term that it subtracts;
                 its q, k and v, where backward computes all else from these (`attention.py`)
                 log-probabilities, in place of logits that only they are computed from, the
-                arguments of sigmoid and tanh, and slopes of steep functions (`exponents.py`)
+                arguments of sigmoid and tanh, and slopes of steep functions (`steep.py`)
     compared    a comparison decides where a gradient passes: it is saved as one bit, of the exact
                 value
     else        what enters an exponential by way of a difference (`exponents.py`);
@@ -37,22 +37,24 @@ from elbowroom.compiled.exponents import (
     COMPARISONS,
     compared_of,
     exponents_of,
-    is_bent_steeply,
     is_difference,
     is_enough,
     is_exponential,
-    is_left_over,
     is_log_probability,
+    is_probability,
+)
+from elbowroom.compiled.ops import ATTENTION_BACKWARD
+from elbowroom.compiled.steep import (
+    is_bent_steeply,
+    is_left_over,
     is_masked,
     is_narrow,
-    is_probability,
     is_saturated_steeply,
     is_taken_apart,
     saturated_of,
     saturates,
     slope_of,
 )
-from elbowroom.compiled.ops import ATTENTION_BACKWARD
 
 _MAX_INSTEAD = 2  # codes of a byte an element that may take the place of a float
 
@@ -71,7 +73,7 @@ class Reading:
 
     log_probabilities  what may be coded in its place, from `exponents.FLOOR` up: backward needs
                        the value for exponentials of these alone
-    saturated          likewise, from -`exponents.LIMIT` to `LIMIT`: it needs the value for
+    saturated          likewise, from -`steep.LIMIT` to `LIMIT`: it needs the value for
                        sigmoids and tanhs of this one, and for `compared`
     slope              likewise, of any size: what it multiplies with a gradient
     """

@@ -29,7 +29,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary, summary_of_regions
 from elbowroom.fitting.summary import summary as summary_of
 from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with_hooks
-from elbowroom.fitting.uncompiled import UNCOMPILED, tensors_in, uncompiled_nbytes
+from elbowroom.fitting.uncompiled import UNCOMPILED, Examined, tensors_in, uncompiled_nbytes
 from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
 from elbowroom.measure.rates import rates
 from elbowroom.runtime.attach import attach, opener_of
@@ -72,6 +72,7 @@ _MAX_SHAPES = 8  # compilations of one code object after which Dynamo stops
 _MAX_KINDS = 4096  # of calls that are remembered
 _MAX_WAITING = 64  # forwards that are counted
 _PROBES = 4  # about as many parameters tell whether gradients stand
+_ABOVE = 1.05  # of the room: as much as a region may take at most
 _SPARE = 1.5  # a graph with symbolic sizes is planned for this factor of the call's elements
 
 
@@ -121,6 +122,8 @@ class CompiledFitting:
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
         self._is_full = False  # Dynamo compiles one of them no more
+        # Of compiled calls, the one of the most bytes: its message, the bytes, and their parts.
+        self._refusal: tuple[str, int, Mapping[str, int]] | None = None
         self._eager: Fitting | None = None  # for new kinds of calls
         self._many = ""  # the advice to log where there are many shapes
         self._here = _Thread()
@@ -213,8 +216,13 @@ class CompiledFitting:
                 return self._waits(out)
             self._kinds.discard((kind, stands))
         assert self._eager is not None
-        with eagerly():  # it may have nothing to do, and then opens no context
-            return self._eager.run(model, forward, args, kwargs)
+        try:
+            with eagerly():  # it may have nothing to do, and then opens no context
+                return self._eager.run(model, forward, args, kwargs)
+        except BudgetTooSmall as error:  # a compiled step may need less
+            if self._refusal is None or self._refusal[1] >= error.least_nbytes:
+                raise
+        raise self._refused_most()
 
     @property
     def may_go_on(self) -> bool:
@@ -287,11 +295,28 @@ class CompiledFitting:
 
         Else the error is raised: before the second region of a forward, buffers may have changed.
         """
-        reason = twin.refused or error
+        reason = self._refused_most(twin.refused or error)
         is_one = not twin.regions.shares and twin.regions.runs == 1
         if not is_one or not self._may_go_eager(reason):
             raise reason if twin.refused is None else reason.with_traceback(None) from None
         self._go_eager(model, reason)
+
+    def _refused_most(self, error: Exception | None = None) -> Exception:
+        """Returns the refusal of the most bytes, of all shapes that were refused until now.
+
+        Given back, it holds for each of these. Other errors are returned as they are. Nothing is
+        kept of an error but what it says: its traceback holds tensors.
+        """
+        if isinstance(error, BudgetTooSmall):
+            said = str(error), error.least_nbytes, error.parts
+            if self._refusal is None or self._refusal[1] <= error.least_nbytes:
+                self._refusal = said
+                return error
+        elif error is not None:
+            return error
+        assert self._refusal is not None
+        message, least_nbytes, parts = self._refusal
+        return BudgetTooSmall(message, least_nbytes=least_nbytes, parts=parts)
 
     def _waits(self, out: Any) -> Any:
         """Notes that a forward waits for its backward; returns what it gave."""
@@ -359,8 +384,10 @@ class CompiledFitting:
             twin.stands = twin.stands or twin.fits(room)
         try:
             twin = self._twin_for(kind.numel, stands) or self._grown(model, stands)
-            out = twin.run(kind.numel, args, kwargs)
-            is_above = self._note_uncompiled(out, model, (args, kwargs)) and twin.may_exceed()
+            out, is_above = self._examined(twin, model, kind.numel, (args, kwargs), undo)
+            is_above = is_above or (
+                self._note_uncompiled(out, model, (args, kwargs)) and twin.may_exceed()
+            )
             # Or a graph runs several times.
             if (is_above or twin.excess_nbytes() > 0) and undo.is_possible:
                 out = None
@@ -373,8 +400,11 @@ class CompiledFitting:
                 out = None
                 raise NothingCompiled
         except failures() as error:
+            refusal = self._refused_most(error)
             if not self._may_go_eager(error) or not undo.is_possible:
-                raise
+                if refusal is error:
+                    raise
+                raise refusal from None
             undo.back()
             self._go_eager(model, error)
             return False, None
@@ -391,6 +421,28 @@ class CompiledFitting:
             self._kinds.clear()
         self._kinds.add((kind, stands))
         return True, out
+
+    def _examined(
+        self, twin: Twin, model: nn.Module, numel: int, given: tuple[Any, Any], undo: Undo
+    ) -> tuple[Any, bool]:
+        """Runs a first forward, of which what is saved is dropped if it does not fit.
+
+        Returns its result, and whether that has been dropped; it cannot be where forward could not
+        run again.
+        """
+        args, kwargs = given
+        if not undo.is_possible:
+            return twin.run(numel, args, kwargs), False
+        beside = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+        examined = Examined(_ABOVE * self.room_nbytes(), beside)
+        with examined:
+            out = twin.run(numel, args, kwargs)
+        if not examined.is_over:
+            return out, False
+        if not twin.ran:  # all of it is of uncompiled code
+            raise NothingCompiled
+        self._uncompiled_nbytes = max(self._uncompiled_nbytes, examined.nbytes)
+        return None, True
 
     def _note_uncompiled(self, out: Any, model: nn.Module, given: Any) -> bool:
         """Counts what code between compiled regions, as at graph breaks, holds for backward.

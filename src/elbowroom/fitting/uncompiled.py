@@ -1,11 +1,22 @@
-"""Bytes that code between compiled regions, as at graph breaks, holds for backward."""
+"""Bytes that code between compiled regions, as at graph breaks, holds for backward.
 
+uncompiled_nbytes   after a forward, by autograd's graph
+Examined            during the first forward of its kind, which may hold more than there is: of
+                    a model in which Dynamo finds nothing, all that it saves
+"""
+
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elbowroom.compiled import is_in_region
+from elbowroom.errors import RestoreError
+from elbowroom.fitting.why_eager import NothingCompiled
+from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.readers import held_by
 
 UNCOMPILED = "held by uncompiled code"  # name of these bytes in messages
@@ -29,13 +40,79 @@ def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> in
                 pending.append(below)
         if type(node).__name__ == "CompiledFunctionBackward":
             continue
-        for x in tensors_in(list(held_by(node))):
+        packed = (one.x if isinstance(one, _Held) else one for one in held_by(node))
+        for x in tensors_in(list(packed)):
             if x.layout is torch.strided:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
     for x in beside:
         if x.layout is torch.strided:
             storages.pop(x.untyped_storage()._cdata, None)
     return sum(storages.values())
+
+
+class Examined(OwnHooks):
+    """Context that drops what a forward saves once that is more than may be held.
+
+    A forward that was dropped counts bytes to its end, and has no backward. What a compiled region
+    saves as it runs for the first time stays (`compiled.held.counted`).
+
+    nbytes   what uncompiled code has saved, except what stands anyway
+    is_over  whether all that was saved is more than may be held
+    """
+
+    def __init__(self, allowed_nbytes: float, beside: Iterable[Tensor]) -> None:
+        self.nbytes, self.is_over = 0, False
+        self._in_regions = 0
+        self._allowed_nbytes = allowed_nbytes
+        self._seen = {_address(x) for x in beside}
+        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+        # Dynamo would compile them, as all that runs inside of a model that it has not compiled.
+        disable: Any = torch.compiler.disable
+        super().__init__(disable(self._pack), disable(_unpack))
+
+    def _pack(self, x: Tensor) -> "_Held":
+        held, address = _Held(x.detach(), x._version), _address(x)
+        if address in self._seen:
+            return held
+        nbytes = 0 if address is None else x.untyped_storage().nbytes()
+        if is_in_region():
+            self._in_regions += nbytes
+        else:
+            self.nbytes += nbytes
+        self._held.add(held)
+        if not self.is_over:
+            self._seen.add(address)
+            self.is_over = self.nbytes + self._in_regions > self._allowed_nbytes
+        if self.is_over:
+            for one in self._held:
+                one.x = None
+            self._held.clear()
+        return held
+
+
+@dataclass(eq=False)
+class _Held:
+    """A saved tensor, or None once it was dropped, and its version."""
+
+    x: Tensor | None
+    version: int
+
+
+def _unpack(held: _Held) -> Tensor:
+    x = held.x
+    if x is None:  # by a forward that asks for gradients itself
+        raise NothingCompiled
+    if x._version != held.version:
+        raise RestoreError(
+            f"a tensor of shape {tuple(x.shape)} that backward needs was changed in place after it "
+            f"was saved (version {held.version}, now {x._version}). Change a copy of it, as in "
+            "x = x + 1."
+        )
+    return x
+
+
+def _address(x: Tensor) -> int | None:
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else None
 
 
 def tensors_in(out: Any) -> list[Tensor]:
