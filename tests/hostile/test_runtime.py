@@ -1246,6 +1246,11 @@ def test_forked_workers_encode_after_the_parent_did():
             r"policy=7 is not possible; it is an id, a codec, or a function of a Site",
         ),
         (
+            {"policy": type(er.codec("dither"))},
+            UnknownField,
+            r"policy=Dither is a class; give one of it, as Dither\(\)",
+        ),
+        (
             {"min_nbytes": -1},
             UnknownField,
             r"min_nbytes=-1 is not possible; it is an int of bytes, 0 or more",

@@ -26,18 +26,18 @@ def site(consumer, formula=Formula.SUMMED, shape=(4, 8, 64, 32), **more):
 FINE = [
     (er.codec("dither", levels=2), er.codec("dither", levels=16)),
     (er.codec("dither", levels=24), er.codec("dither", levels=24)),
-    (er.codec("group", bits=2), er.codec("group", bits=4)),
-    (er.codec("division", bits=2, block=4), er.codec("division", bits=4, block=4)),
-    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.5 / 16)),
+    (er.codec("group", bits=2), er.codec("group", bits=5)),
+    (er.codec("division", bits=2, block=4), er.codec("division", bits=5, block=4)),
+    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.3 / 15)),
     (ABSOLUTE, ABSOLUTE),
     (er.codec("cast"), er.codec("cast")),
 ]
 SHARED = [
     (er.codec("dither", levels=2), er.codec("dither", levels=32)),
     (er.codec("dither", levels=40), er.codec("dither", levels=40)),
-    (er.codec("group", bits=2), er.codec("group", bits=5)),
-    (er.codec("division", bits=2, block=4), er.codec("division", bits=5, block=4)),
-    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.5 / 32)),
+    (er.codec("group", bits=2), er.codec("group", bits=6)),
+    (er.codec("division", bits=2, block=4), er.codec("division", bits=6, block=4)),
+    (er.codec("comet", bound=0.1), er.codec("comet", bound=0.3 / 31)),
     (ABSOLUTE, ABSOLUTE),
     (er.codec("cast"), er.codec("cast")),
 ]
@@ -84,6 +84,8 @@ def test_what_counts_is_the_shape_that_the_reader_sees(lean, mild):
 @pytest.mark.parametrize(("lean", "mild"), SHARED)
 def test_products_of_activations_pass_errors_on(lean, mild):
     product = replace(site("matmul", Formula.MATRIX), summed=256)
+    if mild.id == "group":  # rows of a matrix may differ in size
+        mild = replace(mild, group_size=64)
     assert at_precision_floor(lean, product) == mild
 
 

@@ -56,6 +56,10 @@ def policy_of(policy: str | Codec | Policy | None, rebuild: bool, fields: dict[s
         return Exact(rebuild)
     if policy == "keep":
         return KeepAll()
+    if isinstance(policy, type):
+        raise UnknownField(
+            f"policy={policy.__name__} is a class; give one of it, as {policy.__name__}()"
+        )
     if not callable(policy):
         raise UnknownField(
             f"policy={policy!r} is not possible; it is an id, a codec, or a function of a Site"

@@ -37,6 +37,9 @@ tokens (`levels_for_values`), since what they have in common cancels: a channel 
 gave q and k a gErr2 of 1.0 with 16 levels, and 0.03 with the 128 that it has now. Where logits are
 sharp, nearly all of a gradient goes through them, and so does the error of v: a quarter of it is
 allowed there (unscaled logits of a standard deviation of 6: gErr2 of four layers 0.061 -> 0.043).
+Floors count the error that a code makes of normal data, in levels of the dither that makes as large
+a one: of groups by stochastic rounding, which have twice the variance, 16 levels ask for 5 bits.
+
 Measured (docs/log.md, "attention"), gErr2 of q at standard deviations of 1, 3, 6:
 
                     1        3        6
@@ -85,7 +88,6 @@ a recurrent layer are as smooth as SiLU.
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
@@ -110,19 +112,12 @@ _FLOORS = {
 _PROBABILITIES, _RELATIVE = Cast("fp8_e4m3"), Cast("bf16")
 _MASKED_PROBABILITIES = replace(_PROBABILITIES, sparse=True)
 LEVELS = 16, 32, 64, 128, MAX_LEVELS
-_GROUP = 64  # elements that share a step
+_GROUP = 64  # elements that share a step, as in the dither by whose levels floors are counted
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
 _LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
 _LINEAR_OF_SHARP = 0.005  # ... where logits need more than 16 levels: weights are not even
 _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
 _MAX_BITS = 8
-
-
-class _PrecisionFloor(NamedTuple):
-    """The bits that a code must have, and the bound of `comet` that has about their error."""
-
-    bits: int
-    bound: float
 
 
 def levels_for(spread: float) -> int | None:
@@ -162,14 +157,8 @@ def at_precision_floor(codec: Codec, site: Site) -> Codec:
             return codec
         return _MASKED_PROBABILITIES if site.facts.has_zeros else _PROBABILITIES
     floor = max(_floor_of(site), site.least_levels if site.least_levels > _FINE else 0)
-    if not floor:
-        return codec
-    bits = (floor - 1).bit_length()
-    if isinstance(codec, Dither):
-        return replace(codec, levels=max(codec.levels, floor))
-    if not _is_fine_enough(codec, floor):
-        return Dither(levels=floor)
-    return _at_least(codec, _PrecisionFloor(bits, 0.5 / floor))
+    apart = site.formula is Formula.MATRIX or site.least_levels > _FINE
+    return _with_levels(codec, floor, apart=apart) if floor else codec
 
 
 def suffices(codec: Codec, site: Site) -> bool:
@@ -264,49 +253,48 @@ def if_curved(codec: Codec, site: Site) -> Codec | None:
 
 
 def at_least(codec: Codec, levels: int) -> Codec:
-    """The codec, or a setting of it with about the error of so many levels of dither.
-
-    What rounds stochastically has twice the variance or more: it gets a bit more. Above 16 levels,
-    the values that share a step are at most what a row of q or k bounds, and `dither` takes the
-    place of what has no setting that is fine enough.
-    """
+    """The codec, or a setting of it with about the error of so many levels of dither, of q or k."""
     if levels > MAX_LEVELS:
         is_half = isinstance(codec, Cast) and codec.to == "fp16"
         return codec if codec.lossless or is_half else Cast("fp16")
-    bits = (levels - 1).bit_length() + 1
-    if not _is_fine_enough(codec, levels):
+    is_fp8 = isinstance(codec, Cast) and codec.to.startswith("fp8")
+    if levels > LEVELS[0] and is_fp8:
         return Dither(levels=levels)
-    if levels > LEVELS[0]:
-        match codec:
-            case Dither() if codec.group_size > _GROUP:
-                codec = replace(codec, group_size=_GROUP)
-            case Group() | Division() if bits > _MAX_BITS:
-                return Dither(levels=levels)
-            case Cast() if codec.to.startswith("fp8"):
-                return Dither(levels=levels)
-    if isinstance(codec, Dither):
-        return replace(codec, levels=max(codec.levels, levels))
-    return _at_least(codec, _PrecisionFloor(bits, _BOUND / (levels - 1)))
+    return _with_levels(codec, levels, apart=levels > LEVELS[0])
+
+
+def _with_levels(codec: Codec, levels: int, *, apart: bool) -> Codec:
+    """The codec, or a setting of it with about the error of so many levels of dither.
+
+    That is on normal data, and of what rounds stochastically, which has twice the variance or more,
+    it is a bit more. `dither` takes the place of what has no setting that is fine enough.
+
+    apart: at most _GROUP values share a step, because rows of the data may differ in size
+    """
+    bits = (2 * (levels - 1)).bit_length()
+    if apart and isinstance(codec, Dither | Group) and codec.group_size > _GROUP:
+        codec = replace(codec, group_size=_GROUP)
+    match codec:
+        case Dither():
+            return replace(codec, levels=max(codec.levels, levels))
+        case Group() | Division() if bits <= _MAX_BITS:
+            return replace(codec, bits=max(codec.bits, bits))
+        case Comet() if codec.relative:
+            return replace(codec, bound=min(codec.bound, _BOUND / (levels - 1)))
+    return codec if _is_fine_enough(codec, levels) else Dither(levels=levels)
 
 
 def _is_fine_enough(codec: Codec, levels: int) -> bool:
-    """Returns whether it has a setting for so many levels (`_at_least`), or is one itself.
+    """Returns whether what has no setting for so many levels is as fine as it is.
 
-    `dither` takes the place of others: of what another package has made, and of what has no finer
-    setting. What is biased is never fine enough, unless it is finer than any dither.
+    What is biased never is, unless it is a float or finer than any dither.
     """
-    if codec.lossless or isinstance(codec, Cast | Comet | Dither | Division | Group):
+    if codec.lossless or isinstance(codec, Comet):
         return True
+    if isinstance(codec, Cast):
+        is_half = not codec.to.startswith("fp8")
+        return is_half or quality_of(Cast(codec.to), maps=True).levels >= levels
     if isinstance(codec, Sided):
         return min(codec.upper, codec.lower) >= levels
     quality = quality_of(codec, maps=True)  # the larger error, where there are two
     return quality.levels >= (levels if quality.unbiased else MAX_LEVELS)
-
-
-def _at_least(codec: Codec, mildest: _PrecisionFloor) -> Codec:
-    match codec:
-        case Group() | Division() if codec.bits < mildest.bits:
-            return replace(codec, bits=mildest.bits)
-        case Comet() if codec.relative and codec.bound > mildest.bound:
-            return replace(codec, bound=mildest.bound)
-    return codec
