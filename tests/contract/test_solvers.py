@@ -28,7 +28,7 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.plan.solve import BASELINES, SOLVERS, solve
 from elbowroom.plan.solve.greedy import _move as moved_by
-from elbowroom.plan.solve.least_levels import least_levels
+from elbowroom.plan.solve.least import least_levels
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model

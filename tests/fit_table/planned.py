@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from elbowroom.fitting.attempts import Attempts, Smallest, Taken
-from elbowroom.fitting.chosen import Candidate, Chosen
+from elbowroom.fitting.attempts import Attempts, Candidate, Chosen, Smallest, Taken
 from elbowroom.fitting.commands import (
     BlameNoClasses,
     CheckPlan,

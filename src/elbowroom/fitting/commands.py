@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elbowroom.errors import BudgetTooSmall
-    from elbowroom.fitting.attempts import Taken
-    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.attempts import Chosen, Taken
     from elbowroom.fitting.forward import FittedSaving
     from elbowroom.fitting.observations import Observation
     from elbowroom.plan.rehearsal import ForwardProfile

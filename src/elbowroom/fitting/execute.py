@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting import messages
-from elbowroom.fitting.attempts import KnownStep, Taken
-from elbowroom.fitting.chosen import Chosen
+from elbowroom.fitting.attempts import Chosen, KnownStep, Taken
 from elbowroom.fitting.commands import (
     BeginPlan,
     BlameNoClasses,

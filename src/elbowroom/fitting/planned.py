@@ -33,7 +33,6 @@ from elbowroom.fitting.commands import (
     TakeSmall,
     say,
 )
-from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.observations import (
     Fallbacks,
     NoPlan,
@@ -273,3 +272,14 @@ def _give_up(state: FitState, least: Taken) -> Step:
             refuses=state.refuses_last_resort,
         ),
     )
+
+
+_LARGEST_TENSORS = 5  # upper estimate of the additional memory of a watched step
+
+
+def room_nbytes(plan: "Plan") -> int:
+    """Returns the bytes that a watched step may need beyond this plan's peak.
+
+    Probing copies a tensor, and runs its op a second time in backward.
+    """
+    return _LARGEST_TENSORS * plan.largest_nbytes

@@ -10,8 +10,8 @@ from elbowroom.plan.action import Encode as Encode
 from elbowroom.plan.action import Keep as Keep
 from elbowroom.plan.action import Offload as Offload
 from elbowroom.plan.action import Rebuild as Rebuild
-from elbowroom.plan.coat import Coat as Coat
 from elbowroom.plan.offload_rest import OffloadRest as OffloadRest
+from elbowroom.plan.policy import Coat as Coat
 from elbowroom.plan.policy import Exact as Exact
 from elbowroom.plan.policy import KeepAll as KeepAll
 from elbowroom.plan.policy import Lean as Lean
