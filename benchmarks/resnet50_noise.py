@@ -31,7 +31,7 @@ from elbowroom.demo.tasks import Batch
 from elbowroom.measure import NoiseMeter
 from elbowroom.plan import KeepAll, Lean, Policy
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 NAME = "resnet50-noise"
 SIDE, CLASSES = 224, 10

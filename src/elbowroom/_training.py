@@ -39,12 +39,7 @@ from elbowroom.plan.registered import chosen_settings
 from elbowroom.plan.solve import WITHOUT_CODES, check_solver
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.compiler import original
-from elbowroom.tools import (
-    GrowingBatch,
-    LargestBatch,
-    Log,
-    find_largest,
-)
+from elbowroom.tools import GrowingBatch, LargestBatch, Log, find_largest
 from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)

@@ -14,8 +14,8 @@ from elbowroom.fitting.commands import TAKE_SMALL
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.recompute import state_nbytes
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.undo import Undo
 
 

@@ -89,12 +89,7 @@ class _Attempts:
         )
 
     def run(
-        self,
-        tight: int | None,
-        *,
-        fills: bool = False,
-        raises: bool = True,
-        waits: bool = False,
+        self, tight: int | None, *, fills: bool = False, raises: bool = True, waits: bool = False
     ) -> Compiled | _Missed:
         """Compiles a plan for this room. waits: for the code of backward, too, before it judges."""
         self.check = check = self._checked(raises=raises, waits=waits)

@@ -361,10 +361,7 @@ def _hints_of(example_inputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def in_whole(
-    error: BudgetTooSmall,
-    budget_nbytes: int,
-    more: Mapping[str, int],
-    noise: float | None = None,
+    error: BudgetTooSmall, budget_nbytes: int, more: Mapping[str, int], noise: float | None = None
 ) -> BudgetTooSmall:
     """Returns a region's error for the whole budget, which holds more than the region's room."""
     least = error.least_nbytes + sum(more.values())

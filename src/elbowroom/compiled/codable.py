@@ -10,7 +10,7 @@ function bends (exp, GELU) keeps fine codes, and what backward cannot take with 
 
 import operator
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -38,6 +38,8 @@ from elbowroom.compiled.rewrite import Coded, error_of
 MIN_NBYTES = 32768
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
+_PAIRS = ops_named("sort topk max min kthvalue mode median nanmedian cummax cummin")
+_aten = torch.ops.aten
 _WIDTHS = (8, 4, 2)  # bits of codes that are weighed, half a bit of metadata not counted
 _FINE = 1e-3  # squared error that a bent value may have
 _MIN_AWAY = 65536  # bytes: smaller values are not worth a file
@@ -255,9 +257,6 @@ def plain_nbytes_of(one: Coded) -> int:
     return known_size(value.numel()) * itemsize
 
 
-_aten = torch.ops.aten
-
-
 def range_of(node: fx.Node, after: Collection[fx.Node]) -> Facts | None:
     """Returns the range of the elements of an integer value, where it is known.
 
@@ -283,7 +282,7 @@ def _made_over(node: fx.Node) -> int | None:
     source, is_place = node, packet_of(node) in (_aten.argmax, _aten.argmin, _aten.argsort)
     if node.target is operator.getitem and node.args[1] == 1:
         source = node.all_input_nodes[0]
-        is_place = packet_of(source) in _pairs()
+        is_place = packet_of(source) in _PAIRS
     over = source.args[1] if is_place and len(source.args) > 1 else None
     if not is_place or (over is None and source is node):  # of all elements, as if in one row
         return None
@@ -332,8 +331,3 @@ def _largest(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
         return None
     return max([value.numel() if value.dim() == 0 else 0, *map(int, value.shape)])
-
-
-@cache
-def _pairs() -> frozenset[Any]:
-    return ops_named("sort topk max min kthvalue mode median nanmedian cummax cummin")

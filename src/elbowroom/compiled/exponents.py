@@ -1,4 +1,4 @@
-"""Exponentials that backward computes again, and what of their arguments tolerates a code.
+"""Finds which arguments of exponentials tolerate a code, where backward computes these again.
 
 The error of a code follows the range of the values around it, and exp makes a relative error of
 it, which is of any size. Two kinds of arguments need more than a fine code:
@@ -28,7 +28,6 @@ one value (`is_left_over`: tanh(x + 1) - tanh(x)) is computed again from exact v
 
 import operator
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +41,28 @@ COMPARISONS = ops_named("eq ne le lt ge gt sign isnan isinf")
 _MAX_NODES = 32
 _FLAT_POWERS = (0, 1, 2, 3, 4)  # others are steep
 _aten = torch.ops.aten
+_ADDED_PRODUCTS = ops_named("addmm baddbmm")
+_PRODUCTS = _ADDED_PRODUCTS | ops_named("mm bmm convolution")
+_DECOMPOSITIONS = ops_named(
+    "linalg_cholesky_ex linalg_eigh linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve "
+    "linalg_pinv linalg_qr linalg_lstsq linalg_ldl_factor_ex linalg_solve_triangular _linalg_det "
+    "_linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky_solve cholesky_inverse "
+    "triangular_solve"
+)
+_GATES = ops_named("sigmoid tanh erf")
+_STEEP = _GATES | ops_named("exp2 expm1 erfc softplus")
+_EXPONENTIALS = ops_named("exp exp2 expm1")
+_INVERSES = ops_named("reciprocal rsqrt")
+_SINGULAR = ops_named(
+    "reciprocal rsqrt sqrt log log2 log10 log1p logit xlogy cosh sinh tan atanh acos asin erfinv"
+)
+_BENDS = ops_named("square cosh sinh cos sin")
+_REDUCTIONS = ops_named("sum mean")
+_RELUS = ops_named("relu")
+_SUMS = ops_named("add sub rsub")
+_LINEAR = ops_named("mul div neg sum mean where relu clamp_min clone expand cat") | {
+    torch.ops.prims.convert_element_type
+}
 
 
 def exponents_of(
@@ -189,7 +210,7 @@ def _subtracts_functions(difference: fx.Node) -> bool:
     parts = [_made_elementwise(one) for one in operands]
     if len(parts) < 2:
         return False
-    bends = any(packet_of(one) in _steep() | _relus() for part in parts for one in part)
+    bends = any(packet_of(one) in _STEEP | _RELUS for part in parts for one in part)
     return bends and not parts[0].isdisjoint(parts[1])
 
 
@@ -197,7 +218,7 @@ def _made_elementwise(node: fx.Node) -> set[fx.Node]:
     """Returns a node, and what it is computed from element by element, with where that begins."""
 
     def inputs(one: fx.Node) -> list[fx.Node]:
-        is_loop = packet_of(one) in _linear() | _sums() | _steep() | _relus()
+        is_loop = packet_of(one) in _LINEAR | _SUMS | _STEEP | _RELUS
         return [n for n in one.all_input_nodes if _varies(n)] if is_loop else []
 
     return set(reached([node], inputs, _MAX_NODES))
@@ -208,13 +229,13 @@ def is_steep(reader: fx.Node, node: fx.Node) -> bool:
     packet = packet_of(reader)
     if packet is _aten.pow and node is reader.args[0]:
         return reader.args[1] not in _FLAT_POWERS
-    return is_exponential(reader, node) or packet in _steep()
+    return is_exponential(reader, node) or packet in _STEEP
 
 
 def is_gated(value: fx.Node) -> bool:
     """Returns whether a value, or a part of it, is multiplied with a sigmoid or the like of it."""
     plain = _grown({value}, lambda one: _is_elementwise(one) or one.target is operator.getitem)
-    bent = {user for node in plain for user in node.users if packet_of(user) in _gates()}
+    bent = {user for node in plain for user in node.users if packet_of(user) in _GATES}
     gates = _grown(bent, _is_elementwise)
     products = (user for node in gates for user in node.users if packet_of(user) is _aten.mul)
     return any(not plain.isdisjoint(product.all_input_nodes) for product in products)
@@ -233,7 +254,7 @@ def _grown(nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool]) -> set[
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Returns whether an op views, adds or multiplies elements, also with themselves."""
-    return is_view(node) or packet_of(node) in _linear() | _sums() | {_aten.pow}
+    return is_view(node) or packet_of(node) in _LINEAR | _SUMS | {_aten.pow}
 
 
 def is_saturated_steeply(value: fx.Node) -> bool:
@@ -243,7 +264,7 @@ def is_saturated_steeply(value: fx.Node) -> bool:
     error of y is not. Divisors of fewer elements, as the size of a row, do not count.
     """
     source = _source(value)
-    if packet_of(source) not in _gates() | _exponentials():
+    if packet_of(source) not in _GATES | _EXPONENTIALS:
         return False
     size = elements_of(source)
     made = _made_of(source, lambda n: _is_alone(n) or packet_of(n) is _aten.abs)
@@ -259,7 +280,7 @@ def _is_singular(node: fx.Node) -> bool:
         divisor = node.args[1]
         is_large = isinstance(divisor, fx.Node) and elements_of(divisor) >= elements_of(node)
         return is_large and _varies(divisor)
-    return packet in _singular() | _exponentials()
+    return packet in _SINGULAR | _EXPONENTIALS
 
 
 def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
@@ -274,15 +295,15 @@ def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
     large = {n for n in _made_of(source, takes) if elements_of(n) >= elements_of(source)}
     if _is_peak(source) and any(map(_is_bent, large)):
         return True
-    if packet_of(source) in _gates() and any(packet_of(n) in _exponentials() for n in large):
+    if packet_of(source) in _GATES and any(packet_of(n) in _EXPONENTIALS for n in large):
         return True
     own = _after({value}, _is_signed, gradients)
     bent = {user for node in own for user in _forward(node, gradients) if _is_bent(user)}
-    squared = {node for node in bent if packet_of(node) not in _exponentials()}
-    if packet_of(source) in _exponentials():
+    squared = {node for node in bent if packet_of(node) not in _EXPONENTIALS}
+    if packet_of(source) in _EXPONENTIALS:
         bent.add(source)
     if not is_gated(value) and any(
-        packet_of(user) in _gates()
+        packet_of(user) in _GATES
         for node in _after(bent, _is_alone, gradients)
         for user in _forward(node, gradients)
     ):
@@ -303,13 +324,13 @@ def is_taken_apart(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
     """
     source = _source(value)
     made = source.all_input_nodes[0] if packet_of(source) is operator.getitem else source
-    if packet_of(made) in _decompositions():
+    if packet_of(made) in _DECOMPOSITIONS:
         return True
     own = _after({source}, _is_alone, gradients)
     read = (user for node in own for user in _forward(node, gradients))
-    products = {user for user in read if packet_of(user) in _products()}
+    products = {user for user in read if packet_of(user) in _PRODUCTS}
     return any(
-        packet_of(user) in _decompositions()
+        packet_of(user) in _DECOMPOSITIONS
         for node in _after(products, _is_alone, gradients)
         for user in _forward(node, gradients)
     )
@@ -332,11 +353,11 @@ def _is_inverse(node: fx.Node) -> bool:
     packet = packet_of(node)
     if packet is _aten.pow:
         return isinstance(node.args[1], int | float) and node.args[1] < 0
-    return packet in _inverses()
+    return packet in _INVERSES
 
 
 def _raises(reader: fx.Node, node: fx.Node) -> bool:
-    return packet_of(reader) in _exponentials() or is_exponential(reader, node)
+    return packet_of(reader) in _EXPONENTIALS or is_exponential(reader, node)
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
@@ -351,7 +372,7 @@ def _is_bent(node: fx.Node) -> bool:
         return len(parts) > 1 and not parts[0].isdisjoint(parts[1])
     if packet is _aten.pow:
         return isinstance(node.args[1], int | float) and node.args[1] not in (0, 1)
-    return packet in _exponentials() | _bends()
+    return packet in _EXPONENTIALS | _BENDS
 
 
 def _factors(node: fx.Node) -> set[fx.Node]:
@@ -388,7 +409,7 @@ def _after(
 
 def _is_alone(node: fx.Node) -> bool:
     """Returns whether an op views, adds or multiplies element by element."""
-    return _is_added_up(node) and packet_of(node) not in _reductions()
+    return _is_added_up(node) and packet_of(node) not in _REDUCTIONS
 
 
 def _is_signed(node: fx.Node) -> bool:
@@ -397,7 +418,7 @@ def _is_signed(node: fx.Node) -> bool:
 
 def _is_added_up(node: fx.Node) -> bool:
     """Returns whether an op does so, or adds elements up."""
-    return is_view(node) or packet_of(node) in _linear() | _sums()
+    return is_view(node) or packet_of(node) in _LINEAR | _SUMS
 
 
 def is_difference(exponent: fx.Node) -> bool:
@@ -409,15 +430,15 @@ def is_difference(exponent: fx.Node) -> bool:
     while pending and len(seen) <= _MAX_NODES:
         node = pending.pop()
         packet = packet_of(node)
-        if packet in _products():
-            if packet in _added_products() and _varies(node.args[0]):
+        if packet in _PRODUCTS:
+            if packet in _ADDED_PRODUCTS and _varies(node.args[0]):
                 return True
             continue
-        if packet in _sums():
+        if packet in _SUMS:
             terms = {_source(n) for n in node.all_input_nodes if _varies(n)}
             if len(terms) > 1:
                 return True
-        elif not (is_view(node) or packet in _linear()):
+        elif not (is_view(node) or packet in _LINEAR):
             continue
         new = set(node.all_input_nodes) - seen
         seen |= new
@@ -450,7 +471,7 @@ def is_log_probability(exponent: fx.Node) -> bool:
 def is_probability(value: fx.Node) -> bool:
     """Returns whether a value is exp of a log-probability: its gradient has it twice, in a sum."""
     source = _source(value)
-    is_raised = packet_of(source) in _exponentials()
+    is_raised = packet_of(source) in _EXPONENTIALS
     return is_raised and any(map(is_log_probability, source.all_input_nodes))
 
 
@@ -499,73 +520,3 @@ def _varies(value: Any) -> bool:
         return False
     source = _source(value)
     return source.op == "call_function" and bool(source.all_input_nodes)
-
-
-@cache
-def _products() -> frozenset[Any]:
-    return _added_products() | ops_named("mm bmm convolution")
-
-
-@cache
-def _decompositions() -> frozenset[Any]:
-    names = "cholesky_ex eigh inv_ex lu lu_factor_ex lu_solve pinv qr lstsq ldl_factor_ex"
-    found = " ".join(f"linalg_{name}" for name in [*names.split(), "solve_triangular"])
-    own = "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd"
-    return ops_named(f"{found} {own} cholesky_solve cholesky_inverse triangular_solve")
-
-
-@cache
-def _added_products() -> frozenset[Any]:
-    return ops_named("addmm baddbmm")
-
-
-@cache
-def _gates() -> frozenset[Any]:
-    return ops_named("sigmoid tanh erf")
-
-
-@cache
-def _steep() -> frozenset[Any]:
-    return _gates() | ops_named("exp2 expm1 erfc softplus")
-
-
-@cache
-def _exponentials() -> frozenset[Any]:
-    return ops_named("exp exp2 expm1")
-
-
-@cache
-def _inverses() -> frozenset[Any]:
-    return ops_named("reciprocal rsqrt")
-
-
-@cache
-def _singular() -> frozenset[Any]:
-    names = "reciprocal rsqrt sqrt log log2 log10 log1p logit xlogy cosh sinh tan atanh acos asin"
-    return ops_named(names + " erfinv")
-
-
-@cache
-def _bends() -> frozenset[Any]:
-    return ops_named("square cosh sinh cos sin")
-
-
-@cache
-def _reductions() -> frozenset[Any]:
-    return ops_named("sum mean")
-
-
-@cache
-def _relus() -> frozenset[Any]:
-    return ops_named("relu")
-
-
-@cache
-def _sums() -> frozenset[Any]:
-    return ops_named("add sub rsub")
-
-
-@cache
-def _linear() -> frozenset[Any]:
-    convert = torch.ops.prims.convert_element_type
-    return ops_named("mul div neg sum mean where relu clamp_min clone expand cat") | {convert}

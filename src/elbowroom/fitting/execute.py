@@ -57,13 +57,7 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import (
-    CAREFUL,
-    LIKELY,
-    Care,
-    ForwardProfile,
-    with_backward,
-)
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile, with_backward
 from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
 

@@ -189,10 +189,10 @@ def peak_of_backward(
     return highest and memory.static_nbytes + highest
 
 
-def gradients_peak(outputs: Iterable[Tensor], since: int = 0) -> int:
+def gradients_peak(outputs: Iterable[Tensor]) -> int:
     """Returns the most bytes of gradients that stand at once in backward, by the graph alone.
 
-    Those of parameters do not count. 0 where the outputs have no graph. since: as above
+    Those of parameters do not count. 0 where the outputs have no graph.
     """
-    moments = run(graph_of(outputs, since=since, is_whole=not since))
+    moments = run(graph_of(outputs))
     return max((moment.nbytes + moment.hidden for moment in moments), default=0)

@@ -91,13 +91,7 @@ class Twin:
     compiler_name = "elbowroom.fit"
 
     def __init__(
-        self,
-        fitting: Controller,
-        model: nn.Module,
-        spare: float,
-        *,
-        stands: bool,
-        runs: int = 1,
+        self, fitting: Controller, model: nn.Module, spare: float, *, stands: bool, runs: int = 1
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
         self.resident = 0

@@ -7,7 +7,7 @@
 Of an op that is linear in x, it is sum_t |dY_t|^2 |x_t|^2, the formula of `sensitivity.py` with x
 in the place of its error. |dW|^2 would not do: the gradients of tokens add up in it, and errors do
 not (0.03 to 8 times as much). Any other op passes an error on that is as large, relative to its
-gradient, as that of what it reads; `paths.py` says what arrives at the weights. A norm passes on a
+gradient, as that of what it reads; `Paths` says what arrives at the weights. A norm passes on a
 twentieth, and adds what its own weights get. The 2.2 is the squared error of a code of two levels,
 relative to x, and a margin.
 

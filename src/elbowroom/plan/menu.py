@@ -368,13 +368,7 @@ def action_name(preset: Preset, storage: Storage) -> str:
 
 
 def _set_held(
-    held: _Held,
-    preset: Preset,
-    site: Site,
-    storage: Storage,
-    profile: Profile,
-    *,
-    is_gated: bool,
+    held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile, *, is_gated: bool
 ) -> None:
     site = _as_made(preset, site)
     match preset.policy(site):

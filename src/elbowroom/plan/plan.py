@@ -192,7 +192,7 @@ class Plan:
         )
 
     def has_call(self, nth: int) -> bool:
-        """Returns whether the plan contains an nth forward of the same step (`sequence.py`)."""
+        """Returns whether the plan contains an nth forward of the same step (`in_sequence`)."""
         names = (*(name.module for name in self.sites), *self.recompute)
         return any(name.startswith(prefix(nth)) for name in names)
 

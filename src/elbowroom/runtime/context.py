@@ -127,15 +127,11 @@ class Context:
         """Begins a training step."""
         self.step += 1
 
-    def learn_keep(self, key: SiteKey, why: str = OUTLIVED) -> None:
-        """Keeps this site from the next step on, for this reason."""
-        if self.learns:
-            self.kept.setdefault(key, why)
-
     def note_survivor(self, name: SiteName, key: SiteKey) -> None:
         """Notes that a tensor of this site was still there, so that encoding it freed nothing."""
         self.survivors.add(name)
-        self.learn_keep(key)
+        if self.learns:  # from the next step on it is kept
+            self.kept.setdefault(key, OUTLIVED)
 
     def learn_limit(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:
         """Keeps this site, or makes its code finer, from the next step on; returns if that is new.

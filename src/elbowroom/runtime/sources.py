@@ -56,11 +56,7 @@ class Sources(Storages):
     """
 
     def __init__(
-        self,
-        ledger: Ledger | None = None,
-        *,
-        is_exact: bool = False,
-        products_again: bool = False,
+        self, ledger: Ledger | None = None, *, is_exact: bool = False, products_again: bool = False
     ) -> None:
         super().__init__()
         self.is_exact, self.products_again = is_exact, products_again

@@ -30,10 +30,10 @@ from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import SiteName
-from elbowroom.runtime.attach import Around, attach, detach
+from elbowroom.runtime.attach import Around, Given, attach, detach
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.tools.profiling import Profiling
 from elbowroom.tools.untouched import check_keeps_gradients, untouched
 from elbowroom.units import show_nbytes, show_seconds
@@ -311,13 +311,7 @@ class _Following:
         """Runs a forward without gradients as it is."""
         return forward()
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         with Saving(
             self._plan,
             min_nbytes=self._min_nbytes,

@@ -49,13 +49,7 @@ from elbowroom.runtime.replay.notes import (
     Unwritable,
     made_of,
 )
-from elbowroom.runtime.replay.script import (
-    NOWHERE,
-    PLAIN_VALUES,
-    Like,
-    Script,
-    state_of_torch,
-)
+from elbowroom.runtime.replay.script import NOWHERE, PLAIN_VALUES, Like, Script, state_of_torch
 from elbowroom.runtime.replay.writer import Writer
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import Origin, WeakStorage, storage_nbytes, untouchable, version_of

@@ -36,14 +36,7 @@ from elbowroom.runtime.replay.notes import (
     Unwritable,
     made_of,
 )
-from elbowroom.runtime.replay.script import (
-    NOWHERE,
-    Instruction,
-    Like,
-    Save,
-    Script,
-    Step,
-)
+from elbowroom.runtime.replay.script import NOWHERE, Instruction, Like, Save, Script, Step
 
 
 class Writer(InstructionWriter):
