@@ -25,7 +25,7 @@ from _common import arguments, facts, finish, out_path, target, tell
 from _resnet50 import resnet50
 from torch import Tensor
 
-from elbowroom.adaptive.lean import LeanBudget
+from elbowroom.adaptive.noise_budget import LeanBudget
 from elbowroom.demo.data import Images, load_images
 from elbowroom.demo.tasks import Batch
 from elbowroom.measure import NoiseMeter

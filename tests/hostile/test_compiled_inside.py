@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import elbowroom as er
 from elbowroom.compiled.partition import Decision, listening
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.uncompiled import uncompiled_nbytes
+from elbowroom.fitting.twin import uncompiled_nbytes
 from elbowroom.runtime.attach import attached
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import uncompiled as uncompiled

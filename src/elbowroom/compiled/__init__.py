@@ -23,8 +23,7 @@
     written.py     ... and what the code that it has written takes
     deferred.py    ... before any of its C++ is compiled
     attempts.py    ... of one plan after another, until one fits
-    decision.py    ... in figures
-    stored.py      ... which Inductor's cache stores with the code
+    decision.py    ... in figures, which Inductor's cache stores with the code
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")
 

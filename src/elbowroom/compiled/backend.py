@@ -31,9 +31,8 @@ from torch import fx
 from elbowroom._checks import BACKEND_OPTIONS
 from elbowroom.compiled.attempts import fitting
 from elbowroom.compiled.collect import known_size
-from elbowroom.compiled.decision import OTHERS, Decision, too_small
+from elbowroom.compiled.decision import OTHERS, Decision, Loaded, too_small
 from elbowroom.compiled.deferred import Deferred
-from elbowroom.compiled.stored import Loaded
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes, show_percent

@@ -50,8 +50,15 @@ from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary, summary_of_regions
 from elbowroom.fitting.summary import summary as summary_of
-from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with_hooks
-from elbowroom.fitting.uncompiled import UNCOMPILED, tensors_in, uncompiled_nbytes
+from elbowroom.fitting.twin import (
+    UNCOMPILED,
+    CompileSettings,
+    Twin,
+    compile_settings,
+    tensors_in,
+    uncompiled_nbytes,
+    with_hooks,
+)
 from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
 from elbowroom.measure.rates import rates
 from elbowroom.runtime.attach import Given, attach, opener_of

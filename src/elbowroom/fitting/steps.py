@@ -49,9 +49,8 @@ def foresee(
 ) -> list[Foreseen]:
     """Returns an estimate for each setting that the options allow, the mildest first.
 
-        weights and all else that was resident + gradients and states to come + what the setting
-        holds + transients, which were not measured: as many largest tensors as a first step
-        reserves
+        resident bytes + gradients and states to come + what the setting holds
+        + transients, not measured: as many largest tensors as a first step reserves
 
     This is an upper bound in most cases. A plan, which is made from a whole step, may take less.
 

@@ -8,7 +8,7 @@ room at that time (`elbowroom.compiled`). The room belongs to the controller of 
 creates twins (`compiled.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from elbowroom.compiled import Regions, compile_region, counted, frame_of, in_wh
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.uncompiled import UNCOMPILED
 from elbowroom.runtime.attach import called
 from elbowroom.runtime.compiler import (
     compiled_forward,
@@ -31,6 +30,7 @@ from elbowroom.runtime.compiler import (
     is_compiled,
     original,
 )
+from elbowroom.runtime.readers import held_by
 from elbowroom.units import show_at_least, show_nbytes
 
 
@@ -263,3 +263,38 @@ def _refusing_to_stop() -> AbstractContextManager[Any]:
     return (
         nullcontext() if config.suppress_errors else config.patch(fail_on_recompile_limit_hit=True)
     )
+
+
+UNCOMPILED = "held by uncompiled code"  # name of these bytes in messages
+
+
+def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
+    """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
+
+    Of what hooks of the program have packed, tensors count: a checkpoint's regions hold none.
+
+    results: of a forward; beside: tensors that stand anyway
+    """
+    storages: dict[int, int] = {}
+    pending = [x.grad_fn for x in results if x.grad_fn is not None]
+    seen: set[Any] = set(pending)
+    while pending:
+        node: Any = pending.pop()
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                pending.append(below)
+        if type(node).__name__ == "CompiledFunctionBackward":
+            continue
+        for x in tensors_in(list(held_by(node))):
+            if x.layout is torch.strided:
+                storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    for x in beside:
+        if x.layout is torch.strided:
+            storages.pop(x.untyped_storage()._cdata, None)
+    return sum(storages.values())
+
+
+def tensors_in(out: Any) -> list[Tensor]:
+    """Returns all tensors in a nested structure, such as the results of a model."""
+    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]

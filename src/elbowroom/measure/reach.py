@@ -261,8 +261,7 @@ _Below = list[tuple[int, Tensor]]  # by autograd's number of a node below, the e
 class Paths:
     """The graph of one step, and the energies of the gradients in its backward.
 
-        gain(node) = variance that reaches the weights / energy of an error in what the node
-        receives
+        gain(node) = variance that reaches the weights / energy of an error in the node's input
                    = own(node) + sum over edges |g_edge|^2 / |g|^2 * gain(node below)
 
     |g|^2 is the energy of the gradient that the node receives, |g_edge|^2 of what it passes on. So

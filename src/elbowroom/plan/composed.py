@@ -14,8 +14,7 @@ from math import ceil
 
 from elbowroom.codecs import Sided
 from elbowroom.kernels.layout import TILE, codes_nbytes
-from elbowroom.plan.offload_rest import OffloadRest
-from elbowroom.plan.policy import Lean
+from elbowroom.plan.policy import Lean, OffloadRest
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage

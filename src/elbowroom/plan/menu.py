@@ -24,8 +24,7 @@ from elbowroom.codecs import BitMask, Codec, Dither, Sided
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
 from elbowroom.plan.composed import LEAN_LEVELS, beside_mask, is_composed, is_no_worse
-from elbowroom.plan.offload_rest import OffloadRest, Tier
-from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
+from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy, OffloadRest, Tier
 from elbowroom.plan.precision_floor import ATTENTION, coded_rows, keeps_rows_apart, suffices
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.prices import (

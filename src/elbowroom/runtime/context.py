@@ -174,13 +174,6 @@ class Context:
                 self._remembered[key] = make()
             return cast(T, self._remembered[key])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state by which a checkpoint continues with the same noise."""
-        return {"seed": self.seed, "count": self.count, "step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.count, self.step = state["seed"], state["count"], state["step"]
-
 
 def _of_any_shape(key: SiteKey) -> SiteKey:
     module, consumer, _, dtype = key

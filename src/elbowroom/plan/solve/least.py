@@ -104,8 +104,7 @@ _AT_ONCE = 1 << 20  # numbers in the table of an item's ways and moments; items 
 def cannot_fit(problem: Problem, limits: Limits) -> bool:
     """Returns whether it is certain that no choice fits.
 
-        least level(t) = base(t) + sum over items of the least that any way to hold an item takes at
-        t
+        least level(t) = base(t) + sum over items of the least that any way to hold it takes at t
 
     The ways are the options that are allowed, and to be inside a region that runs again. In another
     moment an item may be held in another way, and what regions take besides counts nothing. So no
