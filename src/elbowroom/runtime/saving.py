@@ -10,24 +10,28 @@ A context covers one forward. What continues it, `after` it, has its ledger and 
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
-from elbowroom.plan import Policy
+from elbowroom.plan import Encode, Need, Policy
+from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.runtime import modules
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import Consumers
+from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Packer
 from elbowroom.runtime.kept import Many
+from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.observer import NOBODY
 from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.redrawn import Redrawn
-from elbowroom.runtime.serving import Serving
+from elbowroom.runtime.serving import Serving, perform
 from elbowroom.runtime.slot import Slot, unpack
 from elbowroom.runtime.waiting import end_waiting
 
@@ -160,7 +164,29 @@ class Saving(Packer):
         """
         self._listener.refuse("its setting has changed")
         for slot in self._sources.slots() if slots is None else slots:
-            self._serving.tighten(slot, policy)
+            self._tighten(slot, policy)
+
+    def _tighten(self, slot: Slot, policy: Policy) -> None:
+        """Encodes a tensor that was kept so far and may carry an error, by another policy."""
+        kept = slot.value
+        if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
+            return
+        # An op that was served by a kept tensor left no site: assume the most that any may need.
+        action = policy(replace(slot.sites[-1], need=Need.LOSSY))
+        if not isinstance(action, Encode):
+            return
+        action = replace(action, codec=reduce(at_precision_floor, slot.sites, action.codec))
+        base = kept.restore()
+        bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
+        if bits is not None:
+            slot.hold_bits(bits)
+        elif slot.mask_of:
+            return
+        seed, known = self._serving.next_seed(), slot.statistics
+        handle = perform(
+            *(action, base, Need.LOSSY, None, seed), statistics=known, is_examined=True
+        )
+        slot.hold(handle)
 
     def error_report(self) -> Any:
         """Returns what lossy codes add to the gradient's variance, predicted beside measured.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, can_follow
+from elbowroom.runtime.handles.rebuild import Expected, Link, Op, Recipe, followed
 from elbowroom.runtime.ledger import Entry, Ledger
 from elbowroom.runtime.slot import CountedSlot, Geometry, Handle, KeepHandle, Slot
 from elbowroom.runtime.storage import (
@@ -281,3 +281,18 @@ class LateCopy(CountedSlot):
             x = storage.tensor(self.dtype)
             if x is not None:
                 self.hold(KeepHandle(x.as_strided(*self.base).clone(), CONSTANT))
+
+
+def can_follow(link: Link) -> bool:
+    """Returns whether a link has a target, without making a copy that can still be made."""
+    if not waits_for_copy(link):
+        return followed(link) is not None
+    return not isinstance(link, Recipe) or all(map(can_follow, link.links))
+
+
+def waits_for_copy(link: Link) -> bool:
+    """Returns whether something that it leads to is copied only once that is asked for."""
+    if isinstance(link, Recipe):
+        return any(map(waits_for_copy, link.links))
+    slot = link()
+    return slot is not None and slot.is_pending

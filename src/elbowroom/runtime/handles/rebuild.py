@@ -512,21 +512,6 @@ def followed(link: "Link") -> "Slot | Ready | None":
     return None if recipe is None else recipe.ready()
 
 
-def can_follow(link: "Link") -> bool:
-    """Returns whether a link has a target, without making a copy that can still be made."""
-    if not waits_for_copy(link):
-        return followed(link) is not None
-    return not isinstance(link, Recipe) or all(map(can_follow, link.links))
-
-
-def waits_for_copy(link: "Link") -> bool:
-    """Returns whether something that it leads to is copied only once that is asked for."""
-    if isinstance(link, Recipe):
-        return any(map(waits_for_copy, link.links))
-    slot = link()
-    return slot is not None and slot.is_pending
-
-
 def _is_of_product(link: Link) -> bool:
     if isinstance(link, Recipe):
         return link.of_product
