@@ -142,7 +142,7 @@ class Regions:
             self.places[key] = f" (to {Path(stack[-1].filename).name}:{stack[-1].lineno})"
         return room, self.shares[key]
 
-    def beside(self, least_nbytes: int) -> dict[str, int]:
+    def held_by_others(self, least_nbytes: int) -> dict[str, int]:
         """Returns what other regions may hold in the least room that leaves `least_nbytes`.
 
         That is the least room of the whole step, less `least_nbytes`. The regions before may hold
@@ -250,7 +250,7 @@ def compile_region(
         compiled = _corrected(gm, example_inputs, regions, room, held, options)
     except BudgetTooSmall as error:
         if (regions.elsewhere_nbytes or held is not None) and settings.room_nbytes is not None:
-            others = regions.beside(error.least_nbytes)
+            others = regions.held_by_others(error.least_nbytes)
             error = in_whole(error, settings.room_nbytes, others, settings.limit)
         if raises:
             raise error from None

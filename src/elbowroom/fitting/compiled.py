@@ -309,8 +309,8 @@ class CompiledFitting:
         held = self._previous.alive()
         if self._waiting or storage_nbytes(held) <= self.standing_nbytes:
             return
-        beside = [*model.parameters(), *model.buffers(), *tensors_in(given)]
-        stands = storage_nbytes([*beside, *held]) - storage_nbytes(beside)
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+        stands = storage_nbytes([*resident, *held]) - storage_nbytes(resident)
         if stands <= self.standing_nbytes:
             return
         self.standing_nbytes = stands
@@ -371,8 +371,8 @@ class CompiledFitting:
 
         Returns whether it is more than was counted before.
         """
-        beside = [*model.parameters(), *model.buffers(), *tensors_in((out, given))]
-        held, before = uncompiled_nbytes(tensors_in(out), beside), self._uncompiled_nbytes
+        resident = [*model.parameters(), *model.buffers(), *tensors_in((out, given))]
+        held, before = uncompiled_nbytes(tensors_in(out), resident), self._uncompiled_nbytes
         self._uncompiled_nbytes = max(before, held)
         return held > before
 
@@ -439,8 +439,10 @@ class CompiledFitting:
         each = [(twin.resident, one) for twin in self._twins for one in twin.regions.decisions]
         return replace(
             summary,
-            plain_nbytes=max((beside + one.plain_nbytes for beside, one in each), default=None),
-            predicted_nbytes=max((beside + one.peak_nbytes for beside, one in each), default=None),
+            plain_nbytes=max((resident + one.plain_nbytes for resident, one in each), default=None),
+            predicted_nbytes=max(
+                (resident + one.peak_nbytes for resident, one in each), default=None
+            ),
         )
 
 

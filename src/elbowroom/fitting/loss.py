@@ -97,8 +97,8 @@ def may_be_loss(module: nn.Module) -> bool:
         for name, part in vars(one).items()
         if name != "_modules"  # those are seen
     ]
-    beside = [x for part in parts for x in tree_leaves(part) if isinstance(x, nn.Module)]
-    return not beside and next(module.parameters(), None) is None
+    unregistered = [x for part in parts for x in tree_leaves(part) if isinstance(x, nn.Module)]
+    return not unregistered and next(module.parameters(), None) is None
 
 
 def _no_module(given: object) -> str:

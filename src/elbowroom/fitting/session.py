@@ -36,7 +36,7 @@ from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import SharesSteps, next_forward
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_beside, add_room
+from elbowroom.fitting.messages import add_co_resident, add_room
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.replayed import ReplayedForward
@@ -243,7 +243,7 @@ class Fitting(SharesSteps):
             kinds_nbytes = self._plan_cache.least_of_others(self.planner)
             taken_nbytes = self.planner.state.taken_nbytes
             add_room(error, self._neighbors.savings_nbytes, kinds_nbytes, taken_nbytes)
-            add_beside(error, self.planner.memory.co_resident_nbytes)
+            add_co_resident(error, self.planner.memory.co_resident_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts

@@ -134,8 +134,8 @@ class Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget, beside = self._fitting.options.budget_nbytes, self._fitting.outside_room()
-            self.refused = in_whole(error, budget, beside, self.regions.settings.limit)
+            budget, outside = self._fitting.options.budget_nbytes, self._fitting.outside_room()
+            self.refused = in_whole(error, budget, outside, self.regions.settings.limit)
             raise self.refused from None
         made = self.regions.decisions[before:]
         if symbolic and (made or _may_record(example_inputs)):
@@ -173,8 +173,8 @@ class Twin:
     def leaves_room(self, standing_nbytes: int) -> bool:
         """Returns whether so many bytes may stand beside the forward graphs of its plans."""
         most = max((one.forward_nbytes for one in self.regions.decisions), default=0)
-        beside = standing_nbytes + self.regions.elsewhere_nbytes
-        return most + beside <= self._fitting.room_nbytes()
+        others = standing_nbytes + self.regions.elsewhere_nbytes
+        return most + others <= self._fitting.room_nbytes()
 
     def fits(self, room_nbytes: int) -> bool:
         """Returns whether its plans are known to need no more than this."""
@@ -268,12 +268,12 @@ def _refusing_to_stop() -> AbstractContextManager[Any]:
 UNCOMPILED = "held by uncompiled code"  # name of these bytes in messages
 
 
-def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
+def uncompiled_nbytes(results: Sequence[Tensor], resident: Iterable[Tensor]) -> int:
     """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
 
     Of what hooks of the program have packed, tensors count: a checkpoint's regions hold none.
 
-    results: of a forward; beside: tensors that stand anyway
+    results: of a forward; resident: tensors that exist anyway
     """
     storages: dict[int, int] = {}
     pending = [x.grad_fn for x in results if x.grad_fn is not None]
@@ -289,7 +289,7 @@ def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> in
         for x in tensors_in(list(held_by(node))):
             if x.layout is torch.strided:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    for x in beside:
+    for x in resident:
         if x.layout is torch.strided:
             storages.pop(x.untyped_storage()._cdata, None)
     return sum(storages.values())

@@ -187,13 +187,13 @@ def with_backward(
     asked: dict[tuple[int, int], int] = {}
     for k, moment in enumerate(moments):
         asked.update(dict.fromkeys(moment.asks, first + k))
-        beside, waits = moment.nbytes, moment.waits
-        if k == 0 and loss_nbytes > beside:
-            beside = waits = loss_nbytes
-        beside += int(care.workspaces * _workspace_nbytes(storages, moment))
-        beside += _kept_places_nbytes(storages, moment, results)
+        taken, waits = moment.nbytes, moment.waits
+        if k == 0 and loss_nbytes > taken:
+            taken = waits = loss_nbytes
+        taken += int(care.workspaces * _workspace_nbytes(storages, moment))
+        taken += _kept_places_nbytes(storages, moment, results)
         stays = stands + small[k] + min(moment.stay, born)
-        base.append(stays + beside)
+        base.append(stays + taken)
         samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
         floor.append(stays + waits if turns or not samples else -1)
     asked_storages = tuple(

@@ -276,7 +276,7 @@ class Tracer(Listener):
     def noted(self, ready: Ready) -> NotedRecipe:
         """Returns the notes of a recipe. Raises Unwritable if no script may hold it."""
         op, makers = ready.op, []
-        for one in (op, *op.beside):
+        for one in (op, *op.equal_ops):
             known = self._makers.get(id(one))
             if known is None or known[0]() is not one:
                 raise Unwritable("a recipe of no op")
@@ -288,7 +288,7 @@ class Tracer(Listener):
             return self.noted(one) if isinstance(one, Ready) else self._trace_of(one)
 
         others = tuple((_gone, seen) for _, seen in op.others)
-        bare = replace(op, given=(), others=others, beside=())
+        bare = replace(op, given=(), others=others, equal_ops=())
         if op.bound is not None:  # which makes what reads statistics
             bare = replace(bare, lossy=None, affine=None, of_normal=None)
         given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]

@@ -254,7 +254,7 @@ class Writer(InstructionWriter):
             direct,
             op.levels if self._codes_any(at, op) else None,
             numel=op.numel,
-            stands=op.direct,
+            replaced_by=op.direct,
             **acts,
         )
 
