@@ -41,9 +41,8 @@ from _training import Bench
 from _ways import PLAIN, Arm, Way, saving
 
 import elbowroom as er
-from elbowroom.demo.data import load_images
+from elbowroom.demo.data import load_images, load_text
 from elbowroom.demo.tasks import Clothing, NextByte, Task
-from elbowroom.demo.text import load_text
 from elbowroom.demo.train import Run, score, train
 
 NAME = "accuracy"

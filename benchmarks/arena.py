@@ -28,9 +28,8 @@ from torch import Tensor
 from training_gpt import DeepNextByte
 
 from elbowroom.codecs import codec
-from elbowroom.demo.data import load_images
+from elbowroom.demo.data import load_images, load_text
 from elbowroom.demo.tasks import Clothing, Task
-from elbowroom.demo.text import load_text
 from elbowroom.measure import Paired, memory_curve, paired
 from elbowroom.runtime.arena import ARENA
 

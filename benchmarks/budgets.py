@@ -26,10 +26,9 @@ from torch import nn
 from torch._inductor.exc import InductorError
 
 import elbowroom as er
-from elbowroom.demo.data import load_images
+from elbowroom.demo.data import load_images, load_text
 from elbowroom.demo.models import GPT, BasicBlock, GPTBlock
 from elbowroom.demo.tasks import Clothing, NextByte
-from elbowroom.demo.text import load_text
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile

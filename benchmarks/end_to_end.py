@@ -41,8 +41,8 @@ from _resume import earlier
 from _whole import parts, same_bits, whole_nbytes
 from loss_curves import LOSSES, ORDER, PLAIN, rows_of
 
+from elbowroom.demo.data import Text, load_text
 from elbowroom.demo.tasks import NextByte
-from elbowroom.demo.text import Text, load_text
 from elbowroom.demo.train import Run, train
 from elbowroom.measure import Paired
 from elbowroom.measure.timing import paired

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elbowroom as er
+from elbowroom.demo.data import load_text
 from elbowroom.demo.llama import LlamaBlock
 from elbowroom.demo.tasks import NextByte
-from elbowroom.demo.text import load_text
 from elbowroom.demo.train import Run, train
 
 NAME = "fp8-flow"

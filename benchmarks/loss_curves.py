@@ -44,10 +44,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import elbowroom as er
-from elbowroom.demo.data import Split, load_images
+from elbowroom.demo.data import Split, load_images, load_text
 from elbowroom.demo.models import GPT, ResNet18
 from elbowroom.demo.tasks import Batch, Clothing, NextByte, Task
-from elbowroom.demo.text import load_text
 from elbowroom.demo.train import Run, train
 
 NAME = "loss-curves"

@@ -30,7 +30,7 @@ from elbowroom.measure import NoiseMeter, Paired, paired
 from elbowroom.measure.gradient_variance import GradientVariance
 from elbowroom.plan import Lean, Lossy, Policy
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 NAME = "noise"
 EVERY, RUN = 50, 4  # of the controllers

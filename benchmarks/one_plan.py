@@ -41,9 +41,8 @@ from _ways import PLAIN, Way
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.demo.data import load_images
+from elbowroom.demo.data import load_images, load_text
 from elbowroom.demo.tasks import Batch, NextByte, Outline
-from elbowroom.demo.text import load_text
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting import Fitting
 from elbowroom.measure import memory_curve

@@ -25,13 +25,13 @@ from _common import arguments, facts, finish, out_path, target, tell
 from _resnet50 import resnet50
 from torch import Tensor
 
-from elbowroom.adaptive.lean import LeanBudget
+from elbowroom.adaptive.noise_budget import LeanBudget
 from elbowroom.demo.data import Images, load_images
 from elbowroom.demo.tasks import Batch
 from elbowroom.measure import NoiseMeter
 from elbowroom.plan import KeepAll, Lean, Policy
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 NAME = "resnet50-noise"
 SIDE, CLASSES = 224, 10

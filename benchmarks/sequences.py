@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.codecs import Codec, codec
 from elbowroom.codecs.names import setting_name
+from elbowroom.demo.data import load_text
 from elbowroom.demo.tasks import NextByte
-from elbowroom.demo.text import load_text
 from elbowroom.plan import Action, Encode, Lossy, Site
 
 NAME = "sequences"

@@ -20,9 +20,9 @@ from _training import HEAD, Bench, Findings, measure, table
 from _ways import ON_CPU, checkpointed, saving
 from torch import nn
 
+from elbowroom.demo.data import load_text
 from elbowroom.demo.models import GPT, GPTBlock
 from elbowroom.demo.tasks import NextByte
-from elbowroom.demo.text import load_text
 
 NAME = "training-gpt"
 EXACT = saving()

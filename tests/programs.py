@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elbowroom.adaptive.policies import policy_of
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 
 def looking(

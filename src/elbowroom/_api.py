@@ -46,15 +46,11 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import chosen_settings
 from elbowroom.plan.solve import WITHOUT_CODES, check_solver
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
 from elbowroom.runtime.replay.tracer import Tracer
-from elbowroom.tools import (
-    ExplainOutOfMemory,
-    GradientError,
-    measure_gradient_error,
-)
+from elbowroom.runtime.saving import Saving
+from elbowroom.tools import ExplainOutOfMemory, GradientError, measure_gradient_error
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")

@@ -39,12 +39,7 @@ from elbowroom.plan.registered import chosen_settings
 from elbowroom.plan.solve import WITHOUT_CODES, check_solver
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.compiler import original
-from elbowroom.tools import (
-    GrowingBatch,
-    LargestBatch,
-    Log,
-    find_largest,
-)
+from elbowroom.tools import GrowingBatch, LargestBatch, Log, find_largest
 from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)
@@ -292,9 +287,9 @@ def summary(model: nn.Module) -> Summary:
         return fitting.summary(name)
     if not isinstance(fitting, Fitting):
         raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
-    inside, beside_nbytes = planned_inside(fitting)
+    inside, resident_nbytes = planned_inside(fitting)
     if inside and not fitting.context.step:
-        given = fitting.model_state, fitting.options, beside_nbytes, inside
+        given = fitting.model_state, fitting.options, resident_nbytes, inside
         return summary_of_regions(name, *given, 0)
     return summary_of(fitting, name)
 

@@ -54,7 +54,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             yield file
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = beside(path)
+    partial = partial_path(path)
     try:
         with partial.open("wb") as file:
             if path.exists():
@@ -82,7 +82,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(number)
 
 
-def beside(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Returns the path that this process writes to before it replaces `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")
 

@@ -17,7 +17,7 @@ from elbowroom.optim import SGD, STATES, AdamW, Lion
 from elbowroom.optim.release import TOGETHER_NBYTES
 from elbowroom.plan import Exact
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

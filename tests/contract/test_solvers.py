@@ -28,7 +28,7 @@ from elbowroom.plan.problem import (
 )
 from elbowroom.plan.solve import BASELINES, SOLVERS, solve
 from elbowroom.plan.solve.greedy import _move as moved_by
-from elbowroom.plan.solve.least_levels import least_levels
+from elbowroom.plan.solve.least import least_levels
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
 from elbowroom.plan.solve.model import Model
@@ -633,10 +633,10 @@ def _with_extras(problem: Problem, random: Random) -> Problem:
         if option.name == "keep":
             return option
         direct = tuple((need, random.choice([-MB, 0, MB])) for need, _ in item.needs)
-        beside = random.choice([0, MB, 3 * MB]) if option.name == "rebuild" else 0
+        sources = random.choice([0, MB, 3 * MB]) if option.name == "rebuild" else 0
         travels = MB if option.link and random.random() < 0.5 else None
         direct = direct if random.random() < 0.3 else ()
-        return replace(option, direct=direct, beside=beside, travels=travels)
+        return replace(option, direct=direct, sources_nbytes=sources, travels=travels)
 
     items = []
     for item in problem.items:
@@ -663,7 +663,7 @@ def test_no_choice_comes_below_the_least_levels(some: Some) -> None:
 
 def test_what_an_input_is_made_of_may_stand_elsewhere_than_at_its_need() -> None:
     """A region that starts from it has it made earlier; then nothing stands beside it later."""
-    made = Option("rebuild", 0, beside=8 * MB)
+    made = Option("rebuild", 0, sources_nbytes=8 * MB)
     item = Item(MB, 0, 0, ((6, 6),), 6, (Option("keep", MB), made))
     inner = Item(MB, 1, 1, ((5, 5),), 5, (Option("keep", MB),))
     region = Region("a", (1,), (0,), 1e-3, 0, 0, born=1, start=5)

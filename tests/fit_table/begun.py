@@ -4,19 +4,20 @@ from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts
 from elbowroom.fitting.commands import (
-    BlameNoClasses,
+    BLAME_NO_CLASSES,
+    LET_ROWS_WAIT,
+    OPEN_CHECKPOINTS,
+    RUN_LAYERS_AGAIN,
+    RUN_PRODUCTS_AGAIN,
+    RUN_STRETCHES_AGAIN,
+    TAKE_SMALL,
     ForgetCalls,
     HoldAsGiven,
-    LetRowsWait,
     Line,
     MakePlan,
-    OpenCheckpoints,
     PlanByForward,
     Raise,
     RefusePresets,
-    RunLayersAgain,
-    RunProductsAgain,
-    TakeSmall,
     say,
 )
 from elbowroom.fitting.headroom import Headroom
@@ -382,15 +383,15 @@ ROWS = {
         FRESH,
         LayersHeldTooMuch(Fallbacks(layers=True, stretches=True)),
         {},
-        (say(Line.RUNS_AGAIN, rounds=False), RunLayersAgain(rounds=False)),
+        (say(Line.RUNS_AGAIN, rounds=False), RUN_LAYERS_AGAIN),
     ),
     "one layer that holds too much": Row(
         FRESH,
         LayersHeldTooMuch(Fallbacks(stretches=True)),
         {},
-        (say(Line.RUNS_AGAIN, rounds=True), RunLayersAgain(rounds=True)),
+        (say(Line.RUNS_AGAIN, rounds=True), RUN_STRETCHES_AGAIN),
     ),
-    "rows that take too much": Row(FRESH, RowsTakeTooMuch(), {}, (LetRowsWait(),)),
+    "rows that take too much": Row(FRESH, RowsTakeTooMuch(), {}, (LET_ROWS_WAIT,)),
     "rows that take too much under a plan": Row(VERIFYING, RowsTakeTooMuch(), {}),
     "layers that hold too much under a plan": Row(VERIFYING, LayersHeldTooMuch(MORE), {}),
     "layers that hold too much under exact=True": Row(
@@ -511,43 +512,43 @@ ROWS = {
         (FORGET,),
     ),
     "more plans than leave out whole classes": Row(
-        replace(FRESH, infeasible=True), NoPlanLeft(MORE), FRESH, (FORGET, BlameNoClasses())
+        replace(FRESH, infeasible=True), NoPlanLeft(MORE), FRESH, (FORGET, BLAME_NO_CLASSES)
     ),
     "more plans once rows wait": Row(
         replace(WRITING, is_recurrent=True),
         NoPlanLeft(Fallbacks(layers=True, rows=True)),
         replace(FRESH, is_recurrent=True),
-        (FORGET, LetRowsWait()),
+        (FORGET, LET_ROWS_WAIT),
     ),
     "more plans once linear layers run again": Row(
         replace(WRITING, is_recurrent=True),
         NoPlanLeft(Fallbacks(layers=True, checkpoints=True, products=True)),
         replace(FRESH, is_recurrent=True),
-        (FORGET, RunProductsAgain()),
+        (FORGET, RUN_PRODUCTS_AGAIN),
     ),
     "more plans once checkpoints are opened": Row(
         replace(WRITING, is_recurrent=True),
         NoPlanLeft(Fallbacks(layers=True, checkpoints=True)),
         replace(FRESH, is_recurrent=True),
-        (FORGET, say(Line.OPENS), OpenCheckpoints()),
+        (FORGET, say(Line.OPENS), OPEN_CHECKPOINTS),
     ),
     "more plans once layers run again": Row(
         replace(WRITING, is_recurrent=True),
         NoPlanLeft(Fallbacks(layers=True)),
         replace(FRESH, is_recurrent=True),
-        (FORGET, say(Line.RUNS_AGAIN, rounds=False), RunLayersAgain(rounds=False)),
+        (FORGET, say(Line.RUNS_AGAIN, rounds=False), RUN_LAYERS_AGAIN),
     ),
     "more plans once layers run again in stretches": Row(
         replace(WRITING, is_recurrent=True),
         NoPlanLeft(Fallbacks(stretches=True)),
         replace(FRESH, is_recurrent=True),
-        (FORGET, say(Line.RUNS_AGAIN, rounds=True), RunLayersAgain(rounds=True)),
+        (FORGET, say(Line.RUNS_AGAIN, rounds=True), RUN_STRETCHES_AGAIN),
     ),
     "more plans once small tensors are planned": Row(
         replace(WRITING, is_recurrent=True, small_nbytes=51),
         NoPlanLeft(Fallbacks(stretches=True, small=True)),
         replace(FRESH, is_recurrent=True, small_nbytes=51),
-        (FORGET, TakeSmall()),
+        (FORGET, TAKE_SMALL),
     ),
     "small tensors are too few": Row(
         replace(WRITING, small_nbytes=50), NoPlanLeft(Fallbacks(small=True)), {}

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from elbowroom.fitting.attempts import Attempts, Smallest, Taken
-from elbowroom.fitting.chosen import Candidate, Chosen
+from elbowroom.fitting.attempts import Attempts, Candidate, Chosen, Smallest, Taken
 from elbowroom.fitting.commands import (
-    BlameNoClasses,
+    BLAME_NO_CLASSES,
     CheckPlan,
     Line,
     MakePlan,
@@ -260,7 +259,7 @@ ROWS = {
         (Raise(ERROR),),
     ),
     "no plan fits, and more may be allowed": Row(
-        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, MORE), FRESH, (FORGET, BlameNoClasses())
+        replace(KNOWN, phase=P.VERIFYING), NoPlan(ERROR, MORE), FRESH, (FORGET, BLAME_NO_CLASSES)
     ),
     "no plan fits": Row(
         replace(KNOWN, phase=P.VERIFYING),
@@ -353,7 +352,7 @@ ROWS = {
         replace(VERIFYING, rounds=1, attempts=TRIED),
         NoPlan(ERROR, MORE),
         FRESH,
-        (FORGET, BlameNoClasses()),
+        (FORGET, BLAME_NO_CLASSES),
     ),
     "no plan is left of an estimate: its smallest is profiled, not the one that has exceeded": Row(
         replace(GUESSED, attempts=TRIED, plain_margin_nbytes=70),

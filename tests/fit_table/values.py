@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.attempts import Attempts, KnownStep, Smallest, Taken
-from elbowroom.fitting.chosen import Candidate, Chosen
+from elbowroom.fitting.attempts import Attempts, Candidate, Chosen, KnownStep, Smallest, Taken
 from elbowroom.fitting.commands import (
     BeginPlan,
     ForgetScripts,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import (
-    BlameNoClasses,
+    BLAME_NO_CLASSES,
     Line,
     MakePlan,
     MakeSmallest,
@@ -289,7 +289,7 @@ ROWS = {
         SMALLEST,
         step(1050, fallbacks=MORE),
         FRESH,
-        (said(OTHER, 1050), FORGET, BlameNoClasses()),
+        (said(OTHER, 1050), FORGET, BLAME_NO_CLASSES),
     ),
     "a step that has left its plan tells nothing": Row(
         VERIFYING, step(1100, climbed=True), {"tries": 1}, (said(PLAN, 1100),)

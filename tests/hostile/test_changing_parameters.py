@@ -18,7 +18,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import Exact
 from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 WIDTH = 160
 Change = Callable[["Block"], None]

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 import elbowroom as er
 from elbowroom.codecs import PART
 from elbowroom.errors import RestoreError
-from elbowroom.plan import samples
-from elbowroom.plan.restored import spared, workspace
-from elbowroom.plan.samples import samples_at_once
+from elbowroom.plan import restored
+from elbowroom.plan.restored import samples_at_once, spared, workspace
 from elbowroom.plan.site import Reads
 from elbowroom.runtime import direct as table
 from elbowroom.runtime.replay.saving_context import forget_all
@@ -27,7 +26,7 @@ SETTINGS = {"levels": 16, "min_nbytes": 0, "seed": 5}
 @pytest.fixture(autouse=True)
 def small_turns(monkeypatch):
     """A turn of 8 KiB: one sample of the cases here, or two."""
-    monkeypatch.setattr(samples, "AT_ONCE", 8192)
+    monkeypatch.setattr(restored, "AT_ONCE", 8192)
     monkeypatch.setattr(own, "AT_ONCE", 1 << 20)  # any weight
 
 
@@ -113,7 +112,7 @@ def test_in_turns_it_is_what_it_is_at_once(name, dtype, turns, restored, monkeyp
     ],
 )
 def test_turns_go_by_a_result_that_is_larger(net, shape, taken, turns, monkeypatch):
-    monkeypatch.setattr(samples, "AT_ONCE", 1 << 16)
+    monkeypatch.setattr(restored, "AT_ONCE", 1 << 16)
     x = drawn(*shape)
     found = gradients(x, net, er.saving("dither", **SETTINGS))
     assert turns == taken
@@ -141,7 +140,7 @@ def test_sizes_that_torch_refuses_are_refused_by_torch(wrong):
 
 
 def test_a_plan_counts_what_these_turns_spare(monkeypatch, tmp_path):
-    monkeypatch.setattr(samples, "AT_ONCE", 1 << 16)
+    monkeypatch.setattr(restored, "AT_ONCE", 1 << 16)
     net = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 32, 3, padding=1), nn.BatchNorm2d(32))
     x = drawn(9, 8, 16, 16)
     profile = er.measure(lambda: net(x).square().sum().backward(), min_nbytes=1024)

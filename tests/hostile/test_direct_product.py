@@ -13,7 +13,7 @@ import elbowroom as er
 from elbowroom.measure import memory_curve
 from elbowroom.plan.policy import Exact
 from elbowroom.runtime.direct.product import fits_product
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 OURS = "_ProductBackward"
 CONTEXTS = {

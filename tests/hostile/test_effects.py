@@ -26,9 +26,9 @@ from elbowroom.plan import Exact
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.repeats import Unrepeatable, why_not_again
 from elbowroom.runtime.replay.tracer import Unwritable
+from elbowroom.runtime.saving import Saving
 from elbowroom.tools.discovery import Unseen
 
 STEPS, ROWS, WIDTH = 5, 256, 32

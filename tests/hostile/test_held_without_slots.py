@@ -19,12 +19,12 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import Action, Keep, Rebuild, Rebuildable, Site
 from elbowroom.runtime.context import PROCESS
 from elbowroom.runtime.handles import EncodeHandle
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.masks import Bits
 from elbowroom.runtime.replay.held import Coded, Kept, Rebuilt
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
+from elbowroom.runtime.saving import Saving
 from programs import looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ class Around:
     def __init__(self) -> None:
         self.runs = 0
 
-    def run(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, model: nn.Module, forward: Any, given: Any) -> Any:
         self.runs += 1
         return forward()
 
@@ -102,7 +102,7 @@ def test_who_wants_to_see_calls_sees_the_model_too() -> None:
     model, seen = nn.Linear(4, 4), []
 
     class Intercepting(Around):
-        def run(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        def run(self, model: nn.Module, forward: Any, given: Any) -> Any:
             def around(module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
                 seen.append(module)
                 return call(*args, **kwargs)

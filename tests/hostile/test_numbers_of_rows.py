@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import elbowroom as er
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.saving_context import SavingContext, forget_all
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
+from elbowroom.runtime.saving import Saving
 from programs import looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

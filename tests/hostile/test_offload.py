@@ -18,7 +18,7 @@ import elbowroom as er
 from elbowroom.errors import PlanError, RestoreError
 from elbowroom.plan import Offload, SiteName
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.serving import perform
 from elbowroom.runtime.tiers import FileTier, choose, unlinked
 from elbowroom.runtime.tiers.choose import file_tier

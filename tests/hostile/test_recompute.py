@@ -27,9 +27,9 @@ from elbowroom.plan import Exact, KeepAll, Lossy
 from elbowroom.runtime import calls, modules, rewind
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import TESTED_CALLS
+from elbowroom.runtime.saving import Saving
 
 Make = Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -63,7 +63,7 @@ import torch
 from torch import nn
 import elbowroom as er
 from elbowroom.plan import Exact
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.context import Context
 
 net, made = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), []

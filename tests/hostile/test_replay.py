@@ -27,10 +27,10 @@ from elbowroom.plan import Exact, KeepAll
 from elbowroom.runtime import calls, modules
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.replay.tracer import Tracer
+from elbowroom.runtime.saving import Saving
 from programs import Model, gradients, looking, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ from elbowroom.measure import peak
 from elbowroom.plan import Exact
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.repeats import why_not_again
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.unread import leave_out_unread
 
 ROWS, WIDTH, BLOCKS = 256, 32, 6

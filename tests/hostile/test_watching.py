@@ -12,7 +12,7 @@ import elbowroom as er
 from elbowroom.measure import NoiseMeter
 from elbowroom.plan import Lossy
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 
 def net():

@@ -13,9 +13,9 @@ from elbowroom.plan.precision_floor import MIN_RECOMPUTED_LEVELS
 from elbowroom.plan.site import RECOMPUTE, Rows, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.saving_context import forget_all
+from elbowroom.runtime.saving import Saving
 
 WIDTH, ROWS, DEPTH = 32, 512, 12
 MIN_NBYTES = 1024

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting import execute, planner, rehearse
-from elbowroom.fitting.commands import TakeSmall
+from elbowroom.fitting.commands import TAKE_SMALL
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.measure import peak
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.recompute import state_nbytes
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.undo import Undo
 
 
@@ -388,7 +388,7 @@ def test_no_least_budget_is_searched_for_where_small_tensors_are_planned_next(mo
     er.fit(model, budget=budget)
     for _ in range(2):
         step()
-    assert TakeSmall() in commands
+    assert TAKE_SMALL in commands
     assert not asked
     er.release(model)
 

@@ -42,7 +42,7 @@ from elbowroom.measure.recording import Recording
 from elbowroom.runtime import attach, calls, modules, transforms
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.tools import Discovery
 from elbowroom.units import budget_argument
 

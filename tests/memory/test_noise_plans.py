@@ -24,7 +24,7 @@ from elbowroom.plan.make import plain_peak
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.shares import PREDICTED
 from elbowroom.runtime.attach import opener_of
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from prices import draw_prices, priced
 
 

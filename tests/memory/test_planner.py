@@ -31,7 +31,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import Need, Reads, Site, SiteName
 from elbowroom.runtime import calls, modules
 from elbowroom.runtime import direct as direct_ops
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import View
 from elbowroom.units import budget_argument, show_nbytes, show_seconds
 

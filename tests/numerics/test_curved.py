@@ -17,7 +17,7 @@ from elbowroom.plan import Lean, Lossy
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = 16

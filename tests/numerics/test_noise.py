@@ -13,7 +13,7 @@ from elbowroom.measure import NoiseMeter
 from elbowroom.measure.gradient_variance import GradientVariance
 from elbowroom.plan import Encode, Keep, KeepAll, Lean, Lossy, Need
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 SIZES = {"resnet18": (8, 16), "unet": (8, 8), "gpt": (64, 4)}  # width, batch
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elbowroom as er
+from elbowroom.adaptive.base import ladder_of, variants_of
 from elbowroom.errors import PlanError
 from elbowroom.plan.allocation import CodeChoice, cheapest, quietest
-from elbowroom.plan.variants import ladder_of, variants_of
 
 options = st.lists(
     st.builds(CodeChoice, st.integers(1, 40).map(float), st.integers(0, 40).map(float)),

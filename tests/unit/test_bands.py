@@ -12,9 +12,9 @@ from torch import nn
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, DataError
 from elbowroom.fitting.model_state import ModelState
-from elbowroom.plan.savings_report import prospects
 from elbowroom.report import render_profile, step_page
 from elbowroom.report.bands import BEFORE, GRADIENTS, REST, STATES, WEIGHTS, by_category, by_module
+from elbowroom.report.profile import prospects
 from elbowroom.report.step import plain, planned, profiled
 
 

@@ -11,8 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import elbowroom as er
-from elbowroom.compiled.decision import Decision
-from elbowroom.compiled.stored import Loaded, store
+from elbowroom.compiled.decision import Decision, Loaded, store
 from elbowroom.compiled.written import Check
 from elbowroom.runtime.attach import opener_of
 

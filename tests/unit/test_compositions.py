@@ -15,7 +15,7 @@ from elbowroom.codecs.quality import quality_of
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.plan import places
 from elbowroom.plan.build_problem import build_problem
-from elbowroom.plan.composed import beside_mask, gated
+from elbowroom.plan.composed import gated, nbytes_with_mask
 from elbowroom.plan.make import make_plan, plain_peak
 from elbowroom.plan.menu import preset_named
 from elbowroom.plan.places import with_codes
@@ -412,7 +412,7 @@ def test_the_bytes_of_lean_are_at_most_what_is_counted() -> None:
     codec, x = Sided(4, 4, fold=8), torch.randn(32, 16, 32, 32)
     mask = er.codec("bitmask").encode((x > 0).float(), 0, Facts(value=1.0)).buffers[0]
     held = codec.encode(x, 1, Facts(mask=mask)).nbytes
-    assert 0.7 * beside_mask(codec, x.numel()) < held <= beside_mask(codec, x.numel())
+    assert 0.7 * nbytes_with_mask(codec, x.numel()) < held <= nbytes_with_mask(codec, x.numel())
 
 
 def test_lean_is_taken_where_codes_must_be_small(norms: Profile) -> None:

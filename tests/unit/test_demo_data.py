@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from elbowroom.demo import data
-from elbowroom.demo.data import load_images
-from elbowroom.demo.text import load_text
+from elbowroom.demo.data import load_images, load_text
 from elbowroom.errors import DataError
 
 

@@ -18,7 +18,7 @@ from elbowroom.plan import Lossy, registered
 from elbowroom.plan.registered import all_settings
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 MODES = (
     *("short", "large", "zeros", "scaled", "raises", "none", "empties", "overwrites"),

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.attempts import Attempts, KnownStep
-from elbowroom.fitting.chosen import Candidate, Chosen
+from elbowroom.fitting.attempts import Attempts, Candidate, Chosen, KnownStep
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.options import FitOptions, MemoryState

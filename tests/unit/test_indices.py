@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from elbowroom.codecs import Facts
-from elbowroom.compiled.indices import range_of
+from elbowroom.compiled.codable import range_of
 
 PLACES = Facts(smallest=0, largest=6)  # of a dimension of 7
 READ = Facts(smallest=-7, largest=6)

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
 from elbowroom.plan.action import Keep
-from elbowroom.runtime.late_copy import LateCopy
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.sources import LateCopy
 from elbowroom.runtime.storage import WeakStorage
 
 NODES, EDGES, WIDTH = 500, 8000, 64

@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 import elbowroom as er
 from elbowroom.cli import app
+from elbowroom.fitting import commands, messages
 from elbowroom.fitting.options import FitOptions
+from elbowroom.runtime.context import Context
 from elbowroom.units import show_percent
 
 
@@ -62,3 +64,12 @@ def test_an_op_of_no_module_is_named_as_such_and_what_is_made_smaller_has_no_rea
 def test_fp8_that_replaces_nothing_says_nothing_of_products():
     assert "products are" not in str(er.nn.fp8(nn.Sequential(nn.ReLU())))
     assert "products are" in str(er.nn.fp8(nn.Sequential(nn.Linear(64, 64))))
+
+
+def test_lines_name_functions_and_relaxations_name_attributes():
+    """Commands are data without torch: what they name must be there when they are executed."""
+    assert all(callable(getattr(messages, line.value)) for line in commands.Line)
+    relaxed = [one for one in vars(commands).values() if isinstance(one, commands.Relax)]
+    assert len(relaxed) == 7
+    context = vars(Context())
+    assert all(type(context[name]) is bool for one in relaxed for name, _ in one.changes)

@@ -24,7 +24,7 @@ from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.prices import ATTENTION_LOOK, RESTORE, ROWS, fixed_name, rate_name, seconds_of
 from elbowroom.plan.profile import ONE_PASS, Profile
 from elbowroom.plan.site import Reads
-from elbowroom.runtime import hooks
+from elbowroom.runtime import hooks, saving
 from elbowroom.runtime.handles import RebuildHandle
 
 _LOOK_S = 0.5  # that each look takes by the clock that we turn
@@ -69,14 +69,14 @@ def _slow(monkeypatch: pytest.MonkeyPatch, clock: Turned, name: str) -> None:
         monkeypatch.setattr(hooks, "REPLACED", Slow())
         return
     inner = {"_finished": "_decide_on_deferred", "_pack": "_taken"}[name]
-    plain_inner: Callable[..., Any] = getattr(hooks.Saving, inner)
+    plain_inner: Callable[..., Any] = getattr(saving.Saving, inner)
 
     def slow_inner(self: Any, *args: Any) -> Any:
         with disable():
             clock.now += _LOOK_S
         return plain_inner(self, *args)
 
-    monkeypatch.setattr(hooks.Saving, inner, slow_inner)
+    monkeypatch.setattr(saving.Saving, inner, slow_inner)
 
 
 class Worker(nn.Module):

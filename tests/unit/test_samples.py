@@ -2,7 +2,7 @@
 
 import pytest
 
-from elbowroom.plan.samples import samples_at_once
+from elbowroom.plan.restored import samples_at_once
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from elbowroom.plan.solve.silence_stdout import silent_stdout
+from elbowroom.plan.solve.program import silent_stdout
 
 LIBC = ctypes.CDLL(None)
 

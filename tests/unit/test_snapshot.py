@@ -21,7 +21,7 @@ FORWARD = [
     {"filename": "/home/me/train.py", "line": 40, "name": "<module>"},
 ]
 STEP = [
-    {"filename": f"{TORCH}/optim/adamw.py", "line": 100, "name": "_init_group"},
+    {"filename": f"{TORCH}/optim/rules.py", "line": 100, "name": "_init_group"},
     {"filename": "/home/me/train.py", "line": 42, "name": "<module>"},
 ]
 CALLS_BACKWARD = [  # a gradient that is freed on the main thread

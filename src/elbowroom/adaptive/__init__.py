@@ -13,5 +13,5 @@ from elbowroom.adaptive.actnn import ActNN as ActNN
 from elbowroom.adaptive.base import Adaptive as Adaptive
 from elbowroom.adaptive.bounds import CometBounds as CometBounds
 from elbowroom.adaptive.guard import Guard as Guard
-from elbowroom.adaptive.lean import LeanBudget as LeanBudget
+from elbowroom.adaptive.noise_budget import LeanBudget as LeanBudget
 from elbowroom.adaptive.noise_budget import NoiseBudget as NoiseBudget

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from elbowroom.adaptive.actnn import ActNN
-from elbowroom.adaptive.lean import LeanBudget
-from elbowroom.adaptive.noise_budget import NoiseBudget
+from elbowroom.adaptive.noise_budget import LeanBudget, NoiseBudget
 from elbowroom.codecs import Codec, codec, codecs
 from elbowroom.codecs.names import setting_named
 from elbowroom.codecs.quality import broken_promise, is_own

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from elbowroom.errors import BudgetTooSmall, DataError, ElbowroomError
-from elbowroom.files import beside
+from elbowroom.files import partial_path
 from elbowroom.units import budget_argument, show_at_least
 
 P = ParamSpec("P")
@@ -73,7 +73,7 @@ def check_writable(out: Path, option: str, *others: Path | None) -> None:
         raise DataError(f"cannot write {option} {out}: {error}") from error
     if read:
         raise DataError(f"{option} {out} would replace {read[0]}; name another file")
-    probe = beside(real)
+    probe = partial_path(real)
     try:
         probe.touch()
         probe.unlink()

@@ -45,8 +45,7 @@ Solver = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")]
 Html = Annotated[
-    Path | None,
-    typer.Option(help="Write a page that shows the step, plain and with the plan."),
+    Path | None, typer.Option(help="Write a page that shows the step, plain and with the plan.")
 ]
 Explains = Annotated[bool, typer.Option("--explain", help="Print a line for each tensor.")]
 Sweeps = Annotated[

@@ -15,12 +15,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
 
 import elbowroom as er
-from elbowroom.cli.mistakes import (
-    check_writable,
-    mistake,
-    on_the_command_line,
-    says_mistakes,
-)
+from elbowroom.cli.mistakes import check_writable, mistake, on_the_command_line, says_mistakes
 from elbowroom.cli.outcome import NOT_FOUND, REFUSALS, TOO_SMALL, UNSEEN, tell_outcome
 from elbowroom.cli.places import Offload
 from elbowroom.cli.script import (

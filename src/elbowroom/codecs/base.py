@@ -97,6 +97,7 @@ class Encoded:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the tensor."""
         return prod(self.shape)
 
     @property

@@ -4,15 +4,13 @@
     liveness.py    a schedule of kernels -> bytes alive at each of them
     cost.py        ... -> seconds, to compare two schedules
     joint.py       a choice of saved values -> forward and backward, judged by these
-    boundaries.py  the ends of blocks
     cut.py         minimum cuts, by a faster way than torch's
     decide.py      the choice: the fastest whose peak stays inside the budget
-    codable.py     what may have a code, and which
+    codable.py     what may have a code, and which; integers whose range is known
     lossy.py       ... chosen, where saving less does not reach the budget; and what leaves memory
     readers.py     ... and what backward does with each value
     exponents.py   ... of which exponentials are computed
     steep.py       ... and other functions with a steep slope
-    indices.py     ... and integers whose range is known
     noise.py       ... and what these add to the gradient
     attention.py   ... and attention's gradients from these alone
     rewrite.py     encode and decode in the joint graph
@@ -27,8 +25,7 @@
     written.py     ... and what the code that it has written takes
     deferred.py    ... before any of its C++ is compiled
     attempts.py    ... of one plan after another, until one fits
-    decision.py    ... in figures
-    stored.py      ... which Inductor's cache stores with the code
+    decision.py    ... in figures, which Inductor's cache stores with the code
     held.py        a policy of er.saving in the graph, whatever the budget
     backend.py     torch.compile(..., backend="elbowroom")
 

@@ -89,12 +89,7 @@ class _Attempts:
         )
 
     def run(
-        self,
-        tight: int | None,
-        *,
-        fills: bool = False,
-        raises: bool = True,
-        waits: bool = False,
+        self, tight: int | None, *, fills: bool = False, raises: bool = True, waits: bool = False
     ) -> Compiled | _Missed:
         """Compiles a plan for this room. waits: for the code of backward, too, before it judges."""
         self.check = check = self._checked(raises=raises, waits=waits)
@@ -175,16 +170,16 @@ class _Attempts:
             return too_small(room, refused.planned, refused.parts, limit)
         best = min(known, key=_over)
         least, parts = room + _over(best), dict(best.parts)
-        beside = sum(parts.values())
+        others = sum(parts.values())
         if best.tight is None:
-            parts["plain torch.compile"] = least - beside
+            parts["plain torch.compile"] = least - others
         elif refused is not None and refused.planned == best.tight <= least:
             parts = {**refused.parts, "workspaces of its compiled kernels": least - refused.planned}
         elif best.planned <= least:
-            parts["planned"] = best.planned - beside
+            parts["planned"] = best.planned - others
             parts["workspaces of its compiled kernels"] = least - best.planned
         else:
-            parts["the code of the lowest plan"] = least - beside
+            parts["the code of the lowest plan"] = least - others
         return too_small(room, least, parts, limit)
 
 

@@ -31,9 +31,8 @@ from torch import fx
 from elbowroom._checks import BACKEND_OPTIONS
 from elbowroom.compiled.attempts import fitting
 from elbowroom.compiled.collect import known_size
-from elbowroom.compiled.decision import OTHERS, Decision, too_small
+from elbowroom.compiled.decision import OTHERS, Decision, Loaded, too_small
 from elbowroom.compiled.deferred import Deferred
-from elbowroom.compiled.stored import Loaded
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, PlanError, UnknownField
 from elbowroom.units import Share, parse_budget, show_nbytes, show_percent
@@ -143,7 +142,7 @@ class Regions:
             self.places[key] = f" (to {Path(stack[-1].filename).name}:{stack[-1].lineno})"
         return room, self.shares[key]
 
-    def beside(self, least_nbytes: int) -> dict[str, int]:
+    def held_by_others(self, least_nbytes: int) -> dict[str, int]:
         """Returns what other regions may hold in the least room that leaves `least_nbytes`.
 
         That is the least room of the whole step, less `least_nbytes`. The regions before may hold
@@ -251,7 +250,7 @@ def compile_region(
         compiled = _corrected(gm, example_inputs, regions, room, held, options)
     except BudgetTooSmall as error:
         if (regions.elsewhere_nbytes or held is not None) and settings.room_nbytes is not None:
-            others = regions.beside(error.least_nbytes)
+            others = regions.held_by_others(error.least_nbytes)
             error = in_whole(error, settings.room_nbytes, others, settings.limit)
         if raises:
             raise error from None
@@ -361,10 +360,7 @@ def _hints_of(example_inputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def in_whole(
-    error: BudgetTooSmall,
-    budget_nbytes: int,
-    more: Mapping[str, int],
-    noise: float | None = None,
+    error: BudgetTooSmall, budget_nbytes: int, more: Mapping[str, int], noise: float | None = None
 ) -> BudgetTooSmall:
     """Returns a region's error for the whole budget, which holds more than the region's room."""
     least = error.least_nbytes + sum(more.values())

@@ -29,6 +29,8 @@ from elbowroom.kernels import attention
 _UNKNOWN = 4096  # assumed elements of a size that is unknown before the program runs
 _aten = torch.ops.aten
 _prims = torch.ops.prims
+# By op, how many copies it makes of which argument.
+_COPIES_OF = {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}
 
 
 class Kind(Enum):
@@ -114,7 +116,7 @@ def _facts(node: fx.Node, known: dict[fx.Node, Facts]) -> Facts:
         node,
         nbytes,
         elements,
-        is_heavy=packet_of(node) in _heavy(),
+        is_heavy=packet_of(node) in _HEAVY,
         workspace=_workspace(node) if kind is Kind.EXTERN else 0,
     )
 
@@ -159,6 +161,10 @@ def ops_named(names: str) -> frozenset[Any]:
     return frozenset(getattr(_aten, name) for name in names.split() if hasattr(_aten, name))
 
 
+# Ops so slow on a CPU that Inductor stores results with several readers.
+_HEAVY = ops_named("exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit")
+
+
 def is_away(node: fx.Node) -> bool:
     """Returns whether the op's result lies in a memory that no peak counts."""
     return str(node.target) == "elbowroom_graph.offload.default"
@@ -201,7 +207,7 @@ def _workspace(node: fx.Node) -> int:
     packet = packet_of(node)
     if any(t.device.type != "cpu" for t in tensors_of(node)):
         return 0
-    times, at = _copies_of().get(packet, (0, 0))
+    times, at = _COPIES_OF.get(packet, (0, 0))
     source = node.args[at] if times else None
     if isinstance(source, fx.Node):
         return times * nbytes_of(source)
@@ -231,12 +237,6 @@ def _lies_in_order(x: fx.Node, order: Sequence[Any]) -> bool:
             return False
         step *= known_size(value.shape[dim])
     return True
-
-
-@cache
-def _copies_of() -> dict[Any, tuple[int, int]]:
-    """Returns, by op, how many copies it makes of which argument."""
-    return {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}
 
 
 @cache
@@ -300,9 +300,3 @@ def _fused() -> frozenset[Any]:
         if hasattr(_prims, n)
     ]
     return frozenset([*get_default_op_list().fusible_ops, *own])
-
-
-@cache
-def _heavy() -> frozenset[Any]:
-    """Ops so slow on a CPU that Inductor stores results with several readers."""
-    return ops_named("exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit")

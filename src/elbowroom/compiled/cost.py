@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import (
-    Facts,
-    Kind,
-    elements_of,
-    is_away,
-    known_size,
-    nbytes_of,
-)
+from elbowroom.compiled.collect import Facts, Kind, elements_of, is_away, known_size, nbytes_of
 from elbowroom.compiled.liveness import Kernel
 
 
@@ -71,10 +64,7 @@ class Clock:
     """
 
     def __init__(
-        self,
-        facts: dict[fx.Node, Facts],
-        device: Device,
-        works: dict[fx.Node, _Work] | None = None,
+        self, facts: dict[fx.Node, Facts], device: Device, works: dict[fx.Node, _Work] | None = None
     ) -> None:
         self._facts = facts
         self._device = device

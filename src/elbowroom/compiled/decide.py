@@ -7,7 +7,7 @@ Here the peak of the simulated schedule (`liveness.py`) is the constraint, and e
 the objective:
 
 1.  what plain torch.compile would save, if it fits: then nothing is changed
-2.  else the min-cut at several budgets, alone and with the ends of blocks saved (`boundaries.py`):
+2.  else the min-cut at several budgets, alone and with the ends of blocks saved (`narrow_places`):
     the fastest that fits, or the lowest if none does
 3.  from there, single changes: at the place of the peak, save values that were recomputed early, or
     recompute values that were saved, as long as that lowers the peak; then save more, where that is
@@ -15,7 +15,7 @@ the objective:
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -24,8 +24,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from elbowroom.compiled.boundaries import narrow_places
-from elbowroom.compiled.collect import Kind, known_size
+from elbowroom.compiled.collect import Facts, Kind, known_size
 from elbowroom.compiled.joint import Joint, Step, is_random
 from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
 
@@ -371,3 +370,50 @@ def run_again(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
         if nbytes and all(map(is_tensor, group)):
             groups.append((joint.clock.of_node(node) / nbytes, group))
     return sorted(groups, key=lambda one: -one[0])
+
+
+def narrow_places(
+    forward: Sequence[fx.Node], facts: dict[fx.Node, Facts], outside: set[fx.Node]
+) -> list[tuple[fx.Node, ...]]:
+    """Returns what is carried at each narrow place of a forward, in its order.
+
+    At each place of the forward, the values that are still to be read are carried across that
+    place. Where these are few bytes, the model is narrow: between two blocks of a transformer only
+    the residual stream is carried, between two stages of a U-Net also the skip connections. Saving
+    the values that are carried at narrow places splits the recomputation in backward into pieces,
+    only one of which is alive at a time.
+
+    outside: inputs, which are resident all the time
+    """
+    carried = _carried(forward, facts, outside)
+    sizes = [sum(facts[s].nbytes for s in storages) for storages in carried]
+    largest = max(sizes, default=0)
+    places: list[tuple[fx.Node, ...]] = []
+    for at, size in enumerate(sizes):
+        if not 0 < size <= largest / 2 or facts[forward[at]].kind is Kind.VIEW:
+            continue
+        before = sizes[at - 1] if at else 0
+        after = sizes[at + 1] if at + 1 < len(sizes) else 0
+        found = tuple(s for s in carried[at] if facts[s].nbytes * 64 >= size)
+        if size <= before and size <= after and found and (not places or places[-1] != found):
+            places.append(found)
+    return places
+
+
+def _carried(
+    forward: Sequence[fx.Node], facts: dict[fx.Node, Facts], outside: set[fx.Node]
+) -> list[list[fx.Node]]:
+    last: dict[fx.Node, int] = {}
+    for at, node in enumerate(forward):
+        for read in node.all_input_nodes:
+            if read in facts:
+                last[facts[read].storage] = at
+    alive: dict[fx.Node, None] = {}
+    found = []
+    for at, node in enumerate(forward):
+        storage = facts[node].storage
+        if last.get(storage, -1) > at and storage not in outside and facts[storage].nbytes:
+            alive[storage] = None
+        alive = {s: None for s in alive if last[s] > at}
+        found.append(list(alive))
+    return found

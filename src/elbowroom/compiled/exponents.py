@@ -1,4 +1,4 @@
-"""Exponentials that backward computes again, and what of their arguments tolerates a code.
+"""Finds which arguments of exponentials tolerate a code, where backward computes these again.
 
 The error of a code follows the range of the values around it, and exp makes a relative error of
 it, which is of any size. Two kinds of arguments need more than a fine code:
@@ -15,7 +15,6 @@ that of the exact ones. Other functions that are steep are in `steep.py`.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +26,14 @@ FLOOR = -24.0  # of log-probabilities: exp(-24) is 4e-11
 COMPARISONS = ops_named("eq ne le lt ge gt sign isnan isinf")
 MAX_NODES = 32  # of one walk along the ops around a value
 _aten = torch.ops.aten
+_ADDED_PRODUCTS = ops_named("addmm baddbmm")
+PRODUCTS = _ADDED_PRODUCTS | ops_named("mm bmm convolution")  # of matrices or maps
+EXPONENTIALS = ops_named("exp exp2 expm1")
+SUMS = ops_named("add sub rsub")
+# Of which each result is a multiple, a sum or a copy of what they read.
+LINEAR = ops_named("mul div neg sum mean where relu clamp_min clone expand cat") | {
+    torch.ops.prims.convert_element_type
+}
 
 
 def exponents_of(
@@ -91,15 +98,15 @@ def is_difference(exponent: fx.Node) -> bool:
     while pending and len(seen) <= MAX_NODES:
         node = pending.pop()
         packet = packet_of(node)
-        if packet in product_ops():
-            if packet in _added_products() and varies(node.args[0]):
+        if packet in PRODUCTS:
+            if packet in _ADDED_PRODUCTS and varies(node.args[0]):
                 return True
             continue
-        if packet in sum_ops():
+        if packet in SUMS:
             terms = {source_of(n) for n in node.all_input_nodes if varies(n)}
             if len(terms) > 1:
                 return True
-        elif not (is_view(node) or packet in linear_ops()):
+        elif not (is_view(node) or packet in LINEAR):
             continue
         new = set(node.all_input_nodes) - seen
         seen |= new
@@ -132,7 +139,7 @@ def is_log_probability(exponent: fx.Node) -> bool:
 def is_probability(value: fx.Node) -> bool:
     """Returns whether a value is exp of a log-probability: its gradient has it twice, in a sum."""
     source = source_of(value)
-    is_raised = packet_of(source) in exponential_ops()
+    is_raised = packet_of(source) in EXPONENTIALS
     return is_raised and any(map(is_log_probability, source.all_input_nodes))
 
 
@@ -176,33 +183,3 @@ def varies(value: Any) -> bool:
         return False
     source = source_of(value)
     return source.op == "call_function" and bool(source.all_input_nodes)
-
-
-@cache
-def product_ops() -> frozenset[Any]:
-    """The ops that multiply matrices or maps."""
-    return _added_products() | ops_named("mm bmm convolution")
-
-
-@cache
-def _added_products() -> frozenset[Any]:
-    return ops_named("addmm baddbmm")
-
-
-@cache
-def exponential_ops() -> frozenset[Any]:
-    """The ops that raise e or 2 to the power of an element."""
-    return ops_named("exp exp2 expm1")
-
-
-@cache
-def sum_ops() -> frozenset[Any]:
-    """The ops that add or subtract elements."""
-    return ops_named("add sub rsub")
-
-
-@cache
-def linear_ops() -> frozenset[Any]:
-    """The ops of which each result is a multiple, a sum or a copy of what they read."""
-    convert = torch.ops.prims.convert_element_type
-    return ops_named("mul div neg sum mean where relu clamp_min clone expand cat") | {convert}

@@ -281,11 +281,7 @@ def _filled(
 
 
 def _quiet(
-    reach: Reach,
-    base: Step,
-    coded: list[Coded],
-    noise: float | None,
-    variants: Sequence[Codec],
+    reach: Reach, base: Step, coded: list[Coded], noise: float | None, variants: Sequence[Codec]
 ) -> list[Coded] | None:
     """Gives the largest values finer codes, as few as keep the variance to `noise`.
 

@@ -299,10 +299,7 @@ def _fake_attention_backward(
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "draw": (_draw, lambda device: torch.empty((1,), dtype=torch.int64, device=device)),
     "encode": (_encode, _fake_encode),
-    "decode": (
-        _decode,
-        lambda buffers, *rest: _laid_out(buffers[0], rest[-3], rest[-2], rest[-1]),
-    ),
+    "decode": (_decode, lambda buffers, *rest: _laid_out(buffers[0], rest[-3], rest[-2], rest[-1])),
     "offload": (_offload, _fake_offload),
     "fetch": (_fetch, _laid_out),
     "attention_backward": (_attention_backward, _fake_attention_backward),

@@ -420,13 +420,7 @@ def _remembered_cuts() -> Iterator[None]:
 
 
 def _report_decision(
-    joint: Joint,
-    step: Step,
-    plain: Step,
-    inputs_nbytes: int,
-    *,
-    noise: float,
-    fuses_alike: bool,
+    joint: Joint, step: Step, plain: Step, inputs_nbytes: int, *, noise: float, fuses_alike: bool
 ) -> None:
     decision = Decision(
         peak_nbytes=step.peak_nbytes,

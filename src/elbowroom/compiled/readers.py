@@ -57,6 +57,22 @@ from elbowroom.compiled.steep import (
 )
 
 _MAX_INSTEAD = 2  # codes of a byte an element that may take the place of a float
+_CONVERT = frozenset((torch.ops.prims.convert_element_type,))
+_ATTENTIONS = ops_named(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
+_OF_BATCHES = ops_named("bmm baddbmm")
+_RELUS = ops_named("relu")
+_COPIES = ops_named("clone _to_copy expand cat mul constant_pad_nd") | _CONVERT
+_LINEAR = _CONVERT.union(
+    ops_named(
+        "mm addmm bmm baddbmm convolution convolution_backward mul add sub neg sum mean div where "
+        "relu clone _to_copy cat expand maximum minimum hardtanh index gather full_like"
+    )
+)
+_PRODUCTS = ops_named("mul mm addmm bmm baddbmm")
+_ELEMENTWISE = ops_named("mul add sub neg div where clone _to_copy cat expand") | _CONVERT
 
 
 class Use(IntEnum):
@@ -131,7 +147,7 @@ def reading_of(
                 continue
             seen.add(reader)
             packet = packet_of(reader)
-            if has_zeros and packet in _of_batches():
+            if has_zeros and packet in _OF_BATCHES:
                 return Reading(Use.EXACT, why=f"zeros of a ReLU, read by {packet}")
             if packet in COMPARISONS:
                 compared.append(reader)
@@ -144,8 +160,8 @@ def reading_of(
                 return Reading(Use.EXACT, why=f"read by {packet}")
             use = max(use, found)
             if reader not in gradients:
-                keeps = is_view(reader) or packet in _copies()
-                pending.append((reader, packet in _relus() or (has_zeros and keeps)))
+                keeps = is_view(reader) or packet in _COPIES
+                pending.append((reader, packet in _RELUS or (has_zeros and keeps)))
     if use is Use.LINEAR and (is_probability(value) or _is_squared(own, after, gradients)):
         use = Use.CURVED
     return Reading(use, tuple(compared))
@@ -162,7 +178,7 @@ def _is_squared(
     for node in own:
         for reader in node.users:
             packet = packet_of(reader)
-            if reader not in after or packet not in _products():
+            if reader not in after or packet not in _PRODUCTS:
                 continue
             if sum(one in own for one in reader.args) > 1:
                 return True
@@ -182,10 +198,10 @@ def _meets(
                 continue
             seen.add(reader)
             other = packet_of(reader)
-            alike = other in _products() and (other is torch.ops.aten.mul) is loops
+            alike = other in _PRODUCTS and (other is torch.ops.aten.mul) is loops
             if alike and any(one in own for one in reader.args):
                 return True
-            if is_view(reader) or other in _elementwise():
+            if is_view(reader) or other in _ELEMENTWISE:
                 pending.append(reader)
     return False
 
@@ -198,9 +214,9 @@ def _has_zeros(node: fx.Node) -> bool:
     """
 
     def copied(one: fx.Node) -> list[fx.Node]:
-        return one.all_input_nodes if is_view(one) or packet_of(one) in _copies() else []
+        return one.all_input_nodes if is_view(one) or packet_of(one) in _COPIES else []
 
-    return any(packet_of(one) in _relus() for one in reached([node], copied))
+    return any(packet_of(one) in _RELUS for one in reached([node], copied))
 
 
 def _is_divided_out(value: fx.Node) -> bool:
@@ -209,18 +225,18 @@ def _is_divided_out(value: fx.Node) -> bool:
     Attention without a softmax divides one part of that by another: see `runtime/consumers.py`.
     """
     made = value
-    while is_view(made) or packet_of(made) in _copies():
+    while is_view(made) or packet_of(made) in _COPIES:
         made = made.all_input_nodes[0]
-    if packet_of(made) not in _of_batches():
+    if packet_of(made) not in _OF_BATCHES:
         return False
     pending, seen = [made], {made}
     while pending:
         node = pending.pop()
         for reader in node.users:
-            if packet_of(reader) in _of_batches():
+            if packet_of(reader) in _OF_BATCHES:
                 if any(_has_zeros(one) for one in reader.all_input_nodes if one is not node):
                     return True
-            elif reader not in seen and (is_view(reader) or packet_of(reader) in _copies()):
+            elif reader not in seen and (is_view(reader) or packet_of(reader) in _COPIES):
                 seen.add(reader)
                 pending.append(reader)
     return False
@@ -233,7 +249,7 @@ def _use_of_attention(reader: fx.Node, value: fx.Node, after: Collection[fx.Node
     subtracts. A mask stays exact, as it may hold infinities.
     """
     is_own = reader.target is ATTENTION_BACKWARD
-    if is_own or packet_of(reader) in _attentions():
+    if is_own or packet_of(reader) in _ATTENTIONS:
         places = {at for at, one in enumerate(reader.args) if one is value}
         tolerates = bool(places) and places <= {int(is_own) + at for at in range(len(INPUTS))}
         return Use.CURVED if tolerates else Use.EXACT
@@ -246,51 +262,9 @@ def _use_of_attention(reader: fx.Node, value: fx.Node, after: Collection[fx.Node
 
 
 def _use(reader: fx.Node, packet: Any) -> Use:
-    if is_view(reader) or packet in _linear() or packet is operator.getitem:
+    if is_view(reader) or packet in _LINEAR or packet is operator.getitem:
         return Use.LINEAR
     return Use.CURVED if packet in _curved() else Use.EXACT
-
-
-@cache
-def _attentions() -> frozenset[Any]:
-    names = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention"
-    return ops_named(" ".join(f"_scaled_dot_product_{name}" for name in names.split()))
-
-
-@cache
-def _of_batches() -> frozenset[Any]:
-    return ops_named("bmm baddbmm")
-
-
-@cache
-def _relus() -> frozenset[Any]:
-    return ops_named("relu")
-
-
-@cache
-def _copies() -> frozenset[Any]:
-    return ops_named("clone _to_copy expand cat mul constant_pad_nd") | {
-        torch.ops.prims.convert_element_type
-    }
-
-
-@cache
-def _linear() -> frozenset[Any]:
-    names = "mm addmm bmm baddbmm convolution convolution_backward mul add sub neg sum mean div"
-    names += " where relu clone _to_copy cat expand maximum minimum hardtanh index gather full_like"
-    convert = torch.ops.prims.convert_element_type
-    return ops_named(names) | {convert}
-
-
-@cache
-def _products() -> frozenset[Any]:
-    return ops_named("mul mm addmm bmm baddbmm")
-
-
-@cache
-def _elementwise() -> frozenset[Any]:
-    convert = torch.ops.prims.convert_element_type
-    return ops_named("mul add sub neg div where clone _to_copy cat expand") | {convert}
 
 
 @cache

@@ -218,10 +218,7 @@ class Rewriting:
             return op(*args, **kwargs)
 
     def _hand_over(
-        self,
-        decoded: dict[fx.Node, fx.Node],
-        order: Sequence[fx.Node],
-        before: Collection[fx.Node],
+        self, decoded: dict[fx.Node, fx.Node], order: Sequence[fx.Node], before: Collection[fx.Node]
     ) -> None:
         """Passes backward the decoded values, and copies of nodes that it recomputes from them."""
         known = dict(decoded)

@@ -16,8 +16,6 @@ are inverses and decompositions (`is_narrow`, `is_taken_apart`).
 
 import operator
 from collections.abc import Callable, Collection
-from functools import cache
-from typing import Any
 
 import torch
 from torch import fx
@@ -32,21 +30,36 @@ from elbowroom.compiled.collect import (
 )
 from elbowroom.compiled.exponents import (
     COMPARISONS,
+    EXPONENTIALS,
+    LINEAR,
     MAX_NODES,
+    PRODUCTS,
+    SUMS,
     arguments_of,
     computed_from,
-    exponential_ops,
     is_exponential,
-    linear_ops,
-    product_ops,
     source_of,
-    sum_ops,
     varies,
 )
 
 LIMIT = 24.0  # of what sigmoid or tanh reads: sigmoid(-24) is 4e-11
 _FLAT_POWERS = (0, 1, 2, 3, 4)  # others are steep
 _aten = torch.ops.aten
+_DECOMPOSITIONS = ops_named(
+    "linalg_cholesky_ex linalg_eigh linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve "
+    "linalg_pinv linalg_qr linalg_lstsq linalg_ldl_factor_ex linalg_solve_triangular _linalg_det "
+    "_linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky_solve cholesky_inverse "
+    "triangular_solve"
+)
+_GATES = ops_named("sigmoid tanh erf")
+_STEEP = _GATES | ops_named("exp2 expm1 erfc softplus")
+_INVERSES = ops_named("reciprocal rsqrt")
+_SINGULAR = ops_named(
+    "reciprocal rsqrt sqrt log log2 log10 log1p logit xlogy cosh sinh tan atanh acos asin erfinv"
+)
+_BENDS = ops_named("square cosh sinh cos sin")
+_REDUCTIONS = ops_named("sum mean")
+_RELUS = ops_named("relu")
 
 
 def saturated_of(
@@ -86,7 +99,7 @@ def _origin(node: fx.Node) -> fx.Node:
     """Returns the one value that a node is computed from element by element, or the node itself."""
 
     def inputs(one: fx.Node) -> list[fx.Node]:
-        is_loop = _is_elementwise(one) and packet_of(one) not in _reductions()
+        is_loop = _is_elementwise(one) and packet_of(one) not in _REDUCTIONS
         return [n for n in one.all_input_nodes if varies(n)] if is_loop else []
 
     made = reached([node], inputs, MAX_NODES)
@@ -153,7 +166,7 @@ def _subtracts_functions(difference: fx.Node) -> bool:
     parts = [_made_elementwise(one) for one in operands]
     if len(parts) < 2:
         return False
-    bends = any(packet_of(one) in _steep() | _relus() for part in parts for one in part)
+    bends = any(packet_of(one) in _STEEP | _RELUS for part in parts for one in part)
     return bends and not parts[0].isdisjoint(parts[1])
 
 
@@ -161,7 +174,7 @@ def _made_elementwise(node: fx.Node) -> set[fx.Node]:
     """Returns a node, and what it is computed from element by element, with where that begins."""
 
     def inputs(one: fx.Node) -> list[fx.Node]:
-        is_loop = packet_of(one) in linear_ops() | sum_ops() | _steep() | _relus()
+        is_loop = packet_of(one) in LINEAR | SUMS | _STEEP | _RELUS
         return [n for n in one.all_input_nodes if varies(n)] if is_loop else []
 
     return set(reached([node], inputs, MAX_NODES))
@@ -172,13 +185,13 @@ def is_steep(reader: fx.Node, node: fx.Node) -> bool:
     packet = packet_of(reader)
     if packet is _aten.pow and node is reader.args[0]:
         return reader.args[1] not in _FLAT_POWERS
-    return is_exponential(reader, node) or packet in _steep()
+    return is_exponential(reader, node) or packet in _STEEP
 
 
 def is_gated(value: fx.Node) -> bool:
     """Returns whether a value, or a part of it, is multiplied with a sigmoid or the like of it."""
     plain = _grown({value}, lambda one: _is_elementwise(one) or one.target is operator.getitem)
-    bent = {user for node in plain for user in node.users if packet_of(user) in _gates()}
+    bent = {user for node in plain for user in node.users if packet_of(user) in _GATES}
     gates = _grown(bent, _is_elementwise)
     products = (user for node in gates for user in node.users if packet_of(user) is _aten.mul)
     return any(not plain.isdisjoint(product.all_input_nodes) for product in products)
@@ -198,7 +211,7 @@ def _grown(nodes: Collection[fx.Node], takes: Callable[[fx.Node], bool]) -> set[
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Returns whether an op views, adds or multiplies elements, also with themselves."""
-    return is_view(node) or packet_of(node) in linear_ops() | sum_ops() | {_aten.pow}
+    return is_view(node) or packet_of(node) in LINEAR | SUMS | {_aten.pow}
 
 
 def is_saturated_steeply(value: fx.Node) -> bool:
@@ -208,7 +221,7 @@ def is_saturated_steeply(value: fx.Node) -> bool:
     error of y is not. Divisors of fewer elements, as the size of a row, do not count.
     """
     source = source_of(value)
-    if packet_of(source) not in _gates() | exponential_ops():
+    if packet_of(source) not in _GATES | EXPONENTIALS:
         return False
     size = elements_of(source)
     made = _made_of(source, lambda n: _is_alone(n) or packet_of(n) is _aten.abs)
@@ -224,7 +237,7 @@ def _is_singular(node: fx.Node) -> bool:
         divisor = node.args[1]
         is_large = isinstance(divisor, fx.Node) and elements_of(divisor) >= elements_of(node)
         return is_large and varies(divisor)
-    return packet in _singular() | exponential_ops()
+    return packet in _SINGULAR | EXPONENTIALS
 
 
 def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
@@ -239,15 +252,15 @@ def is_narrow(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
     large = {n for n in _made_of(source, takes) if elements_of(n) >= elements_of(source)}
     if _is_peak(source) and any(map(_is_bent, large)):
         return True
-    if packet_of(source) in _gates() and any(packet_of(n) in exponential_ops() for n in large):
+    if packet_of(source) in _GATES and any(packet_of(n) in EXPONENTIALS for n in large):
         return True
     own = _after({value}, _is_signed, gradients)
     bent = {user for node in own for user in _forward(node, gradients) if _is_bent(user)}
-    squared = {node for node in bent if packet_of(node) not in exponential_ops()}
-    if packet_of(source) in exponential_ops():
+    squared = {node for node in bent if packet_of(node) not in EXPONENTIALS}
+    if packet_of(source) in EXPONENTIALS:
         bent.add(source)
     if not is_gated(value) and any(
-        packet_of(user) in _gates()
+        packet_of(user) in _GATES
         for node in _after(bent, _is_alone, gradients)
         for user in _forward(node, gradients)
     ):
@@ -268,13 +281,13 @@ def is_taken_apart(value: fx.Node, gradients: Collection[fx.Node]) -> bool:
     """
     source = source_of(value)
     made = source.all_input_nodes[0] if packet_of(source) is operator.getitem else source
-    if packet_of(made) in _decompositions():
+    if packet_of(made) in _DECOMPOSITIONS:
         return True
     own = _after({source}, _is_alone, gradients)
     read = (user for node in own for user in _forward(node, gradients))
-    products = {user for user in read if packet_of(user) in product_ops()}
+    products = {user for user in read if packet_of(user) in PRODUCTS}
     return any(
-        packet_of(user) in _decompositions()
+        packet_of(user) in _DECOMPOSITIONS
         for node in _after(products, _is_alone, gradients)
         for user in _forward(node, gradients)
     )
@@ -297,11 +310,11 @@ def _is_inverse(node: fx.Node) -> bool:
     packet = packet_of(node)
     if packet is _aten.pow:
         return isinstance(node.args[1], int | float) and node.args[1] < 0
-    return packet in _inverses()
+    return packet in _INVERSES
 
 
 def _raises(reader: fx.Node, node: fx.Node) -> bool:
-    return packet_of(reader) in exponential_ops() or is_exponential(reader, node)
+    return packet_of(reader) in EXPONENTIALS or is_exponential(reader, node)
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
@@ -316,7 +329,7 @@ def _is_bent(node: fx.Node) -> bool:
         return len(parts) > 1 and not parts[0].isdisjoint(parts[1])
     if packet is _aten.pow:
         return isinstance(node.args[1], int | float) and node.args[1] not in (0, 1)
-    return packet in exponential_ops() | _bends()
+    return packet in EXPONENTIALS | _BENDS
 
 
 def _factors(node: fx.Node) -> set[fx.Node]:
@@ -353,7 +366,7 @@ def _after(
 
 def _is_alone(node: fx.Node) -> bool:
     """Returns whether an op views, adds or multiplies element by element."""
-    return _is_added_up(node) and packet_of(node) not in _reductions()
+    return _is_added_up(node) and packet_of(node) not in _REDUCTIONS
 
 
 def _is_signed(node: fx.Node) -> bool:
@@ -362,53 +375,9 @@ def _is_signed(node: fx.Node) -> bool:
 
 def _is_added_up(node: fx.Node) -> bool:
     """Returns whether an op does so, or adds elements up."""
-    return is_view(node) or packet_of(node) in linear_ops() | sum_ops()
+    return is_view(node) or packet_of(node) in LINEAR | SUMS
 
 
 def saturates(reader: fx.Node, _: fx.Node) -> bool:
     """Returns whether a reader no longer changes where its argument is far from 0."""
     return packet_of(reader) in (_aten.sigmoid, _aten.tanh)
-
-
-@cache
-def _decompositions() -> frozenset[Any]:
-    names = "cholesky_ex eigh inv_ex lu lu_factor_ex lu_solve pinv qr lstsq ldl_factor_ex"
-    found = " ".join(f"linalg_{name}" for name in [*names.split(), "solve_triangular"])
-    own = "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd"
-    return ops_named(f"{found} {own} cholesky_solve cholesky_inverse triangular_solve")
-
-
-@cache
-def _gates() -> frozenset[Any]:
-    return ops_named("sigmoid tanh erf")
-
-
-@cache
-def _steep() -> frozenset[Any]:
-    return _gates() | ops_named("exp2 expm1 erfc softplus")
-
-
-@cache
-def _inverses() -> frozenset[Any]:
-    return ops_named("reciprocal rsqrt")
-
-
-@cache
-def _singular() -> frozenset[Any]:
-    names = "reciprocal rsqrt sqrt log log2 log10 log1p logit xlogy cosh sinh tan atanh acos asin"
-    return ops_named(names + " erfinv")
-
-
-@cache
-def _bends() -> frozenset[Any]:
-    return ops_named("square cosh sinh cos sin")
-
-
-@cache
-def _reductions() -> frozenset[Any]:
-    return ops_named("sum mean")
-
-
-@cache
-def _relus() -> frozenset[Any]:
-    return ops_named("relu")

@@ -23,8 +23,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from elbowroom.compiled.decision import HeldAtBackward
-from elbowroom.compiled.stored import Loaded, store
+from elbowroom.compiled.decision import HeldAtBackward, Loaded, store
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""The images of the demo: a part of Fashion-MNIST in the package, or the full set from a folder.
+"""The text of the demo (`Text`), and its images: a part of Fashion-MNIST, or all from a folder.
 
     packed file = xz( train images [12000, 28, 28] | labels [12000] | test images [3000, 28, 28]
                       | labels [3000] )
@@ -15,6 +15,8 @@ import gzip
 import lzma
 import math
 import struct
+import sys
+import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,3 +150,59 @@ def _pair(images: np.ndarray, labels: np.ndarray, name: Path) -> Split:
     if labels.max() > 9:
         raise DataError(f"{name}-labels: expected classes 0 to 9; found {labels.max()}")
     return Split(torch.from_numpy(images), torch.from_numpy(labels).long())
+
+
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_TEST_FRACTION = 0.05  # of the bytes, held out
+_MIN_NBYTES = 200_000  # below this there is nothing to learn, and the held-out part is too small
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on and bytes held out, both [N] uint8, and a line on where they came from.
+
+        corpus = the *.py files below the stdlib folder, by path, each followed by one zero byte,
+        cut at a size
+
+    `site-packages` is left out, or the corpus would be whatever happens to be installed; so are the
+    test suites, which are mostly tables. It changes with the version of Python, so the origin names
+    that version and the number of bytes.
+    """
+
+    train: Tensor
+    test: Tensor
+    origin: str
+
+
+def load_text(folder: Path | None = None, *, limit_nbytes: int = 4_000_000) -> Text:
+    """Returns the corpus, cut at `limit_nbytes`; its last part is held out. Raises DataError.
+
+    `folder=None` is the standard library of the running Python.
+    """
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    content = _read(folder, limit_nbytes)
+    if len(content) < _MIN_NBYTES:
+        raise DataError(
+            f"found {len(content):,} bytes of *.py below {folder}; the demo needs "
+            f"{_MIN_NBYTES:,}. Is the standard library zipped here? Run the demo without --text"
+        )
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    kept = len(tokens) - int(len(tokens) * _TEST_FRACTION)
+    version = ".".join(map(str, sys.version_info[:3]))
+    origin = f"sources of Python {version}'s standard library, {len(tokens):,} bytes"
+    return Text(tokens[:kept], tokens[kept:], origin)
+
+
+def _read(folder: Path, limit_nbytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(folder.rglob("*.py")):
+        if _SKIPPED.isdisjoint(path.relative_to(folder).parts) and path.is_file():
+            try:
+                parts.append(path.read_bytes() + b"\0")
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error}; expected a Python source") from error
+            size += len(parts[-1])
+            if size >= limit_nbytes:
+                break
+    return b"".join(parts)[:limit_nbytes]

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elbowroom.demo.data import Images, Split, load_images
+from elbowroom.demo.data import Images, Split, Text, load_images, load_text
 from elbowroom.demo.models import GPT, ResNet18, UNet
-from elbowroom.demo.text import Text, load_text
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 

@@ -12,10 +12,29 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from elbowroom.fitting.chosen import Chosen
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
     from elbowroom.plan.site import SiteName
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Profile of the step if all auto states had one format.
+
+    state: the format, "" if none is chosen.
+    """
+
+    state: str
+    profile: "Profile"
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Plan, and the candidate that it was made for."""
+
+    candidate: Candidate
+    plan: "Plan"
 
 
 _NEAR_LEAST = 1.1  # factor of the least predicted peak among the plans that are left

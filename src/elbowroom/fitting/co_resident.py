@@ -94,11 +94,11 @@ class Neighbors:
         """
         others = list(self._other_models())
         graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
-        beside = [one for one in others if self.takes_turns_with(one)]
-        if not beside:
+        in_turns = [one for one in others if self.takes_turns_with(one)]
+        if not in_turns:
             return graphs
-        here = [one for one in beside if one._thread == self._thread]
-        graphs += sum(one._state_nbytes for one in beside if one not in here)
+        here = [one for one in in_turns if one._thread == self._thread]
+        graphs += sum(one._state_nbytes for one in in_turns if one not in here)
         mine = self._model_state.tensors()
         theirs = [tensor for one in here for tensor in one._model_state.tensors()]
         return graphs + storage_nbytes([*mine, *theirs]) - storage_nbytes(mine)

@@ -6,29 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elbowroom.errors import BudgetTooSmall
-    from elbowroom.fitting.attempts import Taken
-    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.attempts import Chosen, Taken
     from elbowroom.fitting.forward import FittedSaving
     from elbowroom.fitting.observations import Observation
     from elbowroom.plan.rehearsal import ForwardProfile
 
 
 class Line(Enum):
-    """Names of the lines that are logged when a state moves; `messages.py` has their words."""
+    """Lines that are logged when a state moves, by the name of the function in `messages.py`."""
 
-    MEASURED = "prediction and measurement of a step"
-    LARGER_STEP = "a step holds more than those before"
-    OUTSIDE = "little of what a step takes is saved where it can be changed"
-    BLIND = "five steps could not be measured"
-    ABOVE = "steps stay above the budget"
-    SMALLEST = "the smallest plans are tried"
-    NEAR = "the smallest plan is near the budget"
-    RUNS_AGAIN = "recurrent layers run again"
-    OPENS = "checkpoints of the program's own are opened"
-    UNCORRECTED = "no plan has kept to the budget"
-    GIVEN = "a plan that was given is of no use"
-    UNKNOWN = "what codes add is not measured"
-    NOISE = "what codes add"
+    MEASURED = "say_measured"
+    LARGER_STEP = "warn_larger_step"
+    OUTSIDE = "warn_outside"
+    BLIND = "warn_blind"
+    ABOVE = "warn_above"
+    SMALLEST = "warn_smallest"
+    NEAR = "warn_near"
+    RUNS_AGAIN = "warn_runs_again"
+    OPENS = "say_opens"
+    UNCORRECTED = "warn_uncorrected"
+    GIVEN = "warn_given"
+    UNKNOWN = "say_unknown"
+    NOISE = "say_noise"
 
 
 @dataclass(frozen=True)
@@ -124,38 +123,22 @@ class ReadMeter:
 
 
 @dataclass(frozen=True)
-class BlameNoClasses:
-    """Command: exclude single modules that cannot be recomputed, rather than all of their class."""
+class Relax:
+    """Command: lift a restriction of plans from now on.
 
-
-@dataclass(frozen=True)
-class RunLayersAgain:
-    """Command: allow recomputation of recurrent layers from now on.
-
-    rounds: in stretches of time, with gradients that differ by rounding; else each as a whole
+    changes  attributes of `runtime.context.Context`, and their new values
     """
 
-    rounds: bool
+    changes: tuple[tuple[str, bool], ...]
 
 
-@dataclass(frozen=True)
-class LetRowsWait:
-    """Command: make large rows that are gathered when they are read, from now on."""
-
-
-@dataclass(frozen=True)
-class RunProductsAgain:
-    """Command: let plans rebuild what is made of a linear layer's result, from now on."""
-
-
-@dataclass(frozen=True)
-class OpenCheckpoints:
-    """Command: run what the program's own checkpoints hold as if it had none, from now on."""
-
-
-@dataclass(frozen=True)
-class TakeSmall:
-    """Command: plan tensors below min_nbytes, too, from now on."""
+BLAME_NO_CLASSES = Relax((("blames_classes", False),))
+LET_ROWS_WAIT = Relax((("rows_wait", True),))
+RUN_PRODUCTS_AGAIN = Relax((("products_again", True),))
+OPEN_CHECKPOINTS = Relax((("opens_checkpoints", True),))
+TAKE_SMALL = Relax((("takes_small", True),))
+RUN_LAYERS_AGAIN = Relax((("runs_again", True), ("keeps_bits", True)))  # each as a whole
+RUN_STRETCHES_AGAIN = Relax((("runs_again", True), ("keeps_bits", False)))  # sums are rounded anew
 
 
 @dataclass(frozen=True)
@@ -200,12 +183,7 @@ Command = (
     | MakeRoomToWatch
     | StartMeter
     | ReadMeter
-    | BlameNoClasses
-    | RunLayersAgain
-    | LetRowsWait
-    | RunProductsAgain
-    | OpenCheckpoints
-    | TakeSmall
+    | Relax
     | Refuse
     | RefusePresets
     | Raise

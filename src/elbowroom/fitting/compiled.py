@@ -37,11 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import (
-    Decision,
-    in_whole,
-    place_of,
-)
+from elbowroom.compiled import Decision, in_whole, place_of
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_loss import CompiledLoss
 from elbowroom.fitting.guests import next_forward
@@ -58,13 +54,9 @@ from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with
 from elbowroom.fitting.uncompiled import UNCOMPILED, Examined, tensors_in, uncompiled_nbytes
 from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
 from elbowroom.measure.rates import rates
-from elbowroom.runtime.attach import attach, opener_of
+from elbowroom.runtime.attach import Given, attach, opener_of
 from elbowroom.runtime.calls import pass_through
-from elbowroom.runtime.compiler import (
-    eagerly,
-    has_said,
-    original,
-)
+from elbowroom.runtime.compiler import eagerly, has_said, original
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
@@ -169,13 +161,7 @@ class CompiledFitting:
                 f"{remedy}"
             )
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs one forward of the model through its compiled twin."""
         if self._here.runs:  # the twin runs eagerly, inside of a context
             return forward()
@@ -183,42 +169,36 @@ class CompiledFitting:
         self.steps += 1
         self.ran_at = next_forward()
         try:
-            return self._run(model, forward, args, kwargs)
+            return self._run(model, forward, given)
         finally:
             self._here.runs = False
 
-    def _run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         # Each small tensor has its own shape: so Dynamo tells calls apart.
-        kind = signature_of(model, args, kwargs, (), joins_small=False)
+        kind = signature_of(model, *given, (), joins_small=False)
         self._probes = self._probes or _probes(original(model))
         stands = any(p.grad is not None for p in self._probes)
         if self._eager is None:
             self._counts_waiting()
-            self._counts_previous(model, (args, kwargs))
+            self._counts_previous(model, given)
         is_known = (kind, stands) in self._kinds
         twin = self._twin_for(kind.numel, stands) if is_known else None
         if twin is not None and not self._is_full:
             twin.numel = kind.numel
             try:
-                return self._waits(with_hooks(twin.call, args, kwargs))
+                return self._waits(with_hooks(twin.call, *given))
             except failures() as error:  # it is compiled again where other things change
                 self._fails_again(model, twin, error)
                 self._kinds.discard((kind, stands))
         elif self._eager is None or is_known:
-            done, out = self._first(model, kind, stands, args, kwargs)
+            done, out = self._first(model, kind, stands, given)
             if done:
                 return self._waits(out)
             self._kinds.discard((kind, stands))
         assert self._eager is not None
         try:
             with eagerly():  # it may have nothing to do, and then opens no context
-                return self._eager.run(model, forward, args, kwargs)
+                return self._eager.run(model, forward, given)
         except BudgetTooSmall as error:  # a compiled step may need less
             if self._refusal is None or self._refusal[1] >= error.least_nbytes:
                 raise
@@ -231,24 +211,18 @@ class CompiledFitting:
             return True
         return bool(self._waiting) and _holds(self._waiting[-1]())
 
-    def run_more(
-        self,
-        loss: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run_more(self, loss: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs a loss after a forward of the model, compiled in what that leaves of the room."""
         if self._eager is not None and self._eager.may_go_on:
             with eagerly():
-                return self._eager.run_more(loss, forward, args, kwargs)
+                return self._eager.run_more(loss, forward, given)
         known = self._losses.get(loss)
         if known is None:
             settings = replace(settings_of(self.options), offloads=self.offloads)
             known = CompiledLoss(loss, settings, self.how.options, self.how.dynamic)
             self._losses[loss] = known
         try:
-            return known.run(max(self.room_nbytes() - self._held_nbytes, 0), args, kwargs)
+            return known.run(max(self.room_nbytes() - self._held_nbytes, 0), *given)
         except failures() as error:
             self._reserve(type(loss).__name__, error)
         with eagerly():
@@ -353,8 +327,8 @@ class CompiledFitting:
         held = self._previous.alive()
         if self._waiting or storage_nbytes(held) <= self.standing_nbytes:
             return
-        beside = [*model.parameters(), *model.buffers(), *tensors_in(given)]
-        stands = storage_nbytes([*beside, *held]) - storage_nbytes(beside)
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+        stands = storage_nbytes([*resident, *held]) - storage_nbytes(resident)
         if stands <= self.standing_nbytes:
             return
         self.standing_nbytes = stands
@@ -362,14 +336,7 @@ class CompiledFitting:
             self._twins.clear()
             self._kinds.clear()
 
-    def _first(
-        self,
-        model: nn.Module,
-        kind: Any,
-        stands: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[bool, Any]:
+    def _first(self, model: nn.Module, kind: Any, stands: bool, given: Given) -> tuple[bool, Any]:
         """Runs a kind of call that was not seen before, or that Dynamo may not compile again.
 
         Returns whether that was possible.
@@ -378,23 +345,21 @@ class CompiledFitting:
             self._begin_eager(model)  # Dynamo would run it outside of any budget
             return False, None
         self._probes = _probes(original(model))  # wrappers may have replaced them
-        undo = Undo(model, (), (args, kwargs))
+        undo = Undo(model, (), given)
         room = self.room_nbytes() if stands else 0
         for twin in self._twins if stands else ():
             twin.stands = twin.stands or twin.fits(room)
         try:
             twin = self._twin_for(kind.numel, stands) or self._grown(model, stands)
-            out, is_above = self._examined(twin, model, kind.numel, (args, kwargs), undo)
-            is_above = is_above or (
-                self._note_uncompiled(out, model, (args, kwargs)) and twin.may_exceed()
-            )
+            out, is_above = self._examined(twin, model, kind.numel, given, undo)
+            is_above = is_above or (self._note_uncompiled(out, model, given) and twin.may_exceed())
             # Or a graph runs several times.
             if (is_above or twin.excess_nbytes() > 0) and undo.is_possible:
                 out = None
                 undo.back()
                 runs = self.forwards * len(twin.ran)
                 twin = self._twins[-1] = Twin(self, model, 1, stands=stands, runs=runs)
-                out = twin.run(kind.numel, args, kwargs)
+                out = twin.run(kind.numel, *given)
                 twin.check()
             if not twin.compiles and undo.is_possible and any(map(_records, tensors_in(out))):
                 out = None
@@ -423,20 +388,19 @@ class CompiledFitting:
         return True, out
 
     def _examined(
-        self, twin: Twin, model: nn.Module, numel: int, given: tuple[Any, Any], undo: Undo
+        self, twin: Twin, model: nn.Module, numel: int, given: Given, undo: Undo
     ) -> tuple[Any, bool]:
         """Runs a first forward, of which what is saved is dropped if it does not fit.
 
         Returns its result, and whether that has been dropped; it cannot be where forward could not
         run again.
         """
-        args, kwargs = given
         if not undo.is_possible:
-            return twin.run(numel, args, kwargs), False
-        beside = [*model.parameters(), *model.buffers(), *tensors_in(given)]
-        examined = Examined(_ABOVE * self.room_nbytes(), beside)
+            return twin.run(numel, *given), False
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+        examined = Examined(_ABOVE * self.room_nbytes(), resident)
         with examined:
-            out = twin.run(numel, args, kwargs)
+            out = twin.run(numel, *given)
         if not examined.is_over:
             return out, False
         if not twin.ran:  # all of it is of uncompiled code
@@ -449,8 +413,8 @@ class CompiledFitting:
 
         Returns whether it is more than was counted before.
         """
-        beside = [*model.parameters(), *model.buffers(), *tensors_in((out, given))]
-        held, before = uncompiled_nbytes(tensors_in(out), beside), self._uncompiled_nbytes
+        resident = [*model.parameters(), *model.buffers(), *tensors_in((out, given))]
+        held, before = uncompiled_nbytes(tensors_in(out), resident), self._uncompiled_nbytes
         self._uncompiled_nbytes = max(before, held)
         return held > before
 
@@ -517,8 +481,10 @@ class CompiledFitting:
         each = [(twin.resident, one) for twin in self._twins for one in twin.regions.decisions]
         return replace(
             summary,
-            plain_nbytes=max((beside + one.plain_nbytes for beside, one in each), default=None),
-            predicted_nbytes=max((beside + one.peak_nbytes for beside, one in each), default=None),
+            plain_nbytes=max((resident + one.plain_nbytes for resident, one in each), default=None),
+            predicted_nbytes=max(
+                (resident + one.peak_nbytes for resident, one in each), default=None
+            ),
         )
 
 

@@ -25,11 +25,7 @@ class CompiledLoss:
     compiler_name = "elbowroom.fit"
 
     def __init__(
-        self,
-        loss: nn.Module,
-        settings: Settings,
-        options: Mapping[str, Any],
-        dynamic: bool | None,
+        self, loss: nn.Module, settings: Settings, options: Mapping[str, Any], dynamic: bool | None
     ) -> None:
         self.regions = Regions(settings)
         self.refused: BudgetTooSmall | None = None

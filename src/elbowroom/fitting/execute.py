@@ -3,7 +3,6 @@
 FitState --transitions--> commands --here--> observations --transitions--> FitState ...
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -11,33 +10,27 @@ from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting import messages
-from elbowroom.fitting.attempts import KnownStep, Taken
-from elbowroom.fitting.chosen import Chosen
+from elbowroom.fitting.attempts import Chosen, KnownStep, Taken
 from elbowroom.fitting.commands import (
+    BLAME_NO_CLASSES,
     BeginPlan,
-    BlameNoClasses,
     CheckPlan,
     Command,
     ForgetCalls,
     ForgetScripts,
     HoldAsGiven,
-    LetRowsWait,
-    Line,
     MakePlan,
     MakeRoomToWatch,
     MakeSmallest,
-    OpenCheckpoints,
     PlanByForward,
     Raise,
     ReadMeter,
     Refuse,
     RefusePresets,
-    RunLayersAgain,
-    RunProductsAgain,
+    Relax,
     Say,
     StartMeter,
     TakePlan,
-    TakeSmall,
     Then,
 )
 from elbowroom.fitting.observations import (
@@ -64,13 +57,7 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import (
-    CAREFUL,
-    LIKELY,
-    Care,
-    ForwardProfile,
-    with_backward,
-)
+from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile, with_backward
 from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
 
@@ -82,22 +69,6 @@ if TYPE_CHECKING:
 # Of what a recurrent layer saves, the least that it takes when it runs as a whole (CPU, measured).
 _WHOLE = 1.25
 
-_LINES: dict[Line, Callable[..., None]] = {
-    Line.MEASURED: messages.say_measured,
-    Line.LARGER_STEP: messages.warn_larger_step,
-    Line.OUTSIDE: messages.warn_outside,
-    Line.BLIND: messages.warn_blind,
-    Line.ABOVE: messages.warn_above,
-    Line.SMALLEST: messages.warn_smallest,
-    Line.NEAR: messages.warn_near,
-    Line.RUNS_AGAIN: messages.warn_runs_again,
-    Line.OPENS: messages.say_opens,
-    Line.UNCORRECTED: messages.warn_uncorrected,
-    Line.GIVEN: messages.warn_given,
-    Line.UNKNOWN: messages.say_unknown,
-    Line.NOISE: messages.say_noise,
-}
-
 
 def execute(planner: "Planner", command: Command) -> Observation | None:
     """Executes the commands of one kind of forward; returns the observation that results.
@@ -106,7 +77,7 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
     """
     match command:
         case Say(line, values):
-            _LINES[line](planner.options, **values)
+            getattr(messages, line.value)(planner.options, **values)
         case ForgetScripts():
             planner.forget_scripts()
         case BeginPlan():
@@ -114,19 +85,11 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
             planner.try_modules()
         case ForgetCalls(calls):
             planner.calls.forget(calls)
-        case BlameNoClasses():
-            planner.context.blames_classes = False
-        case RunLayersAgain(rounds):
-            planner.context.runs_again, planner.context.keeps_bits = True, not rounds
-            planner.forward_profile = None
-        case LetRowsWait():
-            planner.context.rows_wait, planner.forward_profile = True, None
-        case RunProductsAgain():
-            planner.context.products_again, planner.forward_profile = True, None
-        case OpenCheckpoints():
-            planner.context.opens_checkpoints, planner.forward_profile = True, None
-        case TakeSmall():
-            planner.context.takes_small, planner.forward_profile = True, None
+        case Relax(changes):
+            for name, value in changes:
+                setattr(planner.context, name, value)
+            if command != BLAME_NO_CLASSES:  # the others change what a forward records
+                planner.forward_profile = None
         case StartMeter(predicts):
             planner.meter = ReachMeter(STEPS) if predicts else menu_meter(probes=1)
         case Refuse(least):

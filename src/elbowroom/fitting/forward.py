@@ -2,7 +2,6 @@
 
 import weakref
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +20,11 @@ from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct, rows_nbytes
 from elbowroom.runtime.direct.recurrent import layers_of, saved_nbytes
 from elbowroom.runtime.handles import DropHandle, KeepHandle
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.kept import Beside, Deferred, Lone, last_node
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.tracer import Tracer
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Slot, View
 from elbowroom.runtime.storage import is_parameter, is_touchable, storage_nbytes
 
@@ -116,12 +115,7 @@ class FittedSaving(Saving):
         self.saved_by: weakref.WeakKeyDictionary[Slot, list[int]] = weakref.WeakKeyDictionary()
         self._fit, self._presets, self._followed = fit, fit.options.presets, fit.plan
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         slots = self._sources.slots()
         self._saved += [
             (

@@ -8,7 +8,10 @@
 Which of them a forward is, and to which step it belongs, is decided in `session.py`.
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,13 +19,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
-from elbowroom.fitting.backward_peak import gradients_peak, peak_of_backward
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.messages import warn_unplanned
+from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.steps import MeasuredSteps
+from elbowroom.measure.graph import graph_of
 from elbowroom.measure.interval import may_measure
+from elbowroom.plan.backward import run
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
 
@@ -147,3 +152,47 @@ def _refuse_part(planner: Planner, saving: FittedSaving) -> None:
             least_nbytes=error.least_nbytes,
             parts=error.parts,
         ) from None
+
+
+def peak_of_backward(
+    outputs: Iterable[Tensor], saving: FittedSaving, memory: MemoryState, since: int = 0
+) -> int:
+    """Returns the bytes of backward's highest moment; 0 where the outputs have no graph.
+
+        level(t) = resident bytes + gradients, by the graph (`plan/backward.py`)
+                 + bytes that are still held + bytes that the current node has restored
+
+    A tensor is released once the node that saved it first has run, because backward goes from the
+    last node to the first. Workspaces inside libraries are not known, so this is a lower bound,
+    usually by a few percent. `Fitting` uses it after a first forward, whose reserve for backward
+    was a guess, to decide whether the held tensors leave enough memory for backward.
+
+    saving: the ended context of the forward that made the outputs
+    since: autograd's number of the first node that counts
+    """
+    restored: dict[int, int] = defaultdict(int)
+    held: list[tuple[int, int]] = []  # the first node that saves it, and its bytes
+    for slot, nodes in saving.saved_by.items():
+        held.append((min(nodes), slot.entry.after_nbytes))
+        whole = max(slot.entry.before_nbytes - slot.entry.after_nbytes, 0)
+        for node in set(nodes):
+            restored[node] += whole
+    held.sort()
+    firsts = [node for node, _ in held]
+    below = [0, *accumulate(nbytes for _, nbytes in held)]
+    highest, node = 0, firsts[-1] if firsts else 0
+    for moment in run(graph_of(outputs, since=since, is_whole=not since)):
+        node = node if moment.is_leaf else moment.nth
+        still = below[bisect_right(firsts, node)] + restored.get(node, 0)
+        stay = min(moment.stay, memory.unallocated_gradient_nbytes)
+        highest = max(highest, moment.nbytes + moment.hidden + stay + still)
+    return highest and memory.static_nbytes + highest
+
+
+def gradients_peak(outputs: Iterable[Tensor]) -> int:
+    """Returns the most bytes of gradients that stand at once in backward, by the graph alone.
+
+    Those of parameters do not count. 0 where the outputs have no graph.
+    """
+    moments = run(graph_of(outputs))
+    return max((moment.nbytes + moment.hidden for moment in moments), default=0)

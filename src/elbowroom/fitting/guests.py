@@ -42,9 +42,9 @@ from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.signature import Signature, signature_of
 from elbowroom.plan.plan import Plan
 from elbowroom.runtime import modules
+from elbowroom.runtime.attach import Given
 from elbowroom.runtime.ledger import Tally
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 next_forward = partial(next, count(1))  # numbers the forwards of all models that are fitted
 _models: "weakref.WeakSet[SharesSteps]" = weakref.WeakSet()
 
@@ -197,12 +197,7 @@ class SharesSteps(ForwardModes, ABC):
         return same_device and self.planner.calls.may_go_on
 
     def _run_guest(
-        self,
-        guest: "SharesSteps",
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, guest: "SharesSteps", model: nn.Module, forward: Callable[[], Any], given: Given
     ) -> Any:
         """Runs a forward of another fitted model as one more forward of the step."""
         last = self._last
@@ -212,10 +207,10 @@ class SharesSteps(ForwardModes, ABC):
         if self.model_state.join(guest.model_state):
             self._joined(guest)
         title = self.model_state.title_of(guest.model_state)
-        own = signature_of(model, args, kwargs)
+        own = signature_of(model, *given)
         signature = replace(own, structure=(title, own.structure))
         with self._failures(), modules.titled(title):
-            out = self._go_on(model, forward, signature, last, (args, kwargs))
+            out = self._go_on(model, forward, signature, last, given)
         self._open_step.follow(out, self._last, self.planner.calls.at)
         self._outputs.note(out)
         return out

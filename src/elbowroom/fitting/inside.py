@@ -134,12 +134,12 @@ def _compile_fitted(
     fitting = min(inside, key=lambda one: one.options.budget_nbytes)
     found = _fitted[fitting]
     found.resident_nbytes = sum(one.model_state.resident_nbytes() for one in inside)
-    return compile_beside(
+    return compile_in_room(
         gm, example_inputs, found.regions, options, fitting.options, found.resident_nbytes
     )
 
 
-def compile_beside(
+def compile_in_room(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     regions: Regions,

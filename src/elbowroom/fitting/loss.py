@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime.attach import attach, attached, detach, opener_of
+from elbowroom.runtime.attach import Given, attach, attached, detach, opener_of
 
 
 class Stepping(Protocol):
@@ -31,13 +31,7 @@ class Stepping(Protocol):
         """True while the saved tensors of the last forward wait for backward."""
         ...
 
-    def run_more(
-        self,
-        loss: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run_more(self, loss: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs forward(), which is loss(*args, **kwargs), as a part of the step."""
         ...
 
@@ -48,13 +42,7 @@ class _LossCalls:
     def __init__(self) -> None:
         self.fittings: weakref.WeakSet[Stepping] = weakref.WeakSet()
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs a call of the loss in the step of the model whose forward ran last."""
         if not self.fittings:  # their models have died
             detach(model)
@@ -62,7 +50,7 @@ class _LossCalls:
         runs_again = torch._C._current_graph_task_id() != -1  # in backward, from a checkpoint
         if runs_again or not waiting:
             return forward()
-        return max(waiting, key=lambda one: one.ran_at).run_more(model, forward, args, kwargs)
+        return max(waiting, key=lambda one: one.ran_at).run_more(model, forward, given)
 
     def passes(self, forward: Callable[[], Any]) -> Any:
         """Runs a call without gradients, which saves nothing."""
@@ -109,8 +97,8 @@ def may_be_loss(module: nn.Module) -> bool:
         for name, part in vars(one).items()
         if name != "_modules"  # those are seen
     ]
-    beside = [x for part in parts for x in tree_leaves(part) if isinstance(x, nn.Module)]
-    return not beside and next(module.parameters(), None) is None
+    unregistered = [x for part in parts for x in tree_leaves(part) if isinstance(x, nn.Module)]
+    return not unregistered and next(module.parameters(), None) is None
 
 
 def _no_module(given: object) -> str:

@@ -407,11 +407,11 @@ def refusal(
         saved = max(saved, saving.ledger.max_nbytes)
     other, kind = transient_nbytes, "estimated" if estimated else "measured"
     if other is None:  # an estimate, and rather too large than too small
-        beside = _GENEROUS * saving.largest_nbytes
+        transients = _GENEROUS * saving.largest_nbytes
         if saving.gradients_nbytes:
             known = int(_CARE * saving.gradients_nbytes) + _RESTORED * saving.largest_nbytes
-            beside = min(beside, known)
-        other, kind = memory.unallocated_nbytes + beside, "estimated"
+            transients = min(transients, known)
+        other, kind = memory.unallocated_nbytes + transients, "estimated"
     resident = memory.static_nbytes + gradient_nbytes
     least = resident + saved + other
     # More was held at some moment than at the end, or than at this preset from the start, because a
@@ -516,12 +516,13 @@ def add_room(
             error.parts["more memory of other models"] = others_nbytes
 
 
-def add_beside(error: BudgetTooSmall, beside_nbytes: int) -> None:
+def add_co_resident(error: BudgetTooSmall, co_resident_nbytes: int) -> None:
     """Says in a refusal how much of the least budget stands beside the model that is refused."""
-    if beside_nbytes > error.least_nbytes // _ROOM:
+    if co_resident_nbytes > error.least_nbytes // _ROOM:
+        taken = show_nbytes(co_resident_nbytes)
         error.args = (
-            f"{error} {show_nbytes(beside_nbytes)} of it are graphs that wait for their backward, "
-            "and other fitted models; call er.release(model) for one that is not trained any more.",
+            f"{error} {taken} of it are graphs that wait for their backward, and other fitted "
+            "models; call er.release(model) for one that is not trained any more.",
         )
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elbowroom.errors import BudgetTooSmall
-    from elbowroom.fitting.attempts import Attempts, KnownStep, Smallest
-    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.attempts import Attempts, Chosen, KnownStep, Smallest
     from elbowroom.fitting.forward import FittedSaving
     from elbowroom.fitting.headroom import Headroom
     from elbowroom.fitting.options import FitOptions, MemoryState

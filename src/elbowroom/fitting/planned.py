@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING
 
 from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import (
+    BLAME_NO_CLASSES,
+    LET_ROWS_WAIT,
+    OPEN_CHECKPOINTS,
+    RUN_LAYERS_AGAIN,
+    RUN_PRODUCTS_AGAIN,
+    RUN_STRETCHES_AGAIN,
+    TAKE_SMALL,
     BeginPlan,
-    BlameNoClasses,
     CheckPlan,
     Command,
     ForgetCalls,
     ForgetScripts,
-    LetRowsWait,
     Line,
     MakeRoomToWatch,
     MakeSmallest,
-    OpenCheckpoints,
     Raise,
-    RunLayersAgain,
-    RunProductsAgain,
     TakePlan,
-    TakeSmall,
     say,
 )
-from elbowroom.fitting.noise_probing import room_nbytes
 from elbowroom.fitting.observations import (
     Fallbacks,
     NoPlan,
@@ -194,25 +194,28 @@ def _comes_near(state: FitState, seen: NoPlan) -> bool:
 def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     """Relaxes a restriction where no plan fits, and learns again; None: none is left."""
     if fallbacks.blamed_classes:
-        return state.fresh(), (ForgetScripts(), BlameNoClasses())
+        return state.fresh(), (ForgetScripts(), BLAME_NO_CLASSES)
     if fallbacks.rows:
-        return state.fresh(), (ForgetScripts(), LetRowsWait())
+        return state.fresh(), (ForgetScripts(), LET_ROWS_WAIT)
     if fallbacks.products:
-        return state.fresh(), (ForgetScripts(), RunProductsAgain())
+        return state.fresh(), (ForgetScripts(), RUN_PRODUCTS_AGAIN)
     if fallbacks.checkpoints:
-        return state.fresh(), (ForgetScripts(), say(Line.OPENS), OpenCheckpoints())
+        return state.fresh(), (ForgetScripts(), say(Line.OPENS), OPEN_CHECKPOINTS)
     if state.is_recurrent and fallbacks.layers:
         return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=False))
     if state.has_many_small and fallbacks.small:
-        return state.fresh(), (ForgetScripts(), TakeSmall())
+        return state.fresh(), (ForgetScripts(), TAKE_SMALL)
     if state.is_recurrent and fallbacks.stretches:
         return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=True))
     return None
 
 
 def run_layers_again(*, rounds: bool) -> tuple[Command, ...]:
-    """Returns the commands to recompute recurrent layers from now on: see `RunLayersAgain`."""
-    return say(Line.RUNS_AGAIN, rounds=rounds), RunLayersAgain(rounds)
+    """Returns the commands to recompute recurrent layers in backward from now on.
+
+    rounds: in stretches of time, with gradients that differ by rounding; else each as a whole
+    """
+    return say(Line.RUNS_AGAIN, rounds=rounds), RUN_STRETCHES_AGAIN if rounds else RUN_LAYERS_AGAIN
 
 
 def _taken_again(state: FitState) -> Step | None:
@@ -273,3 +276,14 @@ def _give_up(state: FitState, least: Taken) -> Step:
             refuses=state.refuses_last_resort,
         ),
     )
+
+
+_LARGEST_TENSORS = 5  # upper estimate of the additional memory of a watched step
+
+
+def room_nbytes(plan: "Plan") -> int:
+    """Returns the bytes that a watched step may need beyond this plan's peak.
+
+    Probing copies a tensor, and runs its op a second time in backward.
+    """
+    return _LARGEST_TENSORS * plan.largest_nbytes

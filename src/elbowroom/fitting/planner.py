@@ -372,26 +372,28 @@ class Planner(StateView):
             return rest
         settings = replace(settings_of(self), ratio=1.0, margin_nbytes=0, recompute_margin_nbytes=0)
 
-        def beside(care: Care) -> Profile:
+        def profile_with(care: Care) -> Profile:
             return step_of(self, forward_profile.with_co_resident(last.ledger.held_nbytes), care)
 
-        plan = plan_rest(beside(CAREFUL), settings)
+        plan = plan_rest(profile_with(CAREFUL), settings)
         if plan is not None and leaves_room:
-            plan = least_rest(beside(CAREFUL), settings, exact=plan.exact or self.options.exact)
+            plan = least_rest(
+                profile_with(CAREFUL), settings, exact=plan.exact or self.options.exact
+            )
         if plan is not None:
             return Rest(self.options, self.context, plan)
         self._refuse_two(forward_profile, signature)
-        least = least_rest(beside(CAREFUL), settings, exact=self.options.exact)
+        least = least_rest(profile_with(CAREFUL), settings, exact=self.options.exact)
         above_nbytes = least.peak - self.options.budget_nbytes
         encoded = last.encode_held(last.ledger.held_nbytes - above_nbytes)
         if encoded is None:
             self._warn_unexpected(least)
             return Rest(self.options, self.context, least)
-        plan = plan_rest(beside(CAREFUL), settings)
+        plan = plan_rest(profile_with(CAREFUL), settings)
         if plan is None:
             # The strictest preset holds less than a plan whose worst moment is in backward.
             self._warn_unexpected(least)
-            plan = plan_rest(beside(LIKELY), settings)
+            plan = plan_rest(profile_with(LIKELY), settings)
         return Rest(self.options, self.context, plan, encoded)
 
     def _warn_unexpected(self, least: Plan | None) -> None:

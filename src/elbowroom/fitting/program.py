@@ -19,7 +19,7 @@ from elbowroom.compiled import Decision, Regions, Settings
 from elbowroom.fitting.inside import (
     Region,
     add_region_planner,
-    compile_beside,
+    compile_in_room,
     remove_region_planner,
 )
 from elbowroom.fitting.model_state import ModelState
@@ -84,7 +84,7 @@ class CompiledProgram:
         resident = model_state.resident_nbytes() + self._held()
         self._resident = self._resident or resident
         self.compiled += 1
-        return compile_beside(
+        return compile_in_room(
             gm,
             example_inputs,
             self._regions,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.chosen import Chosen
+from elbowroom.fitting.attempts import Chosen
 from elbowroom.fitting.forward import Fit, FittedSaving
 from elbowroom.fitting.messages import warn_optimistic, without_frames
 from elbowroom.fitting.model_state import ModelState, storage_nbytes

@@ -6,10 +6,10 @@ forward that is examined starts from the bytes that earlier ones hold, as if the
 
 from elbowroom.fitting.forward import Fit, FittedSaving
 from elbowroom.plan.presets import Preset
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import Entry, Tally
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.saving import Saving
 
 _AT_ONCE = 3  # bytes that stand in backward for each that is saved: a larger tensor's gradients
 

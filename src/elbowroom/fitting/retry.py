@@ -11,7 +11,6 @@ An update that has begun cannot be undone; the error says so.
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -72,12 +71,7 @@ class _Attempt:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         for fitting, undo in zip(self._fittings, self._undos, strict=True):
             fitting.model_state.states.around = nullcontext
             undo.close()

@@ -1,4 +1,4 @@
-"""Keeping a model's training under a budget of bytes: start safe, measure, plan, verify, watch.
+"""Keeps a model's training under a budget of bytes: start safe, measure, plan, verify, watch.
 
     held before a step   weights, buffers, persistent gradients, optimizer states   counted
   + saved for backward   what the ledger holds                                      counted, chosen
@@ -34,9 +34,9 @@ from elbowroom.codecs.dropped import dropped, why_dropped
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
 from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
-from elbowroom.fitting.guests import Given, SharesSteps, next_forward
+from elbowroom.fitting.guests import SharesSteps, next_forward
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_beside, add_room, warn_not_called
+from elbowroom.fitting.messages import add_co_resident, add_room, warn_not_called
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.replayed import ReplayedForward
@@ -47,7 +47,7 @@ from elbowroom.fitting.together import Together
 from elbowroom.measure.rates import rates
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.registered import still_used
-from elbowroom.runtime.attach import Around, called
+from elbowroom.runtime.attach import Around, Given, called
 from elbowroom.runtime.compiler import calls_compiled
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.opened_checkpoints import noticing
@@ -118,13 +118,7 @@ class Fitting(SharesSteps):
         if not is_auto(optimizer):
             self.add_optimizer(optimizer)
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs one forward of the model.
 
         After an out-of-memory error, plans with less.
@@ -134,17 +128,17 @@ class Fitting(SharesSteps):
         if self.compiled and self._neighbors.is_alone and calls_compiled(model, wrapper):
             self.successor = self.compiled(self, model if wrapper is None else wrapper)
             if self.successor is not None:
-                return self.successor.run(model, forward, args, kwargs)
+                return self.successor.run(model, forward, given)
         hooks = self._foreign.around(self.options)
         if hooks is not None:
             self._parameters = None
             run = partial(self._run_with_foreign_hooks, hooks)
-            return self._run_together(run, model, forward, args, kwargs)
+            return self._run_together(run, model, forward, given)
         host = None if self._neighbors.is_alone else self._find_host()
         if host is not None:
-            return host._run_guest(self, model, forward, args, kwargs)
+            return host._run_guest(self, model, forward, given)
         self.ran_at = next_forward()
-        return self._run_together(self._run_alone, model, forward, args, kwargs)
+        return self._run_together(self._run_alone, model, forward, given)
 
     @property
     def may_go_on(self) -> bool:
@@ -167,38 +161,27 @@ class Fitting(SharesSteps):
         now = self.model_state.versions()
         return self._versions if now is None else now
 
-    def run_more(
-        self,
-        loss: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run_more(self, loss: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs forward(), which is loss(*args, **kwargs), as one more forward of the step."""
         hooks = self._foreign.around(self.options)
         if hooks is not None:
             with hooks:
                 return forward()
-        return self._run_together(self._run_loss, loss, forward, args, kwargs)
+        return self._run_together(self._run_loss, loss, forward, given)
 
     def _run_together(
-        self,
-        run: Callable[..., Any],
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, run: Callable[..., Any], model: nn.Module, forward: Callable[[], Any], given: Given
     ) -> Any:
         groups = self._together.groups_of(model)
         if not groups:
-            return run(model, forward, args, kwargs)
+            return run(model, forward, given)
         try:
             return self._together.run(
                 groups,
-                lambda noted: run(model, noted, args, kwargs),
+                lambda noted: run(model, noted, given),
                 model,
                 forward,
-                (args, kwargs),
+                given,
                 lambda: self.planner.settled,
             )
         except BudgetTooSmall:
@@ -210,8 +193,7 @@ class Fitting(SharesSteps):
         hooks: AbstractContextManager[object],
         model: nn.Module,
         forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: Given,
     ) -> Any:
         """Runs a forward whose saved tensors the program's own hooks hold."""
         self.ran_at = next_forward()
@@ -221,28 +203,15 @@ class Fitting(SharesSteps):
         self._follow_foreign_graph(out)
         return out
 
-    def _run_alone(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run_alone(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         if self._parameters is not None and not self.context.opens_checkpoints:
-            return self._run_noticed(model, forward, args, kwargs)  # as the forward before
+            return self._run_noticed(model, forward, given)  # as the forward before
         with noticing(self.context):
-            return self._run_noticed(model, forward, args, kwargs)
+            return self._run_noticed(model, forward, given)
 
-    def _run_noticed(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run_noticed(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         last, known = self._last, self._parameters
-        signature = signature_of(model, args, kwargs, known)
-        given = args, kwargs
+        signature = signature_of(model, *given, known)
         goes_on = self.may_go_on or self._may_resume(given)
         if self._versions is not None and not goes_on:
             self._versions = self._versions_now()
@@ -263,18 +232,12 @@ class Fitting(SharesSteps):
         self._outputs.note(out)
         return out
 
-    def _run_loss(
-        self,
-        loss: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run_loss(self, loss: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         last = self._last
         assert last is not None
-        signature = signature_of(loss, args, kwargs)
+        signature = signature_of(loss, *given)
         with self._failures():
-            return self._go_on(loss, forward, signature, last, (args, kwargs))
+            return self._go_on(loss, forward, signature, last, given)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -288,7 +251,7 @@ class Fitting(SharesSteps):
             kinds_nbytes = self._plan_cache.least_of_others(self.planner)
             taken_nbytes = self.planner.state.taken_nbytes
             add_room(error, self._neighbors.savings_nbytes, kinds_nbytes, taken_nbytes)
-            add_beside(error, self.planner.memory.co_resident_nbytes)
+            add_co_resident(error, self.planner.memory.co_resident_nbytes)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts

@@ -8,7 +8,7 @@ from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.phase import Phase
 
 if TYPE_CHECKING:
-    from elbowroom.fitting.chosen import Chosen
+    from elbowroom.fitting.attempts import Chosen
     from elbowroom.fitting.observations import Fallbacks
     from elbowroom.fitting.options import FitOptions, MemoryState
     from elbowroom.fitting.signature import Signature

@@ -4,14 +4,13 @@ One measurement runs at a time, from a step's first forward to the next step.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.fitting.co_resident import Neighbors
-from elbowroom.fitting.foreseen import Foreseen, foresee
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside
@@ -23,9 +22,47 @@ from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.state import FitState
 from elbowroom.measure.background import Background
 from elbowroom.measure.interval import Interval
-from elbowroom.plan.presets import Preset
+from elbowroom.plan.presets import Preset, held_nbytes
+from elbowroom.plan.rehearsal import SAFE
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.ledger import Tally
+
+if TYPE_CHECKING:
+    from elbowroom.fitting.forward import FittedSaving
+    from elbowroom.fitting.options import FitOptions, MemoryState
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """The peak of a step at a setting, estimated.
+
+    is_whole  the forward had ended; else what it had not saved yet is not counted
+    """
+
+    setting: Preset
+    nbytes: int
+    is_whole: bool
+
+
+def foresee(
+    saving: "FittedSaving", options: "FitOptions", memory: "MemoryState", *, is_whole: bool
+) -> list[Foreseen]:
+    """Returns an estimate for each setting that the options allow, the mildest first.
+
+        resident bytes + gradients and states to come + what the setting holds
+        + transients, not measured: as many largest tensors as a first step reserves
+
+    This is an upper bound in most cases. A plan, which is made from a whole step, may take less.
+
+    memory: as the step began
+    """
+    largest = max((one.nbytes for one in saving.storages), default=0)
+    stands = memory.static_nbytes + memory.unallocated_nbytes + SAFE * largest
+    return [
+        Foreseen(preset, stands + held_nbytes(preset, saving.storages), is_whole)
+        for preset in options.presets
+    ]
+
 
 _AMPLE = 0.25  # of the budget
 _MAX_EVALUATIONS = 16  # forwards without gradients within settled steps that are measured

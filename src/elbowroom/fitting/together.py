@@ -24,10 +24,9 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.messages import without_frames
 from elbowroom.measure.memory import device_of
 from elbowroom.optim.sharded import is_sharded
+from elbowroom.runtime.attach import Given
 from elbowroom.runtime.undo import Undo
 from elbowroom.units import budget_argument
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Together:

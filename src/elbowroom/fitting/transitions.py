@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from elbowroom.fitting.attempts import Attempts
 from elbowroom.fitting.commands import (
+    LET_ROWS_WAIT,
     BeginPlan,
     Command,
     ForgetScripts,
     HoldAsGiven,
-    LetRowsWait,
     Line,
     MakePlan,
     PlanByForward,
@@ -106,7 +106,7 @@ def advance(state: FitState, seen: Observation) -> Step:
         case LayersHeldTooMuch():
             return _layers_held_too_much(state, seen.fallbacks)
         case RowsTakeTooMuch():
-            return state, () if state.is_learned else (LetRowsWait(),)
+            return state, () if state.is_learned else (LET_ROWS_WAIT,)
         case NoPlanLeft(fallbacks):
             return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():

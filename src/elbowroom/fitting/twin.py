@@ -91,13 +91,7 @@ class Twin:
     compiler_name = "elbowroom.fit"
 
     def __init__(
-        self,
-        fitting: Controller,
-        model: nn.Module,
-        spare: float,
-        *,
-        stands: bool,
-        runs: int = 1,
+        self, fitting: Controller, model: nn.Module, spare: float, *, stands: bool, runs: int = 1
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
         self.resident = 0
@@ -140,8 +134,8 @@ class Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget, beside = self._fitting.options.budget_nbytes, self._fitting.outside_room()
-            self.refused = in_whole(error, budget, beside, self.regions.settings.limit)
+            budget, outside = self._fitting.options.budget_nbytes, self._fitting.outside_room()
+            self.refused = in_whole(error, budget, outside, self.regions.settings.limit)
             raise self.refused from None
         made = self.regions.decisions[before:]
         if symbolic and (made or _may_record(example_inputs)):
@@ -179,8 +173,8 @@ class Twin:
     def leaves_room(self, standing_nbytes: int) -> bool:
         """Returns whether so many bytes may stand beside the forward graphs of its plans."""
         most = max((one.forward_nbytes for one in self.regions.decisions), default=0)
-        beside = standing_nbytes + self.regions.elsewhere_nbytes
-        return most + beside <= self._fitting.room_nbytes()
+        others = standing_nbytes + self.regions.elsewhere_nbytes
+        return most + others <= self._fitting.room_nbytes()
 
     def fits(self, room_nbytes: int) -> bool:
         """Returns whether its plans are known to need no more than this."""

@@ -22,12 +22,12 @@ from elbowroom.runtime.readers import held_by
 UNCOMPILED = "held by uncompiled code"  # name of these bytes in messages
 
 
-def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
+def uncompiled_nbytes(results: Sequence[Tensor], resident: Iterable[Tensor]) -> int:
     """Returns the bytes that nodes of autograd which no compiler has made hold for backward.
 
     Of what hooks of the program have packed, tensors count: a checkpoint's regions hold none.
 
-    results: of a forward; beside: tensors that stand anyway
+    results: of a forward; resident: tensors that exist anyway
     """
     storages: dict[int, int] = {}
     pending = [x.grad_fn for x in results if x.grad_fn is not None]
@@ -44,7 +44,7 @@ def uncompiled_nbytes(results: Sequence[Tensor], beside: Iterable[Tensor]) -> in
         for x in tensors_in(list(packed)):
             if x.layout is torch.strided:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    for x in beside:
+    for x in resident:
         if x.layout is torch.strided:
             storages.pop(x.untyped_storage()._cdata, None)
     return sum(storages.values())
@@ -60,11 +60,11 @@ class Examined(OwnHooks):
     is_over  whether all that was saved is more than may be held
     """
 
-    def __init__(self, allowed_nbytes: float, beside: Iterable[Tensor]) -> None:
+    def __init__(self, allowed_nbytes: float, resident: Iterable[Tensor]) -> None:
         self.nbytes, self.is_over = 0, False
         self._in_regions = 0
         self._allowed_nbytes = allowed_nbytes
-        self._seen = {_address(x) for x in beside}
+        self._seen = {_address(x) for x in resident}
         self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
         # Dynamo would compile them, as all that runs inside of a model that it has not compiled.
         disable: Any = torch.compiler.disable

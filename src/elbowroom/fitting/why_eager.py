@@ -1,4 +1,4 @@
-"""Why a compiled model runs in the eager engine: the errors that lead there, and what is said."""
+"""Errors that make a compiled model run in the eager engine, and what is logged about them."""
 
 from elbowroom.errors import BudgetTooSmall
 

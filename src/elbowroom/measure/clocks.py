@@ -159,8 +159,8 @@ def _event() -> torch.cuda.Event:
 class StepClock:
     """Seconds from its making to each moment, by the stopwatch."""
 
-    def __init__(self, stopwatch: Stopwatch | None = None) -> None:
-        self.stopwatch = stopwatch or Stopwatch()
+    def __init__(self) -> None:
+        self.stopwatch = Stopwatch()
         self._begun: list[int] = []
 
     def begin(self, moment: int, *, frees: bool = False) -> None:

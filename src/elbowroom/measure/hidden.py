@@ -1,4 +1,4 @@
-"""Which nodes of a forward the hooks of other code hold for: the user's checkpoints, mostly.
+"""Finds the nodes whose saved tensors hooks of other code hold: mostly the user's checkpoints.
 
 Hooks of a checkpoint hold for a piece of forward, from when they are put on the stack until they
 are taken off. Others may lie over them meanwhile: those of a checkpoint inside of the piece, which
@@ -12,7 +12,7 @@ from inspect import ismethod
 
 import torch
 
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks

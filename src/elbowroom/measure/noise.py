@@ -105,8 +105,8 @@ class OpReading:
 
     energies  squared error, by the tensor it comes from
     unit      what the variance is proportional to: the sum of energies times the mean of dY^2, or
-              for norms what `channels.py` says; two numbers: of the upper code, or all, and of the
-              lower code
+              for norms what `channel_errors` says; two numbers: of the upper code, or all, and of
+              the lower code
     strength  of the error alone, without dY: `unit` and `closed` are proportional to it, by parts
     closed    variance by the closed form, if there is one
     measured  variance by a probe, if there was one, of both codes

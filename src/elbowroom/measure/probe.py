@@ -39,7 +39,7 @@ _CANNOT = (RuntimeError, ValueError, TypeError, NotImplementedError)
 class Probe:
     """A probe of one call, made when it has ended; `on_done` gets what the errors add.
 
-    That is two numbers: by all, or the upper one of two codes, and by the lower (`channels.py`).
+    That is two numbers: by all, or the upper one of two codes, and by the lower (`channel_errors`).
 
     node      of the graph that it made, and which output of it counts
     exact     copies of the call's tolerant arguments, by position or keyword, or of its RESULT

@@ -32,7 +32,7 @@ from elbowroom.measure.shares import watch_noise
 from elbowroom.plan import Exact, Policy
 from elbowroom.plan.profile import Profile
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 Step = Callable[[], object]
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elbowroom.measure.calling_line import calling_line
 from elbowroom.measure.clocks import Stopwatch
 from elbowroom.measure.hidden import HiddenNodes
 from elbowroom.measure.recorder_notes import (
@@ -30,6 +29,7 @@ from elbowroom.measure.recorder_notes import (
     Span,
     StorageNotes,
     Timer,
+    calling_line,
 )
 from elbowroom.plan import Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage, limited_saves

@@ -15,7 +15,7 @@ from elbowroom.plan import Lossy, Site
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.shares import NoiseShares, SiteShares
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 STEPS = (
     8  # in full, at the start of a meter: enough for three draws of mini-batch variance, and two

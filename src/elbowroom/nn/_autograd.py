@@ -1,4 +1,4 @@
-"""The parts that the autograd functions share: a typed `apply`, autocast, no second derivative.
+"""What our autograd functions share: a typed `apply`, autocast, seeds, no second derivative.
 
 What is saved does not say how a gradient changes with x.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elbowroom.errors import ModuleError
+from elbowroom.kernels.fakes import has_values
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -38,3 +39,14 @@ def refuse_twice(
             f"er.nn.{name} cannot be differentiated twice (create_graph=True, for which "
             f"torch.func.grad always asks): it saves too little for that. {cure}"
         )
+
+
+def next_seed(x: torch.Tensor) -> int:
+    """Returns a seed of 63 bits for what happens to x, from torch's own generator on the CPU.
+
+    So `torch.manual_seed` determines it, checkpointing restores it, and the host need not wait for
+    a GPU. It is 0 where x has no values that could be dropped or coded.
+    """
+    if not has_values(x):
+        return 0
+    return int(torch.randint(2**63 - 1, ()).item())

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from elbowroom.codecs import Dither, Encoded
 from elbowroom.codecs.facts import NOTHING
-from elbowroom.nn._autograd import apply, refuse_twice
-from elbowroom.nn._seed import next_seed
+from elbowroom.nn._autograd import apply, next_seed, refuse_twice
 
 _CODEC = Dither(levels=4, group_size=256)
 _aten = torch.ops.aten

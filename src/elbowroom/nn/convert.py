@@ -1,4 +1,4 @@
-"""Put modules of elbowroom in place of torch's, in a model that exists, and back."""
+"""Puts modules of elbowroom in place of torch's, in a model that exists, and back."""
 
 from collections.abc import Iterable
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from elbowroom.codecs.base import memory_order
 from elbowroom.kernels import ops
-from elbowroom.nn._autograd import apply
-from elbowroom.nn._seed import next_seed
+from elbowroom.nn._autograd import apply, next_seed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@
     verdict.py      whether a step is done, and when the host reads this
     parameters.py   which parameters can be updated, and how; checked before each step
     layout.py       the states that an optimizer has for a parameter
-    adamw.py lion.py sgd.py      the settings of a rule, as numbers for the kernel
+    rules.py        AdamW, Lion and SGD: the settings of a rule, as numbers for the kernel
     release.py      gradients that are applied and freed inside backward
     order.py        the order of a parameter, and of its codes, in memory
     sharded.py      parameters that are distributed over processes (DTensor)
@@ -22,9 +22,9 @@
 The mathematics is in `kernels/reference/step.py` and `moments.py`.
 """
 
-from elbowroom.optim.adamw import AdamW as AdamW
 from elbowroom.optim.formats import STATES as STATES
 from elbowroom.optim.formats import state_nbytes as state_nbytes
-from elbowroom.optim.lion import Lion as Lion
 from elbowroom.optim.release import GradientRelease as GradientRelease
-from elbowroom.optim.sgd import SGD as SGD
+from elbowroom.optim.rules import SGD as SGD
+from elbowroom.optim.rules import AdamW as AdamW
+from elbowroom.optim.rules import Lion as Lion

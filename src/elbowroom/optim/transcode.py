@@ -1,4 +1,4 @@
-"""The states of one parameter from one format, or order in memory, to another.
+"""Converts the states of one parameter to another format, or to another order in memory.
 
     codes, bounds -> float32 m, v -> codes, bounds          some rows at a time
 

@@ -1,4 +1,4 @@
-"""Whether a gradient is not finite, so that the step is skipped (`found_inf` of torch.amp).
+"""Tells whether a gradient is not finite, so that the step is skipped (`found_inf` of torch.amp).
 
 The flag is a tensor. In host memory it is read at once. On a CUDA device the host does not wait for
 it: the kernels of the step read it themselves and write nothing if it is set, and the host reads it

@@ -10,12 +10,12 @@ from elbowroom.plan.action import Encode as Encode
 from elbowroom.plan.action import Keep as Keep
 from elbowroom.plan.action import Offload as Offload
 from elbowroom.plan.action import Rebuild as Rebuild
-from elbowroom.plan.coat import Coat as Coat
-from elbowroom.plan.offload_rest import OffloadRest as OffloadRest
+from elbowroom.plan.policy import Coat as Coat
 from elbowroom.plan.policy import Exact as Exact
 from elbowroom.plan.policy import KeepAll as KeepAll
 from elbowroom.plan.policy import Lean as Lean
 from elbowroom.plan.policy import Lossy as Lossy
+from elbowroom.plan.policy import OffloadRest as OffloadRest
 from elbowroom.plan.policy import Policy as Policy
 from elbowroom.plan.problem import Choice as Choice
 from elbowroom.plan.problem import Problem as Problem

@@ -1,4 +1,4 @@
-"""Backward, gone through over the graph that a forward has built, to see what it will take.
+"""Simulates the memory of backward, from the graph that a forward has built.
 
     graph   one node for each op that backward will run: the gradients it takes, to whom it gives
     order   autograd's own: of the nodes whose gradients have all come, the one made last

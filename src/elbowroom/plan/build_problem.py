@@ -17,7 +17,7 @@ from elbowroom.codecs import Codec
 from elbowroom.errors import PlanError
 from elbowroom.plan.composed import gated
 from elbowroom.plan.menu import Menu, options, shared_s
-from elbowroom.plan.offload_rest import Tier
+from elbowroom.plan.policy import Tier
 from elbowroom.plan.precision_floor import MIN_RECOMPUTED_LEVELS
 from elbowroom.plan.prices import RESTORE, noise_again
 from elbowroom.plan.problem import Item, Link, Problem, Region

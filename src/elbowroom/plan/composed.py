@@ -14,8 +14,7 @@ from math import ceil
 
 from elbowroom.codecs import Sided
 from elbowroom.kernels.layout import TILE, codes_nbytes
-from elbowroom.plan.offload_rest import OffloadRest
-from elbowroom.plan.policy import Lean
+from elbowroom.plan.policy import Lean, OffloadRest
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
@@ -80,7 +79,7 @@ def levels_of_upper(codec: Sided) -> float:
     return 1 + (codec.upper - 1) * _HALF
 
 
-def beside_mask(codec: Sided, n: int) -> int:
+def nbytes_with_mask(codec: Sided, n: int) -> int:
     """Bytes of a code of n elements, half of which its mask sets, and a quarter more."""
     each = 16 / codec.group_size
     upper, lower = (8 * codes_nbytes(one, TILE) / TILE for one in (codec.upper, codec.lower))

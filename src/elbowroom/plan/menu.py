@@ -23,9 +23,8 @@ from math import prod
 from elbowroom.codecs import BitMask, Codec, Dither, Sided
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
-from elbowroom.plan.composed import LEAN_LEVELS, beside_mask, is_composed, is_no_worse
-from elbowroom.plan.offload_rest import OffloadRest, Tier
-from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy
+from elbowroom.plan.composed import LEAN_LEVELS, is_composed, is_no_worse, nbytes_with_mask
+from elbowroom.plan.policy import Exact, KeepAll, Lean, Lossy, OffloadRest, Tier
 from elbowroom.plan.precision_floor import ATTENTION, coded_rows, keeps_rows_apart, suffices
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.prices import (
@@ -216,7 +215,7 @@ def option(
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
         restore_s=held.restore_s if is_whole else 0.0,
-        beside=_beside(profile, storage) if held.rebuilt else 0,
+        sources_nbytes=_sources_nbytes(profile, storage) if held.rebuilt else 0,
         travels=held.travels,
     )
 
@@ -247,7 +246,7 @@ def is_made_of(profile: Profile, one: Chosen, sources: Sequence[Chosen]) -> bool
     return all(code.is_fine_for(save.site) for code in codes for save in storage.saves)
 
 
-def _beside(profile: Profile, storage: Storage) -> int:
+def _sources_nbytes(profile: Profile, storage: Storage) -> int:
     """Returns the bytes that stand beside a storage while it is rebuilt from others.
 
     One of these becomes the result if it is as large. What stood there in the profiled step, if
@@ -368,13 +367,7 @@ def action_name(preset: Preset, storage: Storage) -> str:
 
 
 def _set_held(
-    held: _Held,
-    preset: Preset,
-    site: Site,
-    storage: Storage,
-    profile: Profile,
-    *,
-    is_gated: bool,
+    held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile, *, is_gated: bool
 ) -> None:
     site = _as_made(preset, site)
     match preset.policy(site):
@@ -404,7 +397,7 @@ def _set_held(
             if rows is not None:
                 codec, rows = coded_rows(rows, codec, by_size=site.by_size)
             held.nbytes = (
-                beside_mask(codec, prod(site.shape))
+                nbytes_with_mask(codec, prod(site.shape))
                 if isinstance(codec, Sided) and is_gated
                 else expected_nbytes(codec, site.shape, site.dtype, facts)
             )

@@ -1,4 +1,4 @@
-"""A step in parts, each with forwards and a backward; some graphs wait for a later backward.
+"""Profiles of a step that has several backwards, of which each ends a part of the step.
 
     part 0   G, D(real), D(fake)   backward of D's graphs; that of G waits
     part 1   (G,) D(fake)          backward of both

@@ -7,7 +7,7 @@
 
 A row that moves less leaves more of the budget for the step, and may fit where the others do not.
 All of its options are also options of the first row, so it is not searched if its bound shows that
-it could hardly gain anything (`solve/bound.py`).
+it could hardly gain anything (`solve/rounding.py`).
 """
 
 from collections.abc import Callable

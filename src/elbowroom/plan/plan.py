@@ -21,8 +21,7 @@ from elbowroom.errors import CodecError, PlanError
 from elbowroom.plan import files
 from elbowroom.plan.action import Action
 from elbowroom.plan.menu import EXACT_MENU, preset_named
-from elbowroom.plan.offload_rest import OffloadRest
-from elbowroom.plan.policy import Lean
+from elbowroom.plan.policy import Lean, OffloadRest
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
@@ -192,7 +191,7 @@ class Plan:
         )
 
     def has_call(self, nth: int) -> bool:
-        """Returns whether the plan contains an nth forward of the same step (`sequence.py`)."""
+        """Returns whether the plan contains an nth forward of the same step (`in_sequence`)."""
         names = (*(name.module for name in self.sites), *self.recompute)
         return any(name.startswith(prefix(nth)) for name in names)
 

@@ -28,8 +28,7 @@ from typing import NamedTuple
 import torch
 
 from elbowroom.plan.backward import Graph, Node, run
-from elbowroom.plan.profile import Profile, Storage, is_planned
-from elbowroom.plan.sequence import in_sequence
+from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Reads
 
 # Largest tensors that are set aside for backward while nothing is known of it.
@@ -188,13 +187,13 @@ def with_backward(
     asked: dict[tuple[int, int], int] = {}
     for k, moment in enumerate(moments):
         asked.update(dict.fromkeys(moment.asks, first + k))
-        beside, waits = moment.nbytes, moment.waits
-        if k == 0 and loss_nbytes > beside:
-            beside = waits = loss_nbytes
-        beside += int(care.workspaces * _workspace_nbytes(storages, moment))
-        beside += _kept_places_nbytes(storages, moment, results)
+        taken, waits = moment.nbytes, moment.waits
+        if k == 0 and loss_nbytes > taken:
+            taken = waits = loss_nbytes
+        taken += int(care.workspaces * _workspace_nbytes(storages, moment))
+        taken += _kept_places_nbytes(storages, moment, results)
         stays = stands + small[k] + min(moment.stay, born)
-        base.append(stays + beside)
+        base.append(stays + taken)
         samples = any(storages[i].saves[nth].site.reads is Reads.SAMPLES for i, nth in moment.asks)
         floor.append(stays + waits if turns or not samples else -1)
     asked_storages = tuple(
@@ -339,3 +338,55 @@ def _with(storages: list[Storage], base: list[int], first: int) -> list[int]:
         for need in storage.restored:
             level[need - first] += storage.nbytes
     return level
+
+
+def in_sequence(first: Profile, second: Profile) -> Profile:
+    """Returns one profile of both. static, rates and what stands are those of the first.
+
+    first   its last floor is what it leaves behind: outputs, and what autograd holds by itself
+    second  lies on that, moment after moment
+    """
+    moments, storages = len(first.level), len(first.storages)
+    left = max(first.floor[-1] - first.static, 0) if first.floor else 0
+    second = second.shifted(first.static + left - second.static)
+    return replace(
+        first,
+        level=(*first.level, *second.level),
+        floor=(*first.floor, *second.floor),
+        starts_s=(*first.starts_s, *(first.seconds + at_s for at_s in second.starts_s)),
+        backward=moments + second.backward,
+        seconds=first.seconds + second.seconds,
+        unlisted_nbytes=first.unlisted_nbytes + second.unlisted_nbytes,
+        storages=(
+            *first.storages,
+            *(_later(storage, moments, storages) for storage in second.storages),
+        ),
+        modules=(
+            *first.modules,
+            *(_later_call(call, moments, storages) for call in second.modules),
+        ),
+    )
+
+
+def _later(storage: Storage, moments: int, storages: int) -> Storage:
+    """Returns it so many moments later; `storages` come before those that it names."""
+    saves = tuple(replace(save, at=save.at + moments) for save in storage.saves)
+    return replace(
+        storage,
+        born=storage.born + moments,
+        used=storage.used + moments,
+        freed=storage.freed + moments,
+        saves=saves,
+        made_of=tuple(at + storages for at in storage.made_of),
+    )
+
+
+def _later_call(call: ModuleCall, moments: int, storages: int) -> ModuleCall:
+    """Returns a call of a module so many moments later; `storages` come before those it names."""
+    return replace(
+        call,
+        inputs=tuple(i + storages if i >= 0 else i for i in call.inputs),
+        sources=tuple(i + storages for i in call.sources),
+        first=call.first + moments,
+        last=call.last + moments,
+    )

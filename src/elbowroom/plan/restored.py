@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
+from math import gcd, prod
 
+from elbowroom.codecs import PART
 from elbowroom.plan.composed import RELUS
 from elbowroom.plan.profile import Profile, Storage
-from elbowroom.plan.samples import samples_at_once
 from elbowroom.plan.site import Reads
 
 MAPS = (*RELUS, "batch_norm")  # what they make of a code has parts
@@ -69,3 +70,28 @@ def _share(storage: Storage, moment: int) -> float:
     site = next(save.site for save in storage.saves if save.asked == moment)
     at_once = site.samples or samples_at_once(site.shape, site.dtype.itemsize)  # of an old profile
     return at_once / site.shape[0]
+
+
+AT_ONCE = 6 << 20  # bytes of the larger map: less makes small products, more needs more room
+LEAST = 2 << 20  # so many at the least, of a map of which more would be over a fourth
+
+
+def samples_at_once(shape: tuple[int, ...], itemsize: int, made: int = 0) -> int:
+    """Returns how many samples of such an input to take at once, in whole parts of a code.
+
+    A convolution library copies whole tensors into layouts of its own. For a few samples at a time
+    these copies are small, and stay in a cache; and only these samples of the input are decoded.
+
+    made: elements of each sample of the result
+
+    Of about AT_ONCE bytes of the larger of the two; of one below four times that, a fourth of it,
+    or LEAST. All of them, where that would not make at least two turns.
+    """
+    samples, each = shape[0], prod(shape[1:])
+    if not each:
+        return samples
+    step = PART // gcd(PART, each)  # so many begin where a part of a code does
+    larger = max(each, made) * itemsize
+    at_once = min(AT_ONCE, max(samples * larger // 4, LEAST))
+    found = max(at_once // larger // step, 1) * step
+    return found if 2 * found <= samples else samples

@@ -13,7 +13,7 @@ from elbowroom.report.html import write as write
 from elbowroom.report.page import Curve as Curve
 from elbowroom.report.page import Page as Page
 from elbowroom.report.page import ReportRow as ReportRow
+from elbowroom.report.page import table as table
 from elbowroom.report.profile import profile_table as profile_table
 from elbowroom.report.profile import step_page as step_page
 from elbowroom.report.snapshot import snapshot_page as snapshot_page
-from elbowroom.report.table import table as table

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rich.table import Table
+from rich.text import Text
+
 Kind = Literal["measured", "estimated"]
 
 
@@ -52,3 +55,17 @@ class Page:
     settings: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+
+
+def table(page: Page) -> Table:
+    """The comparison, one row a figure; what is estimated says so in a column of its own."""
+    drawn = Table(title=Text(page.title, style="bold"), title_justify="left")
+    drawn.add_column("one step")
+    for name in ("plain", "elbowroom", "change"):
+        drawn.add_column(name, justify="right")
+    drawn.add_column("kind", style="dim")
+    for row in page.rows:
+        style = {True: "green", False: "red", None: ""}[row.good]
+        cells = (row.name, ""), (row.plain, ""), (row.ours, "bold"), (row.verdict, style)
+        drawn.add_row(*(Text(text, style=style) for text, style in cells), row.kind)
+    return drawn

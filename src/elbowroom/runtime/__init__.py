@@ -2,6 +2,7 @@
 
 For a step that is examined in full, in the order in which a tensor passes through:
 
+saving      the context of a forward: opens the hooks, and ends it
 hooks       the two hooks themselves
 consumers   which op is saving, and what its backward needs: by its name, or
 readers     by the nodes that it has created, and formulas, the table of derivative formulas

@@ -8,6 +8,7 @@ model (a copy is not in the table), and detaching leaves nothing behind.
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,18 +19,14 @@ from elbowroom.runtime import calls
 from elbowroom.runtime.compiler import original, say_eager
 from elbowroom.runtime.transforms import is_transformed, say_transformed
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+
 
 class Around(Protocol):
     """Interface of what runs the forwards of a model."""
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs forward(), which is model(*args, **kwargs), in a context.
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
+        """Runs forward(), which calls the model with these arguments, in a context.
 
         It may be run more than once.
         """
@@ -166,9 +163,8 @@ def _around(
     try:
         if around is None:
             return call(*args, **kwargs)
-        return around.run(
-            original(module), lambda: _forward(module, call, args, kwargs), args, kwargs
-        )
+        forward = partial(_forward, module, call, args, kwargs)
+        return around.run(original(module), forward, (args, kwargs))
     except BudgetTooSmall as error:
         # Its frames have results of the step among their variables. Who handles it may train
         # another model meanwhile, beside these.

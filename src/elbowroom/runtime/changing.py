@@ -1,4 +1,4 @@
-"""Parameters that a program changes between the op that reads them and backward.
+"""Handles parameters that a program changes between the op that reads them and backward.
 
     with torch.no_grad():
         self.bias.mul_(0.999)       in a forward: weight normalization, an average, a codebook

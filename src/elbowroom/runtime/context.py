@@ -127,15 +127,11 @@ class Context:
         """Begins a training step."""
         self.step += 1
 
-    def learn_keep(self, key: SiteKey, why: str = OUTLIVED) -> None:
-        """Keeps this site from the next step on, for this reason."""
-        if self.learns:
-            self.kept.setdefault(key, why)
-
     def note_survivor(self, name: SiteName, key: SiteKey) -> None:
         """Notes that a tensor of this site was still there, so that encoding it freed nothing."""
         self.survivors.add(name)
-        self.learn_keep(key)
+        if self.learns:  # from the next step on it is kept
+            self.kept.setdefault(key, OUTLIVED)
 
     def learn_limit(self, model: nn.Module | None, key: SiteKey, why: str) -> bool:
         """Keeps this site, or makes its code finer, from the next step on; returns if that is new.
@@ -177,13 +173,6 @@ class Context:
             if key not in self._remembered:
                 self._remembered[key] = make()
             return cast(T, self._remembered[key])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state by which a checkpoint continues with the same noise."""
-        return {"seed": self.seed, "count": self.count, "step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.count, self.step = state["seed"], state["count"], state["step"]
 
 
 def _of_any_shape(key: SiteKey) -> SiteKey:

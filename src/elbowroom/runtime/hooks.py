@@ -5,6 +5,8 @@
       -> policy -> perform                    serving.py, plan/
       -> slot -> View                         slot.py
 
+`saving.py` opens these hooks for a forward, and ends it.
+
 Everything is decided from metadata; no value of a saved tensor is read. A tensor that must not be
 changed is kept, with the version check that hooks switch off, and the ledger records the reason.
 State belongs to the views that autograd holds, never to "the step": unpack may be called twice, in
@@ -12,40 +14,23 @@ any order, on another thread, or never.
 """
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from elbowroom.errors import PlanError
-from elbowroom.plan import (
-    Need,
-    Policy,
-    Rebuildable,
-    Site,
-    SiteName,
-)
+from elbowroom.plan import Need, Policy, Rebuildable, Site, SiteName
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula
 from elbowroom.runtime import modules, opened
-from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.changed_parameters import written
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.checkpoints import checkpoint_call
-from elbowroom.runtime.compiler import eagerly
-from elbowroom.runtime.consumers import (
-    Call,
-    Consumers,
-    Part,
-    Reading,
-    is_buffer,
-    reading_of,
-)
+from elbowroom.runtime.consumers import Call, Consumers, Part, Reading, is_buffer, reading_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
@@ -58,7 +43,6 @@ from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
 from elbowroom.runtime.overwritten import copy_source, keep_parameters
-from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.producers import (
     RECORDED,
     RECORDED_IN_EXACT,
@@ -72,7 +56,7 @@ from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saturated import WHY, part_of
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.sites import Request, classify, left_alone, site_of
-from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View, unpack
+from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import (
     dense_base,
@@ -82,7 +66,7 @@ from elbowroom.runtime.storage import (
     untouchable,
     version_of,
 )
-from elbowroom.runtime.waiting import SUMS_OF_ROWS, end_waiting
+from elbowroom.runtime.waiting import SUMS_OF_ROWS
 
 
 def _can_be_probed(request: Request) -> bool:
@@ -97,10 +81,8 @@ def _can_be_probed(request: Request) -> bool:
     return reading.need is Need.LOSSY and reading.formula is not Formula.RELATIVE
 
 
-class Saving(NodeChoice, ModuleCalls):
-    """Context manager: tensors that autograd saves inside go through `policy`.
-
-    Backward may run inside or after it.
+class Packer(NodeChoice, ModuleCalls):
+    """Packs the tensors that autograd saves in one forward, which `Saving` opens and ends.
 
     policy      site facts -> action
     min_nbytes  storages smaller than this stay as they are
@@ -116,6 +98,9 @@ class Saving(NodeChoice, ModuleCalls):
                 peak
     """
 
+    _serving: Serving  # of this forward, as is `_redrawn`
+    _redrawn: Redrawn
+
     def __init__(
         self,
         policy: Policy,
@@ -126,7 +111,7 @@ class Saving(NodeChoice, ModuleCalls):
         recorder: Recorder | None = None,
         recompute: Container[str] = (),
         idle: bool = False,
-        after: "Saving | None" = None,
+        after: "Packer | None" = None,
         tracer: Tracer | None = None,
         shares: bool = False,
     ) -> None:
@@ -164,154 +149,6 @@ class Saving(NodeChoice, ModuleCalls):
         self._region = ""  # whose inputs are being saved
         self._reading: list[ParametersAsRead] = []  # of modules that run again
         self._hook: Callable[[Tensor], Any] | None = None  # replaced by a node of ours
-
-    def __enter__(self) -> Self:
-        if torch.compiler.is_compiling():
-            return self  # part of a compiled region of the user: not covered
-        if self._open is not None:
-            raise PlanError(
-                "this saving context is open already; make another one for a nested or second use, "
-                "as in 'with er.saving(...)'"
-            )
-        if self.idle:
-            self._open = ExitStack()
-            return self
-        with ExitStack() as opening:  # undone if a later part fails: inside torch.func, for example
-            opening.enter_context(eagerly())
-            modules.watch()
-            opening.callback(modules.unwatch)
-            opening.enter_context(modules.counting(self._begin_calls()))
-            opening.enter_context(OwnHooks(self._pack, unpack))
-            self._begin()
-            assert self._consumers is not None
-            opening.enter_context(self._consumers)
-            if self.recorder is not None or self.recompute:
-                opening.enter_context(intercepted(self.calls))
-            self._open = opening.pop_all()
-        return self
-
-    def _begin(self) -> None:
-        """Begins a forward, or the rest of one."""
-        self._counts.clear()
-        if self.observer is not None:
-            after = self._after
-            self._watch = self.observer.begin() if after is None else after._watch
-        self._listener = self.tracer or NOBODY
-        known = self.policy, self.context, self.min_nbytes, self._sources
-        is_exact = partial(type(self).is_exact, weakref.proxy(self))  # no reference cycle
-        notified = self._listener, self._watch, is_exact
-        observer: object = self.observer
-        adapts = observer is self.policy
-        self._serving = Serving(*known, *notified, lets_wait=self.recorder is None, adapts=adapts)
-        self._redrawn = Redrawn(self.context)
-        self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
-        self._listener.starts(self.ledger, self.context.count)
-        if self.tracer is not None:
-            self._sources.on_constant = self._copied
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._open is None:
-            return
-        if kind is None:
-            end_waiting()
-        self._open.close()
-        self._open = self._consumers = self._hook = None
-        if not self.idle:
-            self._finish(raised=kind is not None)
-        if self.recorder is not None:
-            self.recorder.forward_ended()
-
-    def _finish(self, *, raised: bool) -> None:
-        """Ends the forward: decides on the tensors that wait for its end."""
-        self._listener.leaves()
-        if not raised:
-            self._serving.waiting.end_sources()  # of constants, some of which are freed now
-        self._sources.clear()
-        if raised:  # waiting tensors stay as they are: nothing may fail or allocate now
-            self._listener.refuse("the forward has raised")
-        else:
-            self._serving.end()
-        self._serving.clear()
-        self._reading = []
-        self._listener.finish(self.ledger, self.context.count, self._calls)
-        self._listener = NOBODY
-        self._many = Many()
-
-    @property
-    def called(self) -> list[nn.Module]:
-        """The outermost modules that have been called."""
-        return list(self._calls)
-
-    def join(self, hook: Callable[[Tensor], Any], outside: int) -> None:
-        """Begins in the middle of a forward, whose hooks and mode another object has opened.
-
-        That object passes tensors to `take`, and calls to `see`. hook: the one that packs; outside:
-        how many modules had been called around the model. It is unknown how often each op of a
-        module has saved before: in a plan such an op may have another number, or none, and its
-        tensors are then held exactly.
-        """
-        with ExitStack() as opening:
-            modules.watch()
-            opening.callback(modules.unwatch)
-            opening.enter_context(modules.counting(self._begin_calls()))
-            modules.join(self._calls, outside)
-            self._begin()
-            self._hook = hook
-            self._open = opening.pop_all()
-
-    def take(self, x: Tensor) -> Any:
-        """Returns the object that is held for x, which autograd saves."""
-        return self._pack(x)
-
-    def see(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs a torch function, and observes it."""
-        assert self._consumers is not None
-        return self._consumers.__torch_function__(func, types, args, kwargs)
-
-    def _begin_calls(self) -> modules.Calls:
-        earlier = () if self._after is None else self._after._calls
-        self._calls = weakref.WeakKeyDictionary(earlier)
-        return self._calls
-
-    def goes_on_from(self, calls: modules.Counts) -> None:
-        """Counts calls of outermost modules from here on: a forward before was not observed."""
-        for ref, count in calls:
-            if (module := ref()) is not None:
-                self._calls[module] = count
-
-    def tighten(self, policy: Policy, slots: Iterable[Slot] | None = None) -> None:
-        """Uses `policy` from now on.
-
-        Tensors that were kept so far and may carry an error are encoded where the policy says so.
-        slots: theirs, if the forward has ended
-        """
-        self._listener.refuse("its setting has changed")
-        for slot in self._sources.slots() if slots is None else slots:
-            self._serving.tighten(slot, policy)
-
-    def error_report(self) -> Any:
-        """Returns what lossy codes add to the gradient's variance, predicted beside measured.
-
-        To be called after backward. Raises PlanError if the context does not watch its codes.
-        """
-        if self.observer is None:
-            raise PlanError(
-                "this context does not watch what its codes do; open it with "
-                "er.saving(..., watch=True), or with noise=0.1"
-            )
-        return self.observer.error_report()
-
-    def drop_everything(self) -> None:
-        """Drops all decided tensors. The graph is useless then; only the counting continues."""
-        self._listener.refuse("nothing is held")
-        for slot in self._sources.slots():
-            if slot.sites:
-                slot.drop()
 
     def _finished(self, call: Call, out: Any) -> None:
         with self._looking(), torch._C.DisableTorchFunction():

@@ -1,4 +1,4 @@
-"""Tensors that are kept without a slot: until their op has ended, or because they are only counted.
+"""Tensors without a slot: their op has not ended yet, or their bytes are only counted.
 
 Deferred      is decided on when the call that saves it has ended
 Given         stands in for a saved tensor while its node runs once more (`redrawn.py`)

@@ -19,13 +19,12 @@ from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.consumers import Call, Consumers
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.handles.rebuild import waits_for_copy
 from elbowroom.runtime.observer import Listener, Recorder
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import why_another, why_not_again
 from elbowroom.runtime.serving import Serving
 from elbowroom.runtime.slot import Slot
-from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.sources import Sources, waits_for_copy
 from elbowroom.runtime.storage import storage_nbytes
 from elbowroom.runtime.waiting import end_waiting
 

@@ -1,4 +1,4 @@
-"""Copies of what an op is about to change in place, and backward will still read as it was.
+"""Copies tensors that an op is about to change in place, if backward will read their old values.
 
 Plain autograd never reads the changed memory: it holds results that we recompute from it. Both
 functions are called before the op runs, in a forward that is examined.

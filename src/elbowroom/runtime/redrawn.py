@@ -151,7 +151,7 @@ class _Reading:
         dithers = {
             root: codec
             for root in roots
-            if not any(_stands(root, view.slot) for view in views)
+            if not any(_is_shared_by_views(root, view.slot) for view in views)
             and self._forward.takes_turn(model, root)
             and (codec := _dither_of(root)) is not None
         }
@@ -455,7 +455,7 @@ def _upstream(slot: Slot) -> Iterator[Slot]:
         yield from _upstream(one)
 
 
-def _stands(root: Slot, read: Slot) -> bool:
+def _is_shared_by_views(root: Slot, read: Slot) -> bool:
     """Returns whether what a code stands for was restored for many views, which will all read it.
 
     With other noise it would be held once more. The first view that was restored has measured it.

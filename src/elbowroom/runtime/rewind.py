@@ -56,10 +56,10 @@ class Rewind:
     def __init__(self, module: nn.Module, given: Iterable[Any], *, copies: bool) -> None:
         """given: the arguments of the forward. copies: it may change large tensors in place."""
         self._generators = Generators(modules_of(module), tree_leaves(given))
-        self._given, self._beside = Reach(given), Reach(behind_calls(module))
+        self._given, self._reachable = Reach(given), Reach(behind_calls(module))
         self._values = (
             Values(self._given.tensors, sys.maxsize if copies else SMALL),
-            Values(self._beside.tensors, LARGE if copies else SMALL),
+            Values(self._reachable.tensors, LARGE if copies else SMALL),
         )
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class Rewind:
     @property
     def changed_large(self) -> bool:
         """True if a tensor argument of forward, or a large one in reach, has been changed."""
-        tensors = [*self._given.tensors, *self._beside.tensors]
+        tensors = [*self._given.tensors, *self._reachable.tensors]
         tensors += [(x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL]
         return any(version_of(x) != version for x, version in tensors)
 
@@ -102,7 +102,7 @@ class Rewind:
     @property
     def is_possible(self) -> bool:
         """True if forward can be called with equal arguments again: it can reach no iterator."""
-        return not (self._given.not_set_back or self._beside.not_set_back)
+        return not (self._given.not_set_back or self._reachable.not_set_back)
 
     @property
     def changed(self) -> str | None:
@@ -113,7 +113,7 @@ class Rewind:
     def back(self) -> None:
         """Restores all of them. Raises PlanError if a parameter was changed without a copy."""
         self._generators.restore()
-        for reach, values in zip((self._given, self._beside), self._values, strict=True):
+        for reach, values in zip((self._given, self._reachable), self._values, strict=True):
             reach.restore()
             values.restore()
         torch.set_rng_state(self._cpu)

@@ -1,4 +1,4 @@
-"""What rows that wait are made of, a part at a time (`gathered.py`, `computed_rows.py`)."""
+"""Sources of rows that are not made yet, read in parts (`gathered.py`, `computed_rows.py`)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol

@@ -262,11 +262,7 @@ class Saturated:
     """Slot whose encoding waits for ops that may divide by 1 minus the tensor, or the like."""
 
     def __init__(
-        self,
-        slot: Slot,
-        action: Action,
-        hold: Callable[[Slot, Tensor, Action], None],
-        part: Part,
+        self, slot: Slot, action: Action, hold: Callable[[Slot, Tensor, Action], None], part: Part
     ) -> None:
         self.slot = weakref.ref(slot)
         slot.waits = True

@@ -14,7 +14,7 @@ a plan recomputes (`checkpoints.py`).
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,28 +205,6 @@ class Serving:
         held = slot.value
         return slot.waits or (isinstance(held, EncodeHandle) and suffices(held.codec, half))
 
-    def tighten(self, slot: Slot, policy: Policy) -> None:
-        """Encodes tensors that were kept so far and may carry an error, by another policy."""
-        kept = slot.value
-        if not isinstance(kept, KeepHandle) or not slot.sites or slot.pinned or kept.was_changed:
-            return
-        # An op that was served by a kept tensor left no site: assume the most that any may need.
-        action = policy(replace(slot.sites[-1], need=Need.LOSSY))
-        if not isinstance(action, Encode):
-            return
-        action = replace(action, codec=reduce(at_precision_floor, slot.sites, action.codec))
-        base = kept.restore()
-        bits = mask_bits(base, slot.mask_of) if slot.mask_of else None
-        if bits is not None:
-            slot.hold_bits(bits)
-        elif slot.mask_of:
-            return
-        seed, known = self._next_seed(), slot.statistics
-        handle = perform(
-            *(action, base, Need.LOSSY, None, seed), statistics=known, is_examined=True
-        )
-        slot.hold(handle)
-
     def _cast(self, slot: Slot, x: Tensor, call: Call | None) -> CastHandle | None:
         """Returns a handle that rebuilds x's storage if it is a cast of a parameter, or None."""
         if call is None or not getattr(self._policy, "rebuild", False):
@@ -240,7 +218,7 @@ class Serving:
         whole = slot.base.on(x)
         action = self._chosen(request, site, ready)
         slot.entry.why = action.why if isinstance(action, Keep) else ""
-        seed = self._next_seed() if isinstance(action, Encode) else 0
+        seed = self.next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, name, site, ready, seed, self._context.count)
         if reading.part is not Part.NONE:
             self.undecided.note(request, site)
@@ -299,7 +277,7 @@ class Serving:
         sources.again += products
         self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
 
-    def _next_seed(self) -> int:
+    def next_seed(self) -> int:
         """Returns a fresh 64-bit seed."""
         return mixed(self._first_seed + self._context.reserve(1) + 1)
 

@@ -2,7 +2,7 @@
 
 The op that computed a tensor is recorded as an `Origin` until the context ends (`storage.py`).
 Where no op saves what a recipe needs, a small tensor is copied: a constant at once, another one
-when it is first used (`late_copy.py`).
+when it is first used (`LateCopy`).
 """
 
 import weakref
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, can_follow
-from elbowroom.runtime.late_copy import CONSTANT, LateCopy
-from elbowroom.runtime.ledger import Ledger
-from elbowroom.runtime.slot import CountedSlot, Geometry, KeepHandle, Slot
+from elbowroom.runtime.handles.rebuild import Expected, Link, Op, Recipe, followed
+from elbowroom.runtime.ledger import Entry, Ledger
+from elbowroom.runtime.slot import CountedSlot, Geometry, Handle, KeepHandle, Slot
 from elbowroom.runtime.storage import (
     Origin,
     Storages,
@@ -57,11 +56,7 @@ class Sources(Storages):
     """
 
     def __init__(
-        self,
-        ledger: Ledger | None = None,
-        *,
-        is_exact: bool = False,
-        products_again: bool = False,
+        self, ledger: Ledger | None = None, *, is_exact: bool = False, products_again: bool = False
     ) -> None:
         super().__init__()
         self.is_exact, self.products_again = is_exact, products_again
@@ -221,3 +216,83 @@ class Sources(Storages):
         self._spares.clear()
         self.reordered.clear()
         self.on_constant = None
+
+
+CONSTANT = "a constant: something is rebuilt with it"
+
+
+class LateCopy(CountedSlot):
+    """Slot that copies a tensor when its value is first used, if the tensor is unchanged.
+
+    A tensor that is gathered from x (the features of nodes, once for each edge) could be rebuilt
+    from a copy of x. Usually no op saves x, and an immediate copy would be alive at the step's
+    peak, beside the gathered tensor. So x is referred to weakly until a recipe uses it:
+
+        x is there, unchanged         it is copied when it is asked for
+        x dies before                 it is copied then, if what was gathered lives on
+        x was changed in place        there is no copy, so nothing is rebuilt from it
+    """
+
+    def __init__(self, x: Tensor, base: Tensor, entry: Entry, out: Tensor) -> None:
+        """base: a dense tensor that covers x's storage. out: the result computed from x."""
+        super().__init__(base, entry)
+        self._value: Handle | None = None
+        self._storage: WeakStorage | None = WeakStorage(x)
+        self._out = WeakStorage(out)
+        self._version = x._version
+        with torch._C.DisableTorchFunction():
+            self._counter = x.detach()  # which shares the count of changes with x, and no memory
+            self._counter.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        ours = weakref.ref(self)
+
+        def died(_: object) -> None:
+            slot = ours()
+            if slot is not None:
+                slot._copy(only_for_out=True)
+
+        # If x is a view, its base exists as long as its memory; the view itself may be freed
+        # immediately.
+        self._owner = weakref.ref(x if x._base is None else x._base, died)
+
+    @property
+    def value(self) -> Handle | None:
+        """The held copy, which is made now if it does not exist yet."""
+        if self._value is None:
+            self._copy()
+        return self._value
+
+    @value.setter
+    def value(self, value: Handle | None) -> None:
+        self._value, self._storage = value, None
+
+    @property
+    def is_pending(self) -> bool:
+        """True if there is no copy yet, and there can be one."""
+        return self._storage is not None and self._counter._version == self._version
+
+    def _copy(self, *, only_for_out: bool = False) -> None:
+        """Copies the tensor, the first time that it is called; else, it does nothing."""
+        storage, self._storage = self._storage, None
+        # A tensor is freed between two ops of the model, so this copy is not one of them.
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            changed = self._counter._version != self._version
+            if storage is None or changed or (only_for_out and self._out.expired()):
+                return
+            x = storage.tensor(self.dtype)
+            if x is not None:
+                self.hold(KeepHandle(x.as_strided(*self.base).clone(), CONSTANT))
+
+
+def can_follow(link: Link) -> bool:
+    """Returns whether a link has a target, without making a copy that can still be made."""
+    if not waits_for_copy(link):
+        return followed(link) is not None
+    return not isinstance(link, Recipe) or all(map(can_follow, link.links))
+
+
+def waits_for_copy(link: Link) -> bool:
+    """Returns whether something that it leads to is copied only once that is asked for."""
+    if isinstance(link, Recipe):
+        return any(map(waits_for_copy, link.links))
+    slot = link()
+    return slot is not None and slot.is_pending

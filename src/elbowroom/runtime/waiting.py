@@ -1,4 +1,4 @@
-"""Which calls read gathered rows in parts, which leave them waiting, and which make them first.
+"""Tells which calls read gathered rows in parts, leave them waiting, or need them made first.
 
     index_select(x, 0, index)       rows that wait, if they are large
     factor * rows                   other rows that wait, if a row of the factor is smaller

@@ -24,7 +24,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.runtime.attach import attached
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.tools.holders import Holder, address_of, find_holders
 from elbowroom.units import budget_argument, parse_nbytes, show_nbytes
 
@@ -50,12 +50,7 @@ class ExplainOutOfMemory:
         self._room = set_aside()
         return self
 
-    def __exit__(
-        self,
-        _: type[BaseException] | None,
-        error: BaseException | None,
-        __: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         room, self._room = self._room, None
         if error is not None and is_out_of_memory(error):
             say_exhaustion(error, self._profile, room)

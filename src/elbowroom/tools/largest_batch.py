@@ -1,6 +1,6 @@
 """The largest batch whose plan fits a budget: predicted from two small ones, confirmed by a run.
 
-    1. forward and backward at two small batches, written down              (`plan/batch.py`)
+    1. forward and backward at two small batches, profiled                      (`TwoBatches`)
     2. the largest batch that has a plan, by bisection; if that is far from the two, once more with
        larger ones
     3. one measured run at that batch under its plan, and a timed one; if it takes more than the
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,18 +26,85 @@ from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.plan.batch import TwoBatches
-from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, too_small
+from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
-from elbowroom.runtime.attach import Around, attach, detach
+from elbowroom.plan.site import SiteName
+from elbowroom.runtime.attach import Around, Given, attach, detach
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.exhaustion import is_out_of_memory
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 from elbowroom.tools.profiling import Profiling
 from elbowroom.tools.untouched import check_keeps_gradients, untouched
 from elbowroom.units import show_nbytes, show_seconds
 from elbowroom.waiting import Tell, waiting
+
+
+@dataclass(frozen=True)
+class TwoBatches:
+    """Profiles of one step at batches `one` < `two`. Raises PlanError if they are not alike.
+
+        level(t, n) = fixed(t) + n slope(t)         fixed, slope from the profiles at n1 < n2
+
+    A batch of n2 r in B bytes is a batch of n2 in B / r bytes, beside fixed / r that is held
+    anyway: so the profile at n2 is only made to shrink what does not grow with the batch, and every
+    storage keeps its shape. A storage that does not grow with the batch counts as if it did. Error:
+    what is not linear, such as a workspace, or a loss over all pairs of a batch.
+    """
+
+    one: int
+    two: int
+    at_one: Profile
+    at_two: Profile
+
+    def __post_init__(self) -> None:
+        if _outline(self.at_one) != _outline(self.at_two):
+            raise PlanError(
+                f"a step with batch {self.one} saves other tensors than one with batch {self.two}, "
+                "so a larger batch cannot be predicted; use a loss and a make_batch that run the "
+                "same ops for every batch size"
+            )
+
+    def profile(self, batch: int) -> Profile:
+        """Returns the profile at `batch`, in units of batch / two.
+
+        All bytes are to be multiplied by that.
+        """
+        ratio = batch / self.two
+
+        def level(one: int, two: int) -> int:
+            slope = (two - one) / (self.two - self.one)
+            fixed = two - slope * self.two
+            return int(fixed / ratio + slope * self.two)
+
+        def levels(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(map(level, one, two))
+
+        return replace(
+            self.at_two,
+            static=int(self.at_two.static / ratio),
+            level=levels(self.at_one.level, self.at_two.level),
+            floor=levels(self.at_one.floor, self.at_two.floor),
+        )
+
+    def plan(self, batch: int, budget: int, *, exact: bool | None) -> Plan:
+        """Returns a plan for `batch` within `budget` bytes. Raises BudgetTooSmall."""
+        ratio = batch / self.two
+        try:
+            plan = make_plan(self.profile(batch), int(budget / ratio), exact=exact)
+        except BudgetTooSmall as error:
+            parts = {name: ceil(nbytes * ratio) for name, nbytes in error.parts.items()}
+            ways = (LOSSY_HELPS,) if exact else ()
+            least, within = ceil(error.least_nbytes * ratio), f" with a batch of {batch}"
+            raise too_small(budget, least, parts, AT_LEAST.format(within=within), *ways) from None
+        return plan.grown(ratio, 0, budget)
+
+
+def _outline(profile: Profile) -> tuple[int, int, list[list[SiteName]]]:
+    """Returns what is saved, in order, and the moments, without sizes."""
+    saves = [[save.site.name for save in storage.saves] for storage in profile.storages]
+    return len(profile.level), profile.backward, saves
+
 
 MakeBatch = Callable[[int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -243,13 +311,7 @@ class _Following:
         """Runs a forward without gradients as it is."""
         return forward()
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         with Saving(
             self._plan,
             min_nbytes=self._min_nbytes,

@@ -23,8 +23,9 @@ from elbowroom.fitting.model_state import ModelState
 from elbowroom.measure.recording import Recording
 from elbowroom.plan import KeepAll
 from elbowroom.plan.profile import Profile
+from elbowroom.runtime.attach import Given
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
+from elbowroom.runtime.saving import Saving
 
 _MAX_TRIES = 64  # records, before the last one is taken
 
@@ -64,13 +65,7 @@ class Profiling:
         """Runs a forward without gradients: it is part of the step that is recorded."""
         return forward()
 
-    def run(
-        self,
-        model: nn.Module,
-        forward: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs one forward of the model."""
         self.finish()
         if self._is_whole or self._tries >= _MAX_TRIES:

@@ -98,9 +98,9 @@ def means(x: Tensor, over: Cells) -> Tensor:
 def cut(x: Tensor, over: Cells, fill: float) -> Tensor:
     """x [N] -> its cells [outer, down, high, across, wide, inner], `fill` where none is left."""
     outer, down, across, inner = over.table
-    below, beside = down * over.high - over.rows, across * over.wide - over.columns
+    below, right = down * over.high - over.rows, across * over.wide - over.columns
     maps = x.view(outer, over.rows, over.columns, inner)
-    padded = pad(maps, (0, 0, 0, beside, 0, below), value=fill)
+    padded = pad(maps, (0, 0, 0, right, 0, below), value=fill)
     return padded.view(outer, down, over.high, across, over.wide, inner)
 
 

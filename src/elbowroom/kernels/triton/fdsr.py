@@ -21,11 +21,7 @@ from elbowroom.kernels import outputs
 from elbowroom.kernels.bands import WORDS, bands_of, tiles_of
 from elbowroom.kernels.triton.device import bf16_value, inverse, tile_key
 from elbowroom.kernels.triton.fdsr_codes import dequantize_run, load_run, pack_run, quantize_run
-from elbowroom.kernels.triton.fdsr_reuse import (
-    finish_codebook,
-    load_residual,
-    store_residual,
-)
+from elbowroom.kernels.triton.fdsr_reuse import finish_codebook, load_residual, store_residual
 from elbowroom.kernels.triton.fdsr_stats import (
     band_weights,
     bounds,

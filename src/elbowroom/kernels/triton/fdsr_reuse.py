@@ -14,13 +14,7 @@ import triton.language as tl
 from elbowroom.kernels import bands
 from elbowroom.kernels.triton.device import bf16_nearest, inverse
 from elbowroom.kernels.triton.fdsr_stats import UNITS, gain_code, gain_value, rms
-from elbowroom.kernels.triton.fdsr_tables import (
-    coded,
-    place,
-    plane,
-    position_count,
-    power_of_two,
-)
+from elbowroom.kernels.triton.fdsr_tables import coded, place, plane, position_count, power_of_two
 from elbowroom.kernels.triton.map_tiles import apart, beside
 
 HASH_BITS = tl.constexpr(bands.HASH_BITS)

@@ -10,7 +10,7 @@
 
 Where no choice fits, the first four give none, and the one with the least peak of all takes its
 place (`least.py`); the baselines give what they have. Most budgets that are too small are so by a
-bound that takes no search (`least_levels.py`), and no solver runs for them.
+bound that takes no search (`cannot_fit`), and no solver runs for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,18 @@ from time import perf_counter
 from elbowroom.errors import PlanError
 from elbowroom.plan.problem import Choice, Problem, Solution, added_seconds, keep_all
 from elbowroom.plan.solve.auto import auto
-from elbowroom.plan.solve.bound import is_nearly_best as is_nearly_best
 from elbowroom.plan.solve.delta import capuchin, delta, dtr
 from elbowroom.plan.solve.greedy import greedy
-from elbowroom.plan.solve.least import known_least
+from elbowroom.plan.solve.least import cannot_fit, known_least
 from elbowroom.plan.solve.least import least_bound as least_bound
 from elbowroom.plan.solve.least import least_peak as least_peak
 from elbowroom.plan.solve.least import lowered as lowered
-from elbowroom.plan.solve.least_levels import cannot_fit
 from elbowroom.plan.solve.limits import Limits as Limits
 from elbowroom.plan.solve.limits import fits as fits
 from elbowroom.plan.solve.limits import peak as peak
 from elbowroom.plan.solve.milp import milp
 from elbowroom.plan.solve.milp import relaxed as relaxed
+from elbowroom.plan.solve.rounding import is_nearly_best as is_nearly_best
 from elbowroom.plan.solve.rounding import rounding
 from elbowroom.plan.solve.uniform import uniform
 

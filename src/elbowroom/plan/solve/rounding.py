@@ -10,6 +10,8 @@ not fit, a `greedy` choice is made as well, and all items on which the two diffe
 Checkmate rounds as well, with no promise on the budget: here every row is checked afterwards.
 """
 
+from math import inf
+
 from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.greedy import cheapest_of, finished, from_boundaries, walked
 from elbowroom.plan.solve.limits import Limits, fits, obeys
@@ -93,3 +95,20 @@ def _nearest(model: Model, x: Vector) -> Choice | None:
     """The largest fraction of each item, if that breaks no limit but the budget."""
     choice = model.choice(x)
     return choice if obeys(model.problem, choice, model.limits) else None
+
+
+def is_nearly_best(problem: Problem, limits: Limits, cost_s: float) -> bool:
+    """Returns whether no choice that fits is much cheaper than this, or none fits at all.
+
+    They are those of the linear relaxation. It leaves out modules that are recomputed from codes
+    (`boundaries.py`), and a choice with such modules may be below its bound, so that choice's own
+    value counts, too.
+    """
+    asked = "bound", limits
+    if asked not in problem.answers:
+        relaxation, start = relaxed(problem, limits), from_boundaries(problem, limits)
+        problem.answers[asked] = min(
+            inf if relaxation is None else relaxation.seconds,
+            inf if start is None else cost(problem, start),
+        )
+    return is_near_bound(problem, problem.answers[asked], cost_s)

@@ -58,10 +58,9 @@ from elbowroom.runtime.direct.cross_entropy import (
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
 from elbowroom.runtime.direct.extremes import fits_extremes
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
-from elbowroom.runtime.direct.prelu import fits_prelu, prelu
 from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
-from elbowroom.runtime.direct.relu import fits_relu, relu, relu_
+from elbowroom.runtime.direct.relu import fits_prelu, fits_relu, prelu, relu, relu_
 from elbowroom.runtime.direct.softmax import fits_softmax, softmax
 from elbowroom.runtime.extremes import scatter_reduce, scatter_reduce_
 from elbowroom.runtime.gathered import gather_later

@@ -1,4 +1,4 @@
-"""Which calls of a context run as nodes of ours: by its policy, and by what codes it may make."""
+"""Chooses the calls of a context that run as nodes of ours, by its policy and its codes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs.base import FLOATS
-from elbowroom.plan.samples import AT_ONCE, samples_at_once
+from elbowroom.plan.restored import AT_ONCE, samples_at_once
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
 from elbowroom.runtime.handles import EncodeHandle, RebuildHandle

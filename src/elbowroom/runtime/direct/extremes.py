@@ -1,4 +1,4 @@
-"""Which calls of torch.scatter_reduce the node of `runtime/extremes.py` may stand in for."""
+"""Tells which calls of torch.scatter_reduce may run as the node of `runtime/extremes.py`."""
 
 from torch import Tensor
 

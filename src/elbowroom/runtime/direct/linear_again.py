@@ -1,4 +1,4 @@
-"""The product of a linear layer, once more, by the node that its forward has left.
+"""Computes the product of a linear layer once more, from what its node has saved.
 
 Backward of a later op may need what the layer has computed, after a program has changed it. The
 node of the layer has saved its operands for its own backward, which is still to come.

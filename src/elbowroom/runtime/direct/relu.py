@@ -1,4 +1,4 @@
-"""ReLU, whose backward passes the gradient where a bit is set, bit for bit as in torch.
+"""ReLU and PReLU: backward passes the gradient where a bit is set, bit for bit as in torch.
 
 torch restores a tensor of zeros and ones, and reads it beside the gradient.
 """
@@ -88,3 +88,49 @@ def _mask_of(view: View | None) -> Bits | None:
     if slot.bits is None or isinstance(slot.value, KeepHandle):
         return None  # a kept tensor checks whether it was changed meanwhile
     return Bits((slot.bits, shape, stride, slot.dtype, None))
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """Computes torch.prelu of arguments that pass `fits_prelu`."""
+    made: Tensor = _PReLU.apply(input, weight)
+    return made
+
+
+def fits_prelu(call: Call, x: Tensor) -> bool:
+    """Returns whether a call has a weight for all elements, or for each channel."""
+    weight = call.arg(1, "weight")
+    if not isinstance(weight, Tensor) or weight.dtype is not x.dtype or not x.dim():
+        return False
+    return weight.dim() <= 1 and weight.numel() in (1, *x.shape[1:2])
+
+
+class _PReLU(Node):
+    """PReLU, whose backward reads signs, beside what its weight's gradient reads.
+
+        grad_x = grad where x > 0, else weight grad          the signs
+        grad_weight = sum of grad x where x <= 0             x, in a sum: it may carry an error
+
+    torch saves x for both, so that x could have no code, nor could the input of a norm that it is
+    made from. An exact context leaves PReLU to torch: there x is held.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x > 0, x, weight)
+        ctx.set_materialize_grads(False)
+        return torch.prelu(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        if grad is None:
+            return None, None
+        is_positive, x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        over = weight.view(-1, *(1 for _ in x.shape[2:])) if weight.numel() > 1 else weight
+        if ctx.needs_input_grad[0]:
+            of_x = torch.where(is_positive, grad, over * grad)
+        if ctx.needs_input_grad[1]:
+            below = torch.where(is_positive, 0.0, x * grad)
+            of_weight = below.sum_to_size(over.shape).view(weight.shape)
+        return of_x, of_weight

@@ -1,4 +1,4 @@
-"""Small parameters that a recipe reads are lent their old values, where they have changed since.
+"""Gives small parameters that a recipe reads their old values, where they have changed since.
 
 A recipe runs its op on the parameters that forward has read. Of one that may be changed until
 backward, for example by an optimizer in backward, an examined forward makes a copy; of a large one

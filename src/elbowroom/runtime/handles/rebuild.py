@@ -117,7 +117,7 @@ class Op:
                         makes the same op of those of another forward; None: nothing does
     of_given            `exact` of any forward's tensors: (x, *given) -> the result; None: it reads
                         none of them, only the forms for codes do
-    beside              ops of earlier calls that have made the same of the same
+    equal_ops           ops of earlier calls that have made the same of the same
     is_extra            run again only where not enough is saved without
     is_unsure           what it made may have been changed unseen: compare before it is dropped
     any_size            its functions know no sizes but those of parameters and of arguments that
@@ -141,7 +141,7 @@ class Op:
     given: tuple[Tensor, ...] = ()
     bound: "Callable[..., Op] | None" = None
     of_given: Callable[..., Tensor] | None = None
-    beside: "tuple[Op, ...]" = ()
+    equal_ops: "tuple[Op, ...]" = ()
     is_unsure: bool = False
     is_extra: bool = False
     any_size: bool = False
@@ -510,21 +510,6 @@ def followed(link: "Link") -> "Slot | Ready | None":
         return slot
     recipe = getattr(link, "recipe", None)
     return None if recipe is None else recipe.ready()
-
-
-def can_follow(link: "Link") -> bool:
-    """Returns whether a link has a target, without making a copy that can still be made."""
-    if not waits_for_copy(link):
-        return followed(link) is not None
-    return not isinstance(link, Recipe) or all(map(can_follow, link.links))
-
-
-def waits_for_copy(link: "Link") -> bool:
-    """Returns whether something that it leads to is copied only once that is asked for."""
-    if isinstance(link, Recipe):
-        return any(map(waits_for_copy, link.links))
-    slot = link()
-    return slot is not None and slot.is_pending
 
 
 def _is_of_product(link: Link) -> bool:

@@ -75,7 +75,7 @@ def reordered(call: Call, copy: Tensor, sources: Sources) -> Origin | None:
 
     source: Source | None
     if before is not None and before.value is not None and first is not None:
-        source, seen, op = before, before.base, Op(exact, beside=(first,), is_extra=True)
+        source, seen, op = before, before.base, Op(exact, equal_ops=(first,), is_extra=True)
     else:
         source = sources.operand(x, call) or sources.expected(x, call.version)
         op = Op(exact, is_extra=True)

@@ -20,20 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
-from elbowroom.runtime.handles import (
-    EncodeHandle,
-    KeepHandle,
-)
+from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.replay.held import Coded, Flat, encoder, kept
 from elbowroom.runtime.replay.instructions import do, late
-from elbowroom.runtime.replay.script import (
-    NOWHERE,
-    Instruction,
-    Like,
-    Save,
-    Step,
-    instructions_of,
-)
+from elbowroom.runtime.replay.script import NOWHERE, Instruction, Like, Save, Step, instructions_of
 from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.slot import Geometry, View
 
@@ -303,9 +293,7 @@ def _hold(save: Save, is_exact: bool, flat: Flat) -> Hold:
     return *save.geometry, save.dtype, save.same, nbytes, save.place, save.noted, source, hold
 
 
-def _hold_first(
-    hold: Callable[[Replay, Tensor], Any] | None,
-) -> Callable[[Replay, Tensor], Any]:
+def _hold_first(hold: Callable[[Replay, Tensor], Any] | None) -> Callable[[Replay, Tensor], Any]:
     def hold_first(replay: Replay, x: Tensor) -> Any:
         replay.check_for_compiled()
         return kept if hold is None else hold(replay, x)

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.hooks import Saving
-from elbowroom.runtime.ledger import (
-    NOT_COUNTED,
-    Account,
-    Counted,
-    Counts,
-    NoEntry,
-    Row,
-    summed,
-)
+from elbowroom.runtime.ledger import NOT_COUNTED, Account, Counted, Counts, NoEntry, Row, summed
 from elbowroom.runtime.replay.held import Token
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import NOWHERE, Script
 from elbowroom.runtime.replay.tracer import Tracer
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import storage_nbytes
 
@@ -148,11 +139,7 @@ class Following(Replay):
     """Step that replays a script, or another one with the same beginning."""
 
     def __init__(
-        self,
-        known: tuple[Script, ...],
-        scripts: StepScripts,
-        make: Make,
-        context: Context,
+        self, known: tuple[Script, ...], scripts: StepScripts, make: Make, context: Context
     ) -> None:
         super().__init__(known[0], context, known[1:])
         self.scripts, self._make = scripts, make
@@ -164,12 +151,7 @@ class Following(Replay):
         """The count of this step."""
         return self._repeated if self.saving is None else self.saving.ledger
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._open is None:
             return
         super().__exit__(kind, error, trace)

@@ -88,19 +88,19 @@ class _Merger:
 
     def step(self, a: Step, b: Step) -> Step:
         """Returns a step that is both."""
-        same = ("func", "run", "stands", "opens", "place", "copies", "inputs", "inside")
+        same = ("func", "run", "replaced_by", "opens", "place", "copies", "inputs", "inside")
         _check(all(getattr(a, name) == getattr(b, name) for name in same))
         _check((a.module and a.module()) is (b.module and b.module()))
         args, kwargs = self.all(a.args, b.args), self.all(a.kwargs, b.kwargs)
         varies = _varies((args, kwargs))
         if varies and b.run is not None:
-            _check(b.stands is not None and a.levels == b.levels)
+            _check(b.replaced_by is not None and a.levels == b.levels)
         if _varies(next((x for x in args or () if isinstance(x, Like)), None)):
             self.open |= {save.slot for save in b.saves or () if save is not None}
         before = self.all(a.before, b.before)
         saves, after = self.all(a.saves, b.saves), self.all(a.after, b.after)
         changed: dict[str, Any] = {"so_far": max(a.so_far, b.so_far)}
-        changed |= {"direct": b.stands} if varies and b.run is not None else {}
+        changed |= {"direct": b.replaced_by} if varies and b.run is not None else {}
         return replace(
             b, args=args, kwargs=kwargs, before=before, saves=saves, after=after, **changed
         )
@@ -123,12 +123,12 @@ class _Merger:
     def _like(self, a: Like, b: Like) -> Like:
         _check(a[:2] == b[:2] and a[3:5] == b[3:5] and a.address == b.address)
         _check(a.parameter is b.parameter)
-        return b._replace(geometry=self._told(a.geometry, b.geometry))
+        return b._replace(geometry=self._known_geometry(a.geometry, b.geometry))
 
     def _save(self, a: Save, b: Save) -> Save:
         same = ("dtype", "slot", "fresh", "need", "waits", "noted", "place", "same")
         _check(all(getattr(a, name) == getattr(b, name) for name in same))
-        geometry = self._told(a.geometry, b.geometry)
+        geometry = self._known_geometry(a.geometry, b.geometry)
         whole, nbytes = None, b.nbytes
         _check((a.whole is None) == (b.whole is None))
         if a.whole is not None and b.whole is not None:
@@ -186,7 +186,7 @@ class _Merger:
         _check(not isinstance(rows, Size) or rows.nth in self.known)
         return Norm(mean, rstd, b.inner, rows)
 
-    def _told(self, a: Geometry, b: Geometry) -> Geometry:
+    def _known_geometry(self, a: Geometry, b: Geometry) -> Geometry:
         """Returns the geometry of a tensor that is compared with it, which tells its sizes."""
         both = self._geometry(a, b)
         if isinstance(both, Varying):

@@ -321,11 +321,7 @@ def _hold_bits(instruction: Instruction, geometry: Geometry, dtype: torch.dtype)
     return hold
 
 
-def _rebuild(
-    recipe: NumberedRecipe,
-    whole: Callable[[int], Geometry],
-    save: Save,
-) -> HoldFlat:
+def _rebuild(recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: Save) -> HoldFlat:
     """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
     steps = tuple(recipe)
     numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -37,7 +36,6 @@ from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.recompute import recomputed
@@ -46,6 +44,7 @@ from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.held import Kept, Token, kept
 from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
+from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Geometry, Slot
 from elbowroom.runtime.storage import covering
 from elbowroom.runtime.waiting import end_waiting, ready
@@ -117,13 +116,7 @@ class _Again(Observing):
         super().__init__()
         self._replay = replay
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._replay.__torch_function__(func, types, args, kwargs)
 
 
@@ -212,12 +205,7 @@ class Replay(Observing):
         self.noted = [nowhere] * script.noted
         self.places = Places(script.places)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._open is None:
             return
         if kind is None:
@@ -233,13 +221,7 @@ class Replay(Observing):
             self.fingerprints.take()
         self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if here.alive:
             func, args, kwargs = ready(func, args, kwargs, self.__torch_function__)
         if self.saving is None:

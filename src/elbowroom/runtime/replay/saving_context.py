@@ -14,7 +14,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -24,13 +23,13 @@ from elbowroom.errors import PlanError
 from elbowroom.plan import Exact, KeepAll, Policy
 from elbowroom.runtime.compiler import compilations
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.hooks import Saving
 from elbowroom.runtime.in_graph import GraphForm, compiled_by
 from elbowroom.runtime.ledger import Account, Ledger, Ledgers
 from elbowroom.runtime.replay.following import Following, Make
 from elbowroom.runtime.replay.script import Script, state_of_torch
 from elbowroom.runtime.replay.scripts import UNKNOWN, Forward, Scripts
 from elbowroom.runtime.replay.tracer import Tracer
+from elbowroom.runtime.saving import Saving
 from elbowroom.units import show_nbytes
 
 _MAX_SETTINGS = 16  # settings whose scripts are cached at a time
@@ -209,12 +208,7 @@ class SavingContext:
             return Following(known, scripts, self._make, self.context)
         return self._make(Tracer(selects=True) if scripts.wanted else None)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._is_open:
             return
         self._is_open = False

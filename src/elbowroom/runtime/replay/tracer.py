@@ -49,13 +49,7 @@ from elbowroom.runtime.replay.notes import (
     Unwritable,
     made_of,
 )
-from elbowroom.runtime.replay.script import (
-    NOWHERE,
-    PLAIN_VALUES,
-    Like,
-    Script,
-    state_of_torch,
-)
+from elbowroom.runtime.replay.script import NOWHERE, PLAIN_VALUES, Like, Script, state_of_torch
 from elbowroom.runtime.replay.writer import Writer
 from elbowroom.runtime.slot import Geometry, Slot, View
 from elbowroom.runtime.storage import Origin, WeakStorage, storage_nbytes, untouchable, version_of
@@ -282,7 +276,7 @@ class Tracer(Listener):
     def noted(self, ready: Ready) -> NotedRecipe:
         """Returns the notes of a recipe. Raises Unwritable if no script may hold it."""
         op, makers = ready.op, []
-        for one in (op, *op.beside):
+        for one in (op, *op.equal_ops):
             known = self._makers.get(id(one))
             if known is None or known[0]() is not one:
                 raise Unwritable("a recipe of no op")
@@ -294,7 +288,7 @@ class Tracer(Listener):
             return self.noted(one) if isinstance(one, Ready) else self._trace_of(one)
 
         others = tuple((_gone, seen) for _, seen in op.others)
-        bare = replace(op, given=(), others=others, beside=())
+        bare = replace(op, given=(), others=others, equal_ops=())
         if op.bound is not None:  # which makes what reads statistics
             bare = replace(bare, lossy=None, affine=None, of_normal=None)
         given = [((x.untyped_storage()._cdata, version_of(x)), Geometry.of(x)) for x in op.given]

@@ -36,14 +36,7 @@ from elbowroom.runtime.replay.notes import (
     Unwritable,
     made_of,
 )
-from elbowroom.runtime.replay.script import (
-    NOWHERE,
-    Instruction,
-    Like,
-    Save,
-    Script,
-    Step,
-)
+from elbowroom.runtime.replay.script import NOWHERE, Instruction, Like, Save, Script, Step
 
 
 class Writer(InstructionWriter):
@@ -261,7 +254,7 @@ class Writer(InstructionWriter):
             direct,
             op.levels if self._codes_any(at, op) else None,
             numel=op.numel,
-            stands=op.direct,
+            replaced_by=op.direct,
             **acts,
         )
 

@@ -1,4 +1,4 @@
-"""Limits of what is on its way at a time: so many tensors, and so many bytes. One always may be."""
+"""Limits how many tensors, and bytes, are in transit at a time; one tensor always may be."""
 
 import threading
 
