@@ -456,3 +456,45 @@ def test_no_more_is_refused_than_plain_autograd_takes_where_tensors_have_no_line
         torch.equal(p.grad, q.grad)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
+
+
+class Extremes(nn.Module):
+    """The largest of what each node is sent, feature by feature, as in an EdgeConv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        sent = self.sent(x[edges[0]] - x[edges[1]])
+        to = edges[1][:, None].expand_as(sent)
+        return x.new_zeros(x.shape).scatter_reduce_(0, to, sent, "amax", include_self=False).relu()
+
+
+@pytest.mark.usefixtures("nothing_stays_attached")
+def test_torch_s_own_extremes_in_a_second_run_are_in_the_first_plan():
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Extremes() for _ in range(3))
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, edges)
+            return x
+
+    torch.manual_seed(0)
+    model, x, edges = Graph(), torch.randn(1000, 64), torch.randint(0, 1000, (2, 6000))
+
+    def step() -> None:
+        model(x, edges).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = weights + int(0.45 * peak(step))
+    er.fit(model, budget=budget, exact=True)
+    for _ in range(4):
+        step()
+    assert er.summary(model).highest_nbytes <= budget
+    er.release(model)
