@@ -66,7 +66,7 @@ class Autoencoder(nn.Module):
 def test_a_model_whose_own_forward_is_not_called_is_named(kind, caplog) -> None:
     model = er.fit(Autoencoder(), budget="64 MiB")
     optimizer = torch.optim.SGD(model.parameters())
-    for _ in range(2):
+    for _ in range(4):
         x = torch.randn(4, 64)
         out = model(x) if kind == "model" else model.decoder(model.encode(x))
         out.sum().backward()
@@ -74,6 +74,19 @@ def test_a_model_whose_own_forward_is_not_called_is_named(kind, caplog) -> None:
     said = [line for line in caplog.messages if "without a call of the model itself" in line]
     assert len(said) == (kind == "methods")
     assert all("er.fit(model.encoder, ...), er.fit(model.decoder, ...)" in line for line in said)
+    er.release(model)
+
+
+def test_a_step_before_the_first_forward_is_no_reason_to_warn(caplog) -> None:
+    model = er.fit(Autoencoder(), budget="64 MiB")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # creates the states, as a checkpoint is loaded
+    for _ in range(4):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    assert not [line for line in caplog.messages if "without a call of the model itself" in line]
     er.release(model)
 
 

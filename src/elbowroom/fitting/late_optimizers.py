@@ -19,7 +19,18 @@ from torch.utils.hooks import RemovableHandle
 class Owner(Protocol):
     """Owner of a fitted model's memory, which counts the optimizers that train the model."""
 
-    def meet(self, optimizer: Optimizer) -> None: ...
+    @property
+    def is_called(self) -> bool:
+        """True once a forward of the model itself was seen."""
+        ...
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Called before the optimizer's first step."""
+        ...
+
+    def miss(self, optimizer: Optimizer) -> None:
+        """Called before each step of an optimizer while no forward was seen."""
+        ...
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
@@ -50,3 +61,5 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         if owner not in asked:
             asked.add(owner)
             owner.meet(optimizer)
+        if not owner.is_called:
+            owner.miss(optimizer)

@@ -55,18 +55,21 @@ def warn_larger_step(options: FitOptions, *, held_nbytes: int, learns: bool) -> 
     )
 
 
-def warn_not_called(options: FitOptions, kind: str, children: list[str]) -> None:
+def warn_not_called(options: FitOptions, steps: int, kind: str, children: list[str]) -> None:
     """Warns that a model is trained of which only submodules have been called.
 
-    kind: the class of the model; children: names of those of its submodules that may be fitted
+    steps: so far; kind: the class of the model; children: names of those of its submodules that may
+    be fitted
     """
     named = [f"er.fit(model.{name}, ...)" for name in children[:3]] or ["er.fit(submodule, ...)"]
     _log.warning(
-        "budget %s: nothing was planned in the step that ends here, and it may exceed the budget. "
-        "Gradients have come to this %s without a call of the model itself, so the program calls "
-        "its submodules, or a method that does. Call model(...), or fit what is called: %s, each "
-        "with this budget and optimizer; they share one plan",
+        "budget %s: nothing was planned in the first %d steps, and they may exceed the budget. "
+        "This %s is trained without a call of the model itself that fit could see: the program "
+        "calls its submodules, or a method that does, or calls the model in a function that was "
+        "compiled with another backend than inductor. Call model(...), or fit what is called: %s, "
+        "each with this budget and optimizer; they share one plan",
         show_nbytes(options.budget_nbytes),
+        steps,
         kind,
         ", ".join(named),
     )

@@ -54,6 +54,7 @@ from elbowroom.runtime.opened_checkpoints import noticing
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.undo import Undo
 
+_MAX_MISSED = 3  # steps of the model's optimizers before a forward of it
 _MAX_REPEATED = 16  # forwards that are known, until what stands is looked after again
 
 
@@ -69,6 +70,7 @@ class Fitting(SharesSteps):
 
     refusal: BudgetTooSmall | None = None
     is_called = False
+    _missed = 0  # steps of optimizers without a forward
     compiled: "Callable[[Fitting, nn.Module], Around | None] | None" = None
     successor: Around | None = None
 
@@ -110,13 +112,19 @@ class Fitting(SharesSteps):
         An optimizer whose state format `fit` is to choose must be passed to it, or to
         `er.add_optimizer`.
         """
-        if not self.model_state.is_trained_by(optimizer):
-            return
-        if not self.is_called and self.model_state.gradients():
-            warn_not_called(self.options, *self.model_state.containers())
-            self.is_called = True  # it is said once
-        if not is_auto(optimizer):
+        if self.model_state.is_trained_by(optimizer) and not is_auto(optimizer):
             self.add_optimizer(optimizer)
+
+    def miss(self, optimizer: Optimizer) -> None:
+        """Warns of a model that is trained without being called.
+
+        A single step may come before the first forward: to create states, or after a late `fit`.
+        """
+        if self.model_state.is_trained_by(optimizer) and self.model_state.gradients():
+            self._missed += 1
+            if self._missed == _MAX_MISSED:
+                warn_not_called(self.options, _MAX_MISSED, *self.model_state.containers())
+                self.is_called = True  # it is said once
 
     def run(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs one forward of the model.

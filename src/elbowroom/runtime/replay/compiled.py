@@ -131,10 +131,11 @@ def _guard(step: Step) -> Guard:
             return True  # it saves nothing: a mask that is made without gradients, too
         if not torch.is_grad_enabled():
             return False
-        if saves:  # as `Replay.is_innermost`, whose call would be one more for each op
-            hooks = _innermost_hooks(True)
-            if hooks is None or getattr(hooks[0], "__self__", None) is not replay:
-                return False
+        # As `Replay.is_innermost`, whose call would be one more for each op. A node of ours that
+        # runs inside of a checkpoint would not run in its second run.
+        hooks = _innermost_hooks(True)
+        if hooks is None or getattr(hooks[0], "__self__", None) is not replay:
+            return False
         return not needs_more or replay.may_stand(step, args, kwargs)
 
     return guard
