@@ -39,6 +39,7 @@ from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.checkpoints import is_smooth, loses_gradient, may_carry_error
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.direct.attention import plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
@@ -130,8 +131,8 @@ class StepRecorder:
         if call.name.endswith("__get__"):  # x.shape, x.dtype: no op
             return
         began, self._last = self._last, self._timer.read()
-        if call.plain_nbytes is not None:
-            self._note_plain(call.plain_nbytes(call))
+        if call.reruns:
+            self._note_plain(plain_nbytes(call))
         if call.rounds and call.name in RECURRENT:
             self._note_why_not("a recurrent layer of it runs again by itself")
         self._note_nodes()
@@ -164,7 +165,7 @@ class StepRecorder:
         return Made(tuple(spans)[:MAX_SPANS], tuple(found))
 
     def _note_plain(self, nbytes: int) -> None:
-        """Adds bytes that torch's own op takes in a second run of the modules that run now."""
+        """Adds bytes that torch's own op saves in a second run of the modules that run now."""
         for note in self._running:
             note.made_nbytes += nbytes
 

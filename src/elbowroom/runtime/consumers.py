@@ -140,7 +140,6 @@ class Call:
     reads        the form of the saved tensor that its backward reads
     rounds       whether it runs as a node of ours whose backward rounds in another way
     would_rerun  attention: whether a node of ours may run it again; reruns: whether it does
-    plain_nbytes the bytes that torch's own op takes and the node of ours that runs does not
     levels       the levels that attention needs of the code of the tensor that it saves now
     fewest       the fewest levels for attention's codes (`direct/attention/`)
     samples      the number of samples that a convolution's backward takes at once
@@ -165,7 +164,6 @@ class Call:
     rounds: bool = False
     reruns: bool = False
     would_rerun: bool = False
-    plain_nbytes: "Callable[[Call], int] | None" = None
     levels: int | None = 16
     fewest: Levels | None = None
     samples: int = 0

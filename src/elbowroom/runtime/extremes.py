@@ -81,10 +81,6 @@ class _Extremes(Node):
         ctx.set_materialize_grads(False)
         ctx.dim, ctx.include_self = dim, include_self
         ctx.mark = src.state.mark if type(src) is Gathered else None
-        # Counts and shares, and, of rows that do not wait, each one's share and whether it has one.
-        ctx.workspace_nbytes = 3 * made.nbytes
-        if type(src) is not Gathered:
-            ctx.workspace_nbytes += src.nbytes + src.numel()
         if any(ctx.needs_input_grad):
             is_self, is_src = before == made, _are_extreme(made, dim, index, src)
             ctx.save_for_backward(is_self, is_src, index)

@@ -44,7 +44,6 @@ from elbowroom.runtime.direct.activations import gelu, silu
 from elbowroom.runtime.direct.attention import (
     adds_nothing_up,
     attention,
-    attention_nbytes,
     fits_attention,
     is_unfused,
 )
@@ -57,7 +56,7 @@ from elbowroom.runtime.direct.cross_entropy import (
     fits_cross_entropy,
 )
 from elbowroom.runtime.direct.dropout import dropout, fits_dropout
-from elbowroom.runtime.direct.extremes import extremes_nbytes, fits_extremes
+from elbowroom.runtime.direct.extremes import fits_extremes
 from elbowroom.runtime.direct.layer_norm import fits_layer_norm, layer_norm
 from elbowroom.runtime.direct.product import fits_product, product
 from elbowroom.runtime.direct.recurrent import STRETCHES, fits_recurrent, recurrent
@@ -87,8 +86,6 @@ class Direct:
     late   its result has no memory yet: only contexts whose room is short use it
     swaps  it saves another tensor in place of its input, which may have any layout: contexts that
            follow a profiled step do not use it either
-    plain_nbytes  the bytes that torch's own op saves, or makes in backward, and the node does not:
-           a module that is recomputed runs torch's own
     """
 
     run: Callable[..., Any]
@@ -102,7 +99,6 @@ class Direct:
     any_first: bool = False
     coded: Callable[..., Any] | None = None
     in_parts: bool = False
-    plain_nbytes: Callable[[Call], int] | None = None
 
 
 def _gathers(call: Call, x: Tensor) -> bool:
@@ -127,8 +123,8 @@ def _not_in_place(call: Call, x: Tensor) -> bool:
 
 _RELU, _RELU_ = (Direct(run, Reads.BITS, fits_relu) for run in (relu, relu_))
 # A fused kernel saves few additional bytes: not worth the time in an exact context.
-_FUSED = Direct(attention, Reads.RESTORED, _always, exact=False, plain_nbytes=attention_nbytes)
-_UNFUSED = Direct(attention, Reads.RESTORED, _always, always=True, plain_nbytes=attention_nbytes)
+_FUSED = Direct(attention, Reads.RESTORED, _always, exact=False)
+_UNFUSED = Direct(attention, Reads.RESTORED, _always, always=True)
 _CONVOLUTION = Direct(convolution, Reads.SAMPLES, fits_convolution, exact=False)
 # An exact context holds x, and rebuilds the next op's input from it.
 _CLAMP, _CLAMP_MIN, _CLAMP_MAX = (
@@ -139,14 +135,7 @@ _PRELU = Direct(prelu, Reads.RESTORED, fits_prelu, exact=False, swaps=True)
 _SOFTMAX = Direct(softmax, Reads.RESTORED, fits_softmax)
 _PRODUCT = Direct(product, Reads.PLACE, fits_product, always=True)
 _EXTREMES, _EXTREMES_ = (
-    Direct(
-        run,
-        Reads.RESTORED,
-        fits_extremes,
-        always=True,
-        any_first=True,
-        plain_nbytes=extremes_nbytes,
-    )
+    Direct(run, Reads.RESTORED, fits_extremes, always=True, any_first=True)
     for run in (scatter_reduce, scatter_reduce_)
 )
 _ROWS = Direct(gather_later, Reads.RESTORED, _gathers, always=True, any_first=True, late=True)

@@ -52,7 +52,7 @@ class NodeChoice(ABC):
             or not self._is_innermost()
         ):
             return call.func
-        call.reruns, call.plain_nbytes = call.would_rerun, direct.plain_nbytes
+        call.reruns = call.would_rerun
         call.rounds = direct.always or not direct.exact
         if direct.late:
             self.context.waited_in.add(self._module)

@@ -1,15 +1,9 @@
-"""Tells which calls of torch.scatter_reduce may run as the node of `runtime/extremes.py`.
-
-And what torch's own op takes beside: it saves what the node has compared, and compares it in
-backward.
-"""
+"""Tells which calls of torch.scatter_reduce may run as the node of `runtime/extremes.py`."""
 
 from torch import Tensor
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.extremes import EXTREMES
-
-_COMPARES = 3  # tensors of the rows' size that torch's backward makes beside those of the node
 
 
 def fits_extremes(call: Call, x: Tensor) -> bool:
@@ -24,9 +18,3 @@ def fits_extremes(call: Call, x: Tensor) -> bool:
     # Autograd has rules of its own for leaves and views that are changed in place.
     in_place = call.name == "scatter_reduce_"
     return not in_place or not (x._is_view() or (x.is_leaf and x.requires_grad))
-
-
-def extremes_nbytes(call: Call) -> int:
-    """Bytes that torch's own op saves, or makes in backward, and the node does not."""
-    src, x = call.arg(3, "src"), call.arg(0, "input")
-    return int((1 + _COMPARES) * src.nbytes + 2 * x.nbytes)

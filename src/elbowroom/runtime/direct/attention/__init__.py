@@ -13,6 +13,6 @@ from elbowroom.runtime.direct.attention.levels import spread as spread
 from elbowroom.runtime.direct.attention.levels import spread_of_values as spread_of_values
 from elbowroom.runtime.direct.attention.node import adds_nothing_up as adds_nothing_up
 from elbowroom.runtime.direct.attention.node import attention as attention
-from elbowroom.runtime.direct.attention.node import attention_nbytes as attention_nbytes
 from elbowroom.runtime.direct.attention.node import fits_attention as fits_attention
 from elbowroom.runtime.direct.attention.node import is_unfused as is_unfused
+from elbowroom.runtime.direct.attention.node import plain_nbytes as plain_nbytes

@@ -184,7 +184,7 @@ def _backend(
     return chosen
 
 
-def attention_nbytes(call: Call) -> int:
+def plain_nbytes(call: Call) -> int:
     """Bytes that torch's own op saves and the node does not, as in a module that is recomputed."""
     q, k = call.arg(0, "query"), call.arg(1, "key")
     if not is_unfused(call):
