@@ -691,6 +691,45 @@ def test_inductor_keeps_to_the_predicted_peak_and_gives_the_bits_of_plain_compil
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+class Residual(nn.Module):
+    """A convolution of 20 channels, with BatchNorm and ReLU on one side of the sum."""
+
+    def __init__(self, *, sums_first: bool) -> None:
+        super().__init__()
+        self.sums_first = sums_first
+        self.conv, self.norm = nn.Conv2d(20, 20, 3, padding=1, bias=False), nn.BatchNorm2d(20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        return torch.relu(y + x) if self.sums_first else x + torch.relu(y)
+
+
+def residual(*, sums_first: bool) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    blocks = [Residual(sums_first=sums_first) for _ in range(6 - 2 * sums_first)]
+    return nn.Sequential(nn.Conv2d(3, 20, 1), *blocks), torch.randn(8, 3, 26, 26)
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("sums_first", [False, True])
+def test_sums_over_channels_that_fill_no_vector_keep_their_bits(
+    sums_first: bool, tmp_path, monkeypatch
+) -> None:
+    """Inductor would add the last four channels in another order than plain's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    make = with_loss(partial(residual, sums_first=sums_first))
+
+    def run(budget: int) -> list[Tensor]:
+        options = {"budget": budget, "exact": True}
+        return train(make, lambda gm, given: elbowroom(gm, given, options=options), steps=1)
+
+    with pytest.raises(BudgetTooSmall) as refused:
+        run(1000)
+    expected, got = train(make, "inductor", steps=1), run(refused.value.least_nbytes)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @needs_a_compiler
 @pytest.mark.whole
 def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypatch) -> None:

@@ -29,9 +29,10 @@ from elbowroom.compiled.collect import (
     packet_of,
     tensors_of,
 )
-from elbowroom.compiled.decide import has_both_layouts, is_tensor
+from elbowroom.compiled.decide import is_tensor
 from elbowroom.compiled.exponents import FLOOR
 from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.layouts import has_both_layouts
 from elbowroom.compiled.readers import Reading, Use, reading_of
 from elbowroom.compiled.rewrite import Coded, error_of
 from elbowroom.compiled.steep import LIMIT

@@ -24,8 +24,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from elbowroom.compiled.collect import Facts, Kind, known_size
+from elbowroom.compiled.collect import Facts, Kind
 from elbowroom.compiled.joint import Joint, Step, is_random
+from elbowroom.compiled.layouts import has_no_layout, laid_out_by_readers
 from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
 
 MinCut = Callable[[float], list[fx.Node]]  # activation_memory_budget -> saved values
@@ -47,6 +48,7 @@ class Search:
     same_bits whether choices that round 16-bit floats in other places are left out
     is_moved  whether the graph is no longer as torch.compile has it; `plain` is then its choice of
               saved values in this other order
+    kept      what every choice saves, as plain torch.compile does (`laid_out_by_readers`)
     """
 
     joint: Joint
@@ -54,6 +56,7 @@ class Search:
     budget: float = 1.0  # the activation memory budget that torch.compile alone would have
     same_bits: bool = True
     is_moved: bool = False
+    kept: frozenset[fx.Node] = frozenset()
     known: dict[frozenset[fx.Node], Step | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +66,9 @@ class Search:
             plain = joint.step(cut(self.budget), is_plain=not self.is_moved)
         assert plain is not None, "the min-cut has left out what backward needs"
         self.plain = plain
+        if self.same_bits and not self.is_moved:
+            self.kept = laid_out_by_readers(joint, plain)
+        fixed += self.kept
         fixed += [node for node in joint.required if has_no_layout(node)]
         # What is computed from an input that forward changes cannot be computed a second time.
         fixed += [n for one in joint.changed for n in one.users if n in joint.required]
@@ -89,6 +95,8 @@ class Search:
             if step is None and below_nbytes < inf:
                 return None
             if step is not None and self.joint.saves_changed(step.saved):
+                step = None
+            if step is not None and not self.kept.issubset(step.saved):
                 step = None
             if step is not None and self.rounded:
                 alike = rounds_alike(self.joint, self.plain, step, self.rounded)
@@ -258,26 +266,6 @@ def may_run_again(node: fx.Node) -> bool:
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
     return not is_random(node) and not has_no_layout(node)
-
-
-def has_no_layout(node: fx.Node) -> bool:
-    """Returns whether a convolution reads a map that lies in memory as both layouts have it.
-
-    So do maps of one channel or of one pixel. Inductor puts such a convolution into channels_last
-    in forward and leaves it as it is in backward. There the library takes another algorithm, which
-    gives other bits, so it does not run again.
-    """
-    if node.target is not torch.ops.aten.convolution.default:
-        return False
-    return has_both_layouts(node.args[0].meta["val"])  # type: ignore[union-attr]
-
-
-def has_both_layouts(value: torch.Tensor) -> bool:
-    """Returns whether a map lies in memory as both layouts have it; other tensors have but one."""
-    if value.dim() != 4:
-        return False
-    _, channels, *pixels = map(known_size, value.shape)
-    return channels == 1 or all(n == 1 for n in pixels)
 
 
 def _improved(search: Search, step: Step, room_nbytes: int) -> Step:

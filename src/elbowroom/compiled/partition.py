@@ -44,7 +44,7 @@ from elbowroom.compiled.lossy import Least, code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
-from elbowroom.compiled.twice import late_operands, own_functions, undo
+from elbowroom.compiled.twice import late_operands, own_functions, plain_loops, undo
 from elbowroom.errors import BudgetTooSmall
 
 _TIGHTER = (0.8, 0.6, 0.4)  # rooms in which a step that holds less is searched
@@ -194,6 +194,11 @@ class _Answer:
             added(made or [])
             return bool(copies) or made is not None
 
+        def as_plain(plain: Step) -> bool:
+            made = plain_loops(joint, plain)
+            added(made)
+            return bool(made)
+
         def consistent() -> bool:
             made = from_inputs(joint)
             added(made)
@@ -211,7 +216,7 @@ class _Answer:
             node_info.tangents_closure.difference_update(late)
             undo(late, joint)
 
-        changes = _Changes(without_sums, reordered, consistent, delayed, undone)
+        changes = _Changes(as_plain, without_sums, reordered, consistent, delayed, undone)
         with _remembered_cuts(), _uncollected():
             searched = partial(Search, joint, min_cut, memory_budget)
             step, plain, search, noise = self._decided(
@@ -250,13 +255,15 @@ class _Answer:
             return _holding(search, plain, room, self._settings.held_nbytes), plain, search, 0.0
         if exact is False:
             return self._fastest(joint, searched, changes, plain, room, inputs_nbytes)
-        is_moved = not search.rounded and changes.reordered(False)
+        is_moved, kept = False, search.kept
+        if not search.rounded:
+            is_moved = any([changes.as_plain(plain), changes.reordered(False)])
         if is_moved:
-            search = searched(same_bits=False, is_moved=True)
+            search = searched(same_bits=False, is_moved=True, kept=kept)
         held = self._settings.held_nbytes
         step = _holding(search, choose(search, room), room, held)
         if step.peak_nbytes > room and exact is True and is_moved and changes.delayed():
-            later = searched(same_bits=False, is_moved=True)
+            later = searched(same_bits=False, is_moved=True, kept=kept)
             step, search = _lower((step, search), later, room, held, changes.undone)
         if step.peak_nbytes <= room:
             return step, plain, search, 0.0
@@ -267,7 +274,7 @@ class _Answer:
                 return moved, plain, search, 0.0
         if exact is None:  # other roundings
             changed = [changes.without_sums(), changes.consistent(), changes.reordered(True)]
-            if any(changed) or search.rounded:
+            if any(changed) or search.rounded or kept:
                 search = searched(same_bits=False, is_moved=changed[-1] or is_moved)
                 step = choose(search, room)
                 if step.peak_nbytes <= room:
@@ -329,6 +336,7 @@ class _Answer:
 class _Changes:
     """Changes of a joint graph that may lower its peak; they return whether it is another one.
 
+    as_plain      gradients compute the loops that they read as in plain backward (`layouts.py`)
     without_sums  sums of products that Inductor would join are split, which may change a rounding
     reordered     gradients of weights come first, and slow functions are computed for them again;
                   with True, which may change a rounding, loops of backward come before calls, too
@@ -337,6 +345,7 @@ class _Changes:
     undone        that is taken back
     """
 
+    as_plain: Callable[[Step], bool]
     without_sums: Callable[[], bool]
     reordered: Callable[[bool], bool]
     consistent: Callable[[], bool]

@@ -37,8 +37,8 @@ def is_tied(joint: Joint, node: fx.Node, after: Collection[fx.Node]) -> bool:
     after: what backward computes.
     """
     return not (
-        _is_read(node, joint.facts, joint.required, by_loops=False)
-        and not _is_read(node, joint.facts, after, by_loops=True)
+        is_read(node, joint.facts, joint.required, by_loops=False)
+        and not is_read(node, joint.facts, after, by_loops=True)
     )
 
 
@@ -53,7 +53,7 @@ def rounds_alike(joint: Joint, plain: Step, step: Step, rounded: Collection[fx.N
     return not any(is_tied(joint, node, backward) for node in other)
 
 
-def _is_read(
+def is_read(
     node: fx.Node, facts: dict[fx.Node, Facts], readers: Collection[fx.Node], *, by_loops: bool
 ) -> bool:
     """Returns whether one of the readers, seen through views, is a loop, or else a library call.

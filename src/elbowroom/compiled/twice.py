@@ -9,6 +9,10 @@ Inductor computes s once, in one kernel with all that reads it. If y is recomput
 gives y together with the gradients of g and u, so that six tensors of one size stand at once. With
 s' y is computed first, and is free when the gradient of its weight is done; four are left.
 
+`plain_loops`: loops that plain backward computes for gradients, in graphs where the bits of a sum
+depend on what is computed in one kernel with it (`layouts.py`). What is made again besides, for the
+next library call, is then computed on its own.
+
 `late_operands`: what `sums.py` has joined with a sum that backward makes at its end. The gradient
 of a weight that is tied to an embedding is such a sum, and until it the gradient of all logits
 would stand. It is computed again from the last hidden state, at the cost of one more product; as
@@ -17,13 +21,14 @@ this may not be worth it, it can be undone.
 Each op has the same arguments as before, so no bit changes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import fx
 
 from elbowroom.compiled.collect import Facts, Kind, reached
 from elbowroom.compiled.decide import may_run_again
-from elbowroom.compiled.joint import Joint
+from elbowroom.compiled.joint import Joint, Step
+from elbowroom.compiled.layouts import has_rest
 from elbowroom.compiled.sums import joined
 
 _SMALL = 1 / 16  # of the bytes that would stand: what may stand in their place
@@ -41,12 +46,27 @@ def own_functions(joint: Joint) -> list[fx.Node]:
         inlined = any(n in slow and facts[n].elements == fact.elements for n in fact.inputs)
         if (fact.is_heavy or inlined) and not _is_stored(node, joint):
             slow[node] = None
-    late = {n: [u for u in n.users if u not in required and u in facts] for n in slow}
+    return _copied_for_gradients(slow, joint)
+
+
+def plain_loops(joint: Joint, plain: Step) -> list[fx.Node]:
+    """Gives gradients their own results of loops that plain backward computes; returns these."""
+    if not joint.is_channels_last:
+        return []
+    kinds = {n: joint.facts[n].kind for n in plain.again}
+    loops = [n for n, kind in kinds.items() if kind in _LOOPS and has_rest(n.meta["val"])]
+    return _copied_for_gradients(dict.fromkeys(loops), joint)
+
+
+def _copied_for_gradients(loops: Collection[fx.Node], joint: Joint) -> list[fx.Node]:
+    """Copies loops of forward that gradients read, and those that they are computed from."""
+    facts, required = joint.facts, joint.required
+    late = {n: [u for u in n.users if u not in required and u in facts] for n in loops}
     firsts = {n: min(map(joint.place.__getitem__, users)) for n, users in late.items() if users}
     nodes = list(joint.place)
     copies: dict[fx.Node, fx.Node] = {}
     for node in sorted(firsts, key=firsts.__getitem__):
-        chain = _sources(node, facts, lambda n: n not in slow)
+        chain = _sources(node, facts, lambda n: n not in loops)
         if facts[node].kind is not Kind.VIEW and _may_run_late(chain, joint):
             _copy(chain, nodes[firsts[node]], joint, copies)
             for user in late[node]:
