@@ -420,6 +420,24 @@ ROWS = {
     "there is no room to watch": Row(
         VERIFYING,
         RoomToWatch(None),
+        {"phase": P.WATCHING},
+        (StartMeter(predicts=True),),
+    ),
+    "noise is predicted, and not limited": Row(
+        WATCHING,
+        NoiseMeasured("shares", predicted=True, added="added"),
+        {"phase": P.SETTLED, "added": "added"},
+        (say(Line.ADDED, added="added"),),
+    ),
+    "a plan is followed after another one, whose noise was predicted": Row(
+        replace(VERIFYING, added="added"),
+        RoomToWatch(LOSSY.plan),
+        {"phase": P.WATCHING, "plan": LOSSY.plan, "added": None},
+        (BEGIN, StartMeter()),
+    ),
+    "there is no room to watch, and none to predict": Row(
+        VERIFYING,
+        RoomToWatch(None, predicts=False),
         {"phase": P.SETTLED},
         (say(Line.UNKNOWN, why="the budget leaves no room to look"),),
     ),

@@ -92,6 +92,7 @@ def test_which_steps_are_measured_and_which_are_written_down(phase):
         (replace(GUESSED, memory=MemoryState(100, 0, 9)), True, True),
         (replace(GUESSED, phase=P.SMALLEST), True, True),
         (replace(following(AGAIN), from_rehearsal=True), True, False),  # a module runs again
+        (replace(WATCHING, now=TWO, largest=TWO), True, False),  # profiles take more than plans
         (replace(VERIFYING, now=TWO, largest=TWO), True, True),
         (replace(VERIFYING, largest=Call(10)), True, False),
         (replace(VERIFYING, now=Call(12), largest=TWO), True, True),

@@ -28,6 +28,7 @@ class Line(Enum):
     GIVEN = "warn_given"
     UNKNOWN = "say_unknown"
     NOISE = "say_noise"
+    ADDED = "say_added"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.rehearse import Step, plan_by_forward
 from elbowroom.measure.interval import may_measure
-from elbowroom.measure.reach import ReachMeter
+from elbowroom.measure.reach import ReachMeter, watch_nbytes
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
@@ -65,9 +65,11 @@ if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
     from elbowroom.fitting.measurement import Measurement
     from elbowroom.fitting.planner import Planner
+    from elbowroom.measure.meter import NoiseMeter
 
 # Of what a recurrent layer saves, the least that it takes when it runs as a whole (CPU, measured).
 _WHOLE = 1.25
+_FEW_STEPS = 3  # in which gradients are seen to vary from batch to batch
 
 
 def execute(planner: "Planner", command: Command) -> Observation | None:
@@ -91,7 +93,8 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
             if command != BLAME_NO_CLASSES:  # the others change what a forward records
                 planner.forward_profile = None
         case StartMeter(predicts):
-            planner.meter = ReachMeter(STEPS) if predicts else menu_meter(probes=1)
+            steps = STEPS if planner.options.noise is not None else _FEW_STEPS
+            planner.meter = ReachMeter(steps) if predicts else menu_meter(probes=1)
         case Refuse(least):
             raise _measured_refusal(planner, least)
         case RefusePresets(saving):
@@ -157,10 +160,13 @@ def _planned(
         case PlanByForward(forward_profile):
             return _planned_by_forward(planner, forward_profile)
         case MakeRoomToWatch(margin_nbytes):
-            assert planner.profile is not None
-            exact = planner.options.exact
+            profile, options = planner.profile, planner.options
+            assert profile is not None
+            taken = planner.state.attempts.taken
+            more_nbytes = watch_nbytes([one.saves[0].site.shape for one in profile.storages])
             return RoomToWatch(
-                settings_of(planner).plan_for(planner.profile, margin_nbytes, exact=exact)
+                settings_of(planner).plan_for(profile, margin_nbytes, exact=options.exact),
+                bool(taken) and taken[-1].peak_nbytes + more_nbytes <= options.budget_nbytes,
             )
         case ReadMeter():
             return _noise_measured(planner)
@@ -195,7 +201,7 @@ def observed(
         after_nbytes=last.ledger.after_nbytes,
         max_nbytes=last.ledger.max_nbytes,
         unknown_sites=planner.plan is not None and bool(planner.plan.unknown_sites),
-        watched=planner.meter is not None and planner.meter.step >= STEPS,
+        watched=planner.meter is not None and planner.meter.step >= _steps(planner.meter),
         may_measure=may_measure(planner.model_state.device),
         fallbacks=fallbacks_of(planner),
         preset_within=lambda allowed_nbytes: choose(presets, last.storages, allowed_nbytes),
@@ -325,13 +331,18 @@ def _planned_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> 
     return Rehearsed(*_taken(planner, chosen), known)
 
 
+def _steps(meter: "NoiseMeter | ReachMeter") -> int:
+    """Returns in how many steps a meter finds what it is for."""
+    return meter.steps if isinstance(meter, ReachMeter) else STEPS
+
+
 def _noise_measured(planner: "Planner") -> NoiseMeasured:
     meter, profile = planner.meter, planner.profile
     assert meter is not None
     assert profile is not None
     meter.harvest()
     if isinstance(meter, ReachMeter):
-        return NoiseMeasured(meter.shares(profile.saved_nbytes), predicted=True)
+        return NoiseMeasured(meter.shares(profile.saved_nbytes), predicted=True, added=meter.added)
     shares = shares_of(meter.table)
     if shares is None and planner.options.noise is not None:
         return NoiseMeasured(NoiseShares.by_size(profile.saved_nbytes), predicted=True)

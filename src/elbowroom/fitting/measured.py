@@ -353,13 +353,14 @@ def _drop_given(state: FitState) -> Step:
 def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
     """Watches a plan that leaves memory for a measurement; without one, keeps the verified plan.
 
-    If the noise is limited, the steps of that plan are watched for what predicts it.
+    The steps of that plan are watched for what predicts the noise. More of them are if it is
+    limited, and plans are made by it; else it is only said, if that takes no more than the budget.
     """
-    if seen.plan is None and state.options.noise is not None:
-        return replace(state, phase=Phase.WATCHING, resumes=state.phase), (StartMeter(True),)
-    if seen.plan is None:
+    if seen.plan is None and not seen.predicts and state.options.noise is None:
         unknown = say(Line.UNKNOWN, why="the budget leaves no room to look")
         return replace(state, phase=Phase.SETTLED), (unknown,)
+    if seen.plan is None:
+        return replace(state, phase=Phase.WATCHING, resumes=state.phase), (StartMeter(True),)
     state, commands = begun(state, seen.plan)
     watching = replace(state, phase=Phase.WATCHING, resumes=state.phase)
     return watching, (*commands, StartMeter())
@@ -375,7 +376,10 @@ def _watched(state: FitState, seen: StepMeasured) -> Step:
 
 
 def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
-    """Replans once the noise of codes is known."""
+    """Replans once the noise of codes is known; only says it if it is predicted without a limit."""
+    if seen.predicted and state.options.noise is None:
+        state = replace(state, phase=Phase.SETTLED, added=seen.added)
+        return state, (say(Line.ADDED, added=seen.added),)
     assert state.profile is not None
     profile = replace(state.profile, noise=seen.shares)
     state = replace(state, phase=state.resumes, profile=profile, rounds=0)

@@ -8,6 +8,7 @@ from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.plan.make import MORE_NOISE, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, Preset, held_nbytes
+from elbowroom.plan.shares import Added
 from elbowroom.units import budget_argument, show_nbytes, show_percent
 
 if TYPE_CHECKING:
@@ -244,6 +245,27 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
     )
 
 
+def say_added(options: FitOptions, added: Added | None) -> None:
+    """Logs what the codes of a plan are predicted to add, at WARNING above a tenth."""
+    if added is None or not added.of_gradient:
+        say_unknown(options, "no gradient was seen to have an error")
+        return
+    of_batches = added.of_batches
+    _log.log(
+        logging.INFO if added.share <= _UNNOTICED else logging.WARNING,
+        "budget %s: codes add noise to the gradient, predicted from %d step%s: %s of its "
+        "square%s. noise=0.1 keeps it below a tenth of what mini-batches add, or says which "
+        "budget that needs; exact=True forbids codes",
+        show_nbytes(options.budget_nbytes),
+        added.steps,
+        "s" * (added.steps != 1),
+        show_percent(added.of_gradient),
+        ""
+        if of_batches is None
+        else f", {show_percent(of_batches)} of the variance that mini-batches add anyway",
+    )
+
+
 def warn_checked_hooks(options: FitOptions, name: str) -> None:
     """Warns that a step runs without elbowroom, since hooks of the program's may change values."""
     _log.warning(
@@ -344,8 +366,9 @@ def say_setting(
     reason = "exact actions alone do not fit, so"
     reason = "by the plan that was given," if given else "by an estimate, " * estimated + reason
     _log.warning(
-        "budget %s: %s some saved tensors are stored in lossy codes, which change gradients a "
-        "little (setting '%s'); exact=True (--exact) forbids this",
+        "budget %s: %s some saved tensors are stored in lossy codes, which add noise to gradients "
+        "(setting '%s'; how much is logged once steps have shown it); exact=True (--exact) "
+        "forbids this",
         budget,
         reason,
         chosen.name,

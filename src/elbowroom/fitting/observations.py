@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
     from elbowroom.plan.rehearsal import ForwardProfile
-    from elbowroom.plan.shares import NoiseShares
+    from elbowroom.plan.shares import Added, NoiseShares
 
 
 @dataclass(frozen=True)
@@ -218,11 +218,14 @@ class StepMeasured:
 class NoiseMeasured:
     """Observation: the noise of codes was measured, or predicted.
 
-    shares: None if that was inconclusive, and no limit is given.
+    shares     None if that was inconclusive, and no limit is given
+    predicted  they are predicted
+    added      by the codes of the plan that was watched, if that is predicted
     """
 
     shares: "NoiseShares | None"
     predicted: bool = False
+    added: "Added | None" = None
 
 
 @dataclass(frozen=True)
@@ -234,9 +237,13 @@ class NoiseUsed:
 
 @dataclass(frozen=True)
 class RoomToWatch:
-    """Observation: a plan with memory for measuring noise was made; None: the budget has none."""
+    """Observation: a plan with memory for measuring noise was made; None: the budget has none.
+
+    predicts: the plan that is followed has memory for what predicts it
+    """
 
     plan: "Plan | None"
+    predicts: bool = True
 
 
 @dataclass(frozen=True)

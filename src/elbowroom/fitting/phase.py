@@ -27,6 +27,7 @@
                  it does not                                 SMALLEST, with another plan
                  none is left                                LAST_RESORT
     WATCHING     the noise of codes is known                 VERIFYING, or SMALLEST again
+                 it is predicted, and has no limit           SETTLED
     LAST_RESORT  the preset was measured                     SETTLED, or the step is refused
     IDLE         a larger call was profiled                  VERIFYING
 
@@ -80,7 +81,7 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
             *(Phase.VERIFYING, Phase.IDLE, Phase.GUESSING, Phase.WRITING),
         }
     ),
-    Phase.WATCHING: frozenset({Phase.VERIFYING, Phase.SMALLEST, Phase.GUESSING}),
+    Phase.WATCHING: frozenset({Phase.VERIFYING, Phase.SMALLEST, Phase.SETTLED, Phase.GUESSING}),
     Phase.LAST_RESORT: frozenset({Phase.SETTLED, Phase.VERIFYING, Phase.GUESSING}),
     Phase.SETTLED: frozenset({Phase.VERIFYING, Phase.GIVEN, Phase.WRITING, Phase.GUESSING}),
 }

@@ -70,7 +70,8 @@ def begun(state: FitState, plan: "Plan") -> Step:
     other = peak_nbytes - profile.static - plan.held_nbytes
     other = min(other, 0) if above else other
     headroom = state.headroom.learned(other)
-    return replace(state, headroom=headroom, withdrawn=False, proven=()), (BeginPlan(),)
+    state = replace(state, headroom=headroom, withdrawn=False, proven=(), added=None)
+    return state, (BeginPlan(),)
 
 
 def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:

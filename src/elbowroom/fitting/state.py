@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elbowroom.fitting.signature import Signature
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
+    from elbowroom.plan.shares import Added
 
 PLAIN = 0  # index of "keep" in every ladder
 SAFEST_EXACT = 1  # index of "exact" in every ladder
@@ -94,6 +95,7 @@ class FitState:
     was_rehearsed the first plan is of a rehearsal, so that no uniform preset was measured to fit
     was_watched   the noise of codes was measured, or there was no memory to measure it
     predicts_noise  there was no memory to measure noise, and the profile has a prediction
+    added         what the plan's codes are predicted to add; None: not known, or it was measured
 
     Steps that differ from those before:
 
@@ -144,6 +146,7 @@ class FitState:
     was_rehearsed: bool = False
     was_watched: bool = False
     predicts_noise: bool = False
+    added: "Added | None" = None
     unexpected_steps: int = 0
     was_unexpected: bool = False
     unexpected_nbytes: int = 0
@@ -197,6 +200,7 @@ class FitState:
             was_rehearsed=before.was_rehearsed,
             was_watched=before.was_watched,
             predicts_noise=before.predicts_noise,
+            added=before.added,
             was_unexpected=self.was_unexpected or not before.settled,
             before=None,
         )
@@ -442,8 +446,8 @@ class FitState:
         """True if the step that begins should be profiled, not just measured."""
         makes_states = self.memory.unallocated_state_nbytes > 0
         match self.phase:
-            case Phase.LAST_RESORT | Phase.GIVEN:  # given: a profiled step needs more memory
-                return False
+            case Phase.LAST_RESORT | Phase.GIVEN | Phase.WATCHING:
+                return False  # a profiled step needs more memory than its plan
             case Phase.GUESSING:  # the end of backward shows what it needs beside those states
                 return makes_states
             case Phase.WRITING | Phase.IDLE:

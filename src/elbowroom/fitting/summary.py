@@ -135,8 +135,10 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
     plain = plain_peak(profile) if profile is not None and known else None
     if plan is not None and planner.state.follows_given:  # it was made from a step of another run
         plain, known = plan.plain_peak, True
-    predicts = plan is not None and plan.is_lossy and planner.state.predicts_noise
+    added = planner.state.added
+    predicts = plan is not None and plan.is_lossy and (planner.state.predicts_noise or added)
     tells_noise = plan is not None and (plan.watched > 0 or predicts or not plan.is_lossy)
+    noise = plan.noise if plan is not None and tells_noise else None
     return Summary(
         model=model,
         device=steps.model_state.device.type,
@@ -148,11 +150,11 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
         highest_nbytes=steps.highest_nbytes,
         setting=HOOKS if steps.setting == HOOKS else planner.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
-        noise=plan.noise if plan is not None and tells_noise else None,
+        noise=noise if added is None else added.share,
         exact=steps.was_exact,
         steps=steps.context.step,
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),
-        predicts_noise=predicts,
+        predicts_noise=bool(predicts),
         substitution="" if plan is None else plan.substitution,
     )
 

@@ -44,8 +44,9 @@ class GradientVariance:
     size    |g|^2 of the last step of which it is known what codes added
     """
 
-    def __init__(self, smoothing: float = 0.95) -> None:
-        self._smoothing = smoothing
+    def __init__(self, smoothing: float = 0.95, *, entries: int = _ENTRIES) -> None:
+        """entries: of each parameter, at most."""
+        self._smoothing, self._entries = smoothing, entries
         self._steps: list[_Step] = []  # of this run, from the last two on that are settled
         self._added = 0.0  # by codes, as a share of |g|^2, when it was known last
         self._now: dict[Key, Tensor] = {}
@@ -83,7 +84,7 @@ class GradientVariance:
                 return
             flat = (torch.view_as_real(grad) if grad.is_complex() else grad).detach().reshape(-1)
             if key not in self._places:
-                self._places[key] = _sample(flat.numel()).to(grad.device)
+                self._places[key] = _sample(flat.numel(), self._entries).to(grad.device)
             places = self._places[key]
             part = flat[places].float() * (flat.numel() / len(places)) ** 0.5
             self._now[key] = part if key not in self._now else self._now[key] + part
@@ -157,11 +158,11 @@ class GradientVariance:
         self._added, self._steps = state["added"], list(state["steps"])
 
 
-def _sample(numel: int) -> Tensor:
-    if numel <= _ENTRIES:
+def _sample(numel: int, entries: int) -> Tensor:
+    if numel <= entries:
         return torch.arange(numel)
     own = torch.Generator().manual_seed(numel)  # the user's random numbers are untouched
-    return torch.randint(numel, (_ENTRIES,), generator=own)
+    return torch.randint(numel, (entries,), generator=own)
 
 
 def _triple(steps: Sequence[_Step]) -> tuple[float, float]:

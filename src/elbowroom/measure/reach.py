@@ -8,18 +8,19 @@ Of an op that is linear in x, it is sum_t |dY_t|^2 |x_t|^2, the formula of `sens
 in the place of its error. |dW|^2 would not do: the gradients of tokens add up in it, and errors do
 not (0.03 to 8 times as much). Any other op passes an error on that is as large, relative to its
 gradient, as that of what it reads; `Paths` says what arrives at the weights. A norm passes on a
-twentieth, and adds what its own weights get. The 2.2 is the squared error of a code of two levels,
-relative to x, and a margin.
+twentieth, and adds what its own weights get. A smooth function passes on what the curve of it says,
+at some thousand values (`curvature.py`): a GELU of values far below 1 is nearly linear, a
+twentieth, too. The 2.2 is the squared error of a code of two levels, relative to x, and a margin.
 
-No tensor is held for it: one number a token or place is until backward, and a few elements of each
-weight's gradient are from step to step.
+No tensor is held for it: one number each of some thousand tokens or places is until backward, and a
+few elements of each weight's gradient are from step to step.
 """
 
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, prod
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from elbowroom.codecs import Codec
+from elbowroom.measure.curvature import curvature
 from elbowroom.measure.gradient_variance import GradientVariance, Key
 from elbowroom.measure.probe import RESULT, arguments, keys_of
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
@@ -34,7 +36,7 @@ from elbowroom.measure.watching import call_values, one_by_one
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.prices import levels_of
-from elbowroom.plan.shares import PREDICTED, NoiseShares, SiteShares
+from elbowroom.plan.shares import PREDICTED, Added, NoiseShares, SiteShares
 from elbowroom.plan.site import NORMS
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.observer import Use
@@ -42,6 +44,8 @@ from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Slot
 
 _MIN = 1e-6  # of |g|^2
+_PLACES = 512  # of which one number is held, for each op; of maps those of one sample at least
+_ENTRIES = 64  # of the gradient of each parameter
 _BELOW_NORM = 0.05  # of the error of what a norm reads goes on below, relative to its gradient
 _ERROR = 2.2  # squared error of a code of two levels, relative to x: 1.85 of a normal, and a margin
 _PRODUCTS = frozenset(
@@ -56,6 +60,7 @@ class _Op:
     sources  the sites of these, and the node whose gradient has none of their error, or -1
     folded   of the tensor that it reads beside its weight, if it is linear in that
     mean     of its squares, if it is not
+    curved   part of that error, relative to its gradient, that it passes on; None: all of it
     node     the number of its last node in the graph
     nodes    the numbers of all of them
     closed   variance that an error as large as the tensor adds to the gradient of the weight
@@ -67,10 +72,23 @@ class _Op:
     sources: set[tuple[SiteName, int]] = field(default_factory=set)
     folded: Tensor | None = None
     mean: Tensor | None = None
+    curved: Tensor | None = None
     node: int = -1
     nodes: frozenset[int] = frozenset()
     closed: Tensor | None = None
     weights: tuple[tuple[Key, bool], ...] = ()
+
+
+def watch_nbytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Returns about the bytes that a watched step holds more, where such tensors are saved.
+
+    That is a number each of their places, and of a few steps the entries of as many gradients.
+    """
+    places = sum(
+        min(prod(shape[:-1]), max(_PLACES, prod(shape[2:]) if len(shape) > 3 else 0))
+        for shape in shapes
+    )
+    return 4 * (places + 3 * _ENTRIES * len(shapes))
 
 
 class ReachWatch:
@@ -89,12 +107,13 @@ class ReachWatch:
     @torch.no_grad()
     def saved(self, use: Use, x: Tensor) -> None:
         if self._current is None or self._current[0] is not use.call:
-            self._current = use.call, _Op(form_of(use.call), use.call.name in NORMS)
+            self._current = use.call, _Op(form_of(use.call, most=_PLACES), use.call.name in NORMS)
         op = self._current[1]
         if op.form is not None and op.folded is None:
             op.folded = op.form.fold(x.detach())
         elif op.form is None and op.mean is None and x.numel() > 0:
             op.mean = energy(x.detach()) / x.numel()
+            op.curved = curvature(use.call, x.detach())
         self._waiting.setdefault(use.view.slot, []).append((op, _without_error(x, use.call)))
 
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
@@ -167,7 +186,8 @@ class ReachWatch:
     def _past(self, op: _Op, vectors: float, spared: int, gains: dict[int, float]) -> float:
         """Returns what an error as large as what an op reads adds to vectors and to all below."""
         below = self._paths.sent_on(op.nodes, gains, spared)
-        return vectors + (_BELOW_NORM * below if op.is_norm else below)
+        passed_on = _BELOW_NORM if op.is_norm else 1.0 if op.curved is None else float(op.curved)
+        return vectors + passed_on * below
 
     def _of_weights(self, op: _Op, sizes: dict[Key, float]) -> tuple[float, float]:
         """Returns what errors as large as what an op reads, or receives, add to its weights.
@@ -209,8 +229,8 @@ class ReachMeter:
 
     def __init__(self, steps: int) -> None:
         """steps: in which gradients are read."""
-        self.step, self._steps = 0, steps
-        self._gradient = GradientVariance()
+        self.step, self.steps = 0, steps
+        self._gradient = GradientVariance(entries=_ENTRIES)
         self._reach: Counter[SiteName] = Counter()
         self._added = 0.0
         self._counted = 0  # steps in which there was a gradient
@@ -218,7 +238,7 @@ class ReachMeter:
 
     def begin(self) -> ReachWatch | None:
         self.harvest()
-        self._watch = ReachWatch(self._gradient) if self.step < self._steps else None
+        self._watch = ReachWatch(self._gradient) if self.step < self.steps else None
         self.step += 1
         return self._watch
 
@@ -231,7 +251,29 @@ class ReachMeter:
         self._counted += bool(found)
         self._reach.update(found)
         self._added += added
-        self._gradient.end_step(last=self.step >= self._steps)
+        self._gradient.end_step(last=self.step >= self.steps)
+
+    @property
+    def added(self) -> Added | None:
+        """What the codes of the watched steps are predicted to have added; None: not known."""
+        if not self._counted:
+            return None
+        share = self._added / self._counted
+        return Added(share, share / self._sampling if self._knows_batches else None, self._counted)
+
+    @property
+    def _knows_batches(self) -> bool:
+        """True if it is known how gradients vary from batch to batch."""
+        return self._gradient.draws > 0 and not self._gradient.is_one_batch
+
+    @property
+    def _sampling(self) -> float:
+        """The variance of mini-batches as a share of |g|^2, or 1 where that is not known."""
+        if not self._knows_batches:
+            return 1.0
+        # What codes add is part of the variance over steps. The prediction of it may be too large.
+        varies = min(self._gradient.share, 1.0)
+        return max(varies - self._added / max(self._counted, 1), varies / 2, _MIN)
 
     def shares(self, saved_nbytes: int) -> NoiseShares:
         """Returns what codes are predicted to add, as a share of the variance of mini-batches.
@@ -240,11 +282,7 @@ class ReachMeter:
 
         saved_nbytes: what plain training saves; by it goes what no op was seen to read
         """
-        counted = max(self._counted, 1)
-        # What codes add is part of the variance over steps. The prediction of it may be too large.
-        is_known = self._gradient.draws and not self._gradient.is_one_batch
-        varies = min(self._gradient.share, 1.0) if is_known else 1.0
-        sampling = max(varies - self._added / counted, varies / 2, _MIN) if is_known else 1.0
+        counted, sampling = max(self._counted, 1), self._sampling
         each = _ERROR / sampling / counted
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()

@@ -13,6 +13,7 @@ one weight, sigma^2 = sum dY^2 e^2; what is published assumes that dY is as larg
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -41,20 +42,28 @@ class Form(Protocol):
         ...
 
 
-def form_of(call: Call) -> Form | None:
-    """The closed form of this op for x beside a weight, or None where there is none."""
+def form_of(call: Call, *, most: int = 0) -> Form | None:
+    """The closed form of this op for x beside a weight, or None where there is none.
+
+    most: tokens or places to count, evenly spread, for all of them; 0: all
+    """
     if call.name in _PRODUCTS:
         at_x, at_weight = _PRODUCTS[call.name]
         x, weight = call.arg(*at_x), call.arg(*at_weight, call.arg(1, "other"))
         plain = is_weight(weight) and weight.dim() == 2
-        return Linear(tuple(x.shape)) if plain and isinstance(x, Tensor) else None
+        if not plain or not isinstance(x, Tensor):
+            return None
+        tokens = x.numel() // max(x.shape[-1], 1)
+        return Linear(tuple(x.shape), _every(tokens, tokens, most))
     conv = call.name.replace("_transpose", "")
     if conv not in _CONVS or not is_weight(call.arg(1, "weight")):
         return None
     transposed = conv != call.name
     at_groups, at_dilation = (6, 7) if transposed else (6, 5)
+    shape = tuple(call.arg(0, "input").shape)
+    samples = shape[0] if len(shape) > len(call.arg(1, "weight").shape) - 1 else 1
     return Convolution(
-        tuple(call.arg(0, "input").shape),
+        shape,
         tuple(call.arg(1, "weight").shape[2:]),
         conv,
         {
@@ -64,7 +73,13 @@ def form_of(call: Call) -> Form | None:
         },
         int(call.arg(at_groups, "groups", 1)),
         transposed,
+        _every(samples, samples * prod(shape[-len(call.arg(1, "weight").shape[2:]) :]), most),
     )
+
+
+def _every(samples: int, places: int, most: int) -> int:
+    """Returns which sample to count, so that about `most` places are: every so many. 0: all."""
+    return max(min(samples, places // most), 1) if most else 1
 
 
 def is_weight(x: Any) -> bool:
@@ -74,15 +89,23 @@ def is_weight(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer. shape: of the input, [..., features]."""
+    """A linear layer.
+
+    shape  of the input, [..., features]
+    every  of how many tokens one counts
+    """
 
     shape: tuple[int, ...]
+    every: int = 1
 
     def fold(self, error: Tensor) -> Tensor:
-        return energy(error.reshape(self.shape), -1)
+        return energy(self._rows(error.reshape(self.shape)), -1)
 
     def variance(self, folded: Tensor, grad: Tensor) -> Tensor:
-        return (folded * energy(grad, -1)).sum()
+        return (folded * energy(self._rows(grad), -1)).sum() * self.every
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x if self.every == 1 else x.reshape(-1, x.shape[-1])[:: self.every]
 
 
 @dataclass(frozen=True)
@@ -92,6 +115,7 @@ class Convolution:
     shape  of the input, [N, C, ...] or [C, ...]
     conv   conv1d, conv2d or conv3d
     reach  stride, padding and dilation, as it was given them
+    every  of how many samples one counts
     """
 
     shape: tuple[int, ...]
@@ -100,6 +124,7 @@ class Convolution:
     reach: dict[str, Any]
     groups: int
     transposed: bool
+    every: int = 1
 
     def fold(self, error: Tensor) -> Tensor:
         energy = self._energy(error.reshape(self.shape))
@@ -109,11 +134,11 @@ class Convolution:
         energy = self._energy(grad)
         if self.transposed:
             energy = self._over_taps(energy)
-        return (folded * energy).sum()
+        return (folded * energy).sum() * self.every
 
     def _energy(self, x: Tensor) -> Tensor:
         """[N, C, ...] -> sum of squares over each group's channels, [N * groups, 1, ...]."""
-        space = x.shape[-len(self.kernel) :]
+        x, space = x[:: self.every], x.shape[-len(self.kernel) :]
         channels = x.shape[-len(space) - 1] // self.groups
         return energy(x.reshape(-1, channels, *space), 1).unsqueeze(1)
 

@@ -69,3 +69,23 @@ class NoiseShares:
             for known in self.sites
             for levels, share in zip(known.levels, known.shares, strict=True)
         }
+
+
+@dataclass(frozen=True)
+class Added:
+    """The variance that the codes of a plan add to the gradient, predicted.
+
+    of_gradient   as a share of |g|^2
+    of_batches    as a share of the variance over mini-batches; None: that is not known, or all
+                  batches were the same
+    steps         that it is the mean of
+    """
+
+    of_gradient: float
+    of_batches: float | None
+    steps: int
+
+    @property
+    def share(self) -> float:
+        """The share of what mini-batches vary by, or else of |g|^2."""
+        return self.of_gradient if self.of_batches is None else self.of_batches
