@@ -24,6 +24,7 @@ class Measurement:
     recorder  notified of saved tensors, if it writes
     peak      in bytes, once it has ended; None: this thread could not measure it
     profile   likewise, of a whole step that was profiled
+    later_nbytes  as in `Interval`; 0 of a profiled step
     """
 
     def __init__(self, memory: MemoryState, running: Interval | Recording) -> None:
@@ -31,6 +32,7 @@ class Measurement:
         self.writes = isinstance(running, Recording)
         self.peak: int | None = None
         self.profile: Profile | None = None
+        self.later_nbytes = 0
         self._running: Interval | Recording | None = running
 
     @classmethod
@@ -81,6 +83,7 @@ class Measurement:
             self.profile = seen if running.has_backward else None
         elif running is not None:
             self.peak = running.stop()
+            self.later_nbytes = running.later_nbytes
 
     def close(self) -> None:
         """Aborts the measurement; results that were read are kept."""

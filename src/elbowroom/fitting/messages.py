@@ -329,6 +329,20 @@ def warn_inside(options: FitOptions, peak_nbytes: int) -> None:
     )
 
 
+def warn_later(options: FitOptions, later_nbytes: int) -> None:
+    """Warns that what the program does after the optimizer's step has taken more than the budget.
+
+    That is no part of the step, so no plan is measured against it.
+    """
+    _log.warning(
+        "budget %s: after the optimizer's step, the program took %s together with the model and "
+        "its optimizer (an average of weights, metrics, another model); plans make room for the "
+        "step alone. Free that before it goes on, or give a budget of at least %s to all of it",
+        *map(show_nbytes, (options.budget_nbytes, later_nbytes)),
+        budget_argument(later_nbytes),
+    )
+
+
 def say_exhausted(options: FitOptions, less: FitOptions, *, again: bool) -> None:
     """Logs that memory ran out, and the smaller budget of later steps; the first time at WARNING.
 

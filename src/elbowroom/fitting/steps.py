@@ -5,6 +5,7 @@ One measurement runs at a time, from a step's first forward to the next step.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.fitting.co_resident import Neighbors
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside
+from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside, warn_later
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planner import Planner
@@ -101,6 +102,7 @@ class MeasuredSteps:
         self._outputs = PreviousOutputs()
         self._said_lossy = False
         self._said_blind = False
+        self._said_later = False
         self._skips_measuring = False  # the next step is measured of a model that runs inside
         self._evaluations = 0  # forwards without gradients that were measured within settled steps
         self._late_measurements = 0  # settled steps that were measured, to know at least one
@@ -180,6 +182,7 @@ class MeasuredSteps:
             self._end_foreign_step(step, graph)
             return
         step.end()
+        self._note_later(step)
         if last is None or self._closed or isinstance(last, ReplayedForward):
             return
         planner = self.planner
@@ -268,6 +271,16 @@ class MeasuredSteps:
     def _note_peak(self, peak_nbytes: int, last: FittedSaving | ReplayedForward) -> None:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
         self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
+
+    def _note_later(self, step: Measurement) -> None:
+        """Warns, once, if what the program did after the optimizer's step is above the budget.
+
+        What other fitted models do meanwhile is measured of these.
+        """
+        is_above = step.later_nbytes > self.options.budget_nbytes >= (step.peak or inf)
+        if is_above and not self._said_later and self._neighbors.is_alone:
+            self._said_later = True
+            warn_later(self.options, step.later_nbytes)
 
     def _note_backward(self) -> None:
         last = self._last

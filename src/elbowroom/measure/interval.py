@@ -18,7 +18,8 @@ marks the moment at which it goes.
 If a model runs inside of another model's graph (a discriminator in the generator's step), backward
 goes on into that graph, whose memory belongs to the other model. So an interval can end where
 backward leaves the model (`until`). Likewise, what the program does after the model's optimizer has
-stepped, such as the training of another model, is no part of the step (`until_updated`).
+stepped, such as the training of another model, is no part of the step (`until_updated`). How much
+that took is known besides (`later_nbytes`).
 """
 
 import atexit
@@ -45,13 +46,18 @@ _numbers = count()
 
 
 class Interval:
-    """Measured stretch of time, from `start` to `stop` or `close`."""
+    """Measured stretch of time, from `start` to `stop` or `close`.
+
+    later_nbytes  once it has stopped, the highest level after the optimizer's step, in bytes; 0:
+                  there was no step, or nothing is known of what followed
+    """
 
     def __init__(
         self, base_nbytes: int, device: torch.device, allocations: Allocations | None
     ) -> None:
         self._base_nbytes, self._device, self._allocations = base_nbytes, device, allocations
         self._curve: MemoryCurve | None = None
+        self.later_nbytes, self._is_updated = 0, False
         self._watched: list[weakref.ref[Tensor]] = []
         self.is_abandoned = False
         self._left = f"left {next(_numbers)}"
@@ -123,7 +129,10 @@ class Interval:
         """The highest level since the start, in bytes; None if this thread cannot tell it."""
         if self._cuda is not None:
             self.close()
-            return self._cuda.close() if self._left_nbytes is None else self._left_nbytes
+            if self._left_nbytes is None:
+                return self._cuda.close()
+            self.later_nbytes = self._cuda.close() if self._is_updated else 0
+            return self._left_nbytes
         curve = self.curve()
         return None if curve is None else self._base_nbytes + curve.peak_nbytes
 
@@ -147,6 +156,8 @@ class Interval:
             return False
         curve = curve_of(*self._allocations.stop(), self._device.type, by=self)
         self._curve = curve.until(self._left)
+        if self._is_updated:
+            self.later_nbytes = self._base_nbytes + curve.after(self._left).peak_nbytes
         return True
 
     def _unhook(self) -> None:
@@ -178,6 +189,7 @@ def _updated(
         return
     if is_own(by):
         found.leave()
+        found._is_updated = True
 
 
 def _mark_end(storage: WeakStorage, freed: Freed, last: int, _: object) -> None:

@@ -61,6 +61,11 @@ class MemoryCurve:
         changes = bisect_right(self.times_s, end_s)
         return replace(self, times_s=self.times_s[:changes], nbytes=self.nbytes[:changes])
 
+    def after(self, name: str) -> "MemoryCurve":
+        """Returns the curve from the last moment of this name on; nothing if there is none."""
+        changes = len(self.until(name).nbytes)
+        return replace(self, times_s=self.times_s[changes:], nbytes=self.nbytes[changes:])
+
 
 def mark(name: str) -> None:
     """Name this moment of a step, for `memory_curve`: `mark("backward")`. Costs microseconds."""
