@@ -666,5 +666,5 @@ def test_a_settled_size_that_is_compiled_again_has_a_plan_for_no_larger_one(unco
     for rows, net.number in ((4, 1), (7, 1), (4, 101)):
         net.zero_grad()
         fitted(x[:rows]).sum().backward()
-    (one,) = opener_of(fitted)._twins
+    (one,) = opener_of(fitted)._plans.twins
     assert x[:4].numel() < one.limit < x[:7].numel()

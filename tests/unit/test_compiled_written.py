@@ -23,10 +23,15 @@ class Buffer:
     name: str
     size: int = 100
     aliases: tuple[str, ...] = ()
-    op_overload: str = ""
+    op_overload: Any = ""
+    origins: tuple[fx.Node, ...] = ()
+    kind: str = "FixedLayout"
 
     def get_name(self) -> str:
         return self.name
+
+    def get_origins(self) -> tuple[fx.Node, ...]:
+        return self.origins
 
     def get_dtype(self) -> torch.dtype:
         return torch.float32
@@ -36,7 +41,7 @@ class Buffer:
 
     @property
     def layout(self) -> Any:
-        return type("FixedLayout", (), {})()
+        return type(self.kind, (), {})()
 
 
 def line(kind: str, **fields: Any) -> Any:
@@ -70,13 +75,31 @@ def test_lines_take_hand_over_and_free_memory() -> None:
 
 
 def test_calls_give_their_parts_but_no_views_and_nothing_that_left() -> None:
-    parts = [Buffer("call"), Buffer("x"), Buffer("view", aliases=("x",))]
-    moved = [Buffer("away", op_overload="elbowroom_graph.offload.default"), Buffer("bytes")]
+    several = "MultiOutputLayout"
+    parts = [Buffer("call", kind=several), Buffer("x"), Buffer("view", aliases=("x",))]
+    offload = "elbowroom_graph.offload.default"
+    moved = [Buffer("away", op_overload=offload, kind=several), Buffer("bytes")]
     given = graph(*parts, *moved)
     outputs = [("x", "call"), ("view", "call"), ("bytes", "away")]
     lines = [line("MultiOutputLine", result_name=a, arg_name=b) for a, b in outputs]
-    assert peak_of(lines, given, None) == 400
+    calls = [line("ExternKernelAllocLine", node=one) for one in (parts[0], moved[0])]
+    assert peak_of([*calls, *lines], given, None) == 400
     assert peak_of([line("ExternKernelAllocLine", node=Buffer("y", 7))], given, None) == 28
+    # What the call reads ends in a line before those that take its result apart.
+    assert peak_of([take("a"), calls[0], free("a"), *lines], given, None) == 800
+
+
+def test_calls_take_what_the_library_takes() -> None:
+    def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    make_fx = torch.fx.experimental.proxy_tensor.make_fx
+    traced = make_fx(convolved)(torch.ones(2, 8, 4, 4), torch.ones(20, 8, 3, 3))
+    op = torch.ops.aten.convolution.default
+    (node,) = traced.graph.find_nodes(op="call_function", target=op)
+    call = line("ExternKernelAllocLine", node=Buffer("y", 7, op_overload=op, origins=(node,)))
+    reordered = 32 * 8 * 3 * 3 * 4  # its channels in steps of 16
+    assert peak_of([call], graph(), None) == 28 + reordered + 8192
 
 
 def test_backward_begins_with_what_is_held_and_frees_it() -> None:

@@ -45,5 +45,6 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GraphPolicy as GraphPolicy
 from elbowroom.compiled.held import acts_in_graphs as acts_in_graphs
 from elbowroom.compiled.held import counted as counted
+from elbowroom.compiled.held import held_by as held_by
 from elbowroom.compiled.held import is_in_region as is_in_region
 from elbowroom.compiled.held import reporting_to as reporting_to

@@ -29,6 +29,10 @@ from elbowroom.kernels import attention
 _UNKNOWN = 4096  # assumed elements of a size that is unknown before the program runs
 _aten = torch.ops.aten
 _prims = torch.ops.prims
+_NHWC = [0, 2, 3, 1]  # the dimensions of a map with channels last, outermost first
+_FEW = 64  # nodes behind a value
+_STEP = 16  # of channels in weights that convolutions reorder
+_SCRATCH = 8192  # bytes that a convolution takes besides
 # By op, how many copies it makes of which argument.
 _COPIES_OF = {_aten.convolution: (1, 1), _aten.convolution_backward: (2, 2)}
 
@@ -117,7 +121,7 @@ def _facts(node: fx.Node, known: dict[fx.Node, Facts]) -> Facts:
         nbytes,
         elements,
         is_heavy=packet_of(node) in _HEAVY,
-        workspace=_workspace(node) if kind is Kind.EXTERN else 0,
+        workspace=workspace_of(node) if kind is Kind.EXTERN else 0,
     )
 
 
@@ -196,12 +200,13 @@ def _reduces_rows(node: fx.Node) -> bool:
     return reduced == set(range(source.dim() - len(reduced), source.dim()))
 
 
-def _workspace(node: fx.Node) -> int:
+def workspace_of(node: fx.Node) -> int:
     """Returns the bytes that a library call takes on a CPU beside what it returns.
 
     The figures were read off the allocator.
 
-    A convolution takes a reordered weight in forward, and two of its size in backward. Flash
+    A convolution takes a reordered weight in forward, and two of its size in backward, with its
+    channels in steps of 16, and a page or two besides. Flash
     attention takes, for each thread, its tiles of scores: one in forward, two in backward.
     """
     packet = packet_of(node)
@@ -210,12 +215,19 @@ def _workspace(node: fx.Node) -> int:
     times, at = _COPIES_OF.get(packet, (0, 0))
     source = node.args[at] if times else None
     if isinstance(source, fx.Node):
-        return times * nbytes_of(source)
+        rows, columns, *_ = map(known_size, source.meta["val"].shape)
+        each = nbytes_of(source) / max(rows, 1)
+        padded = int(each * _in_steps(rows))
+        if times == 1:
+            return padded + _SCRATCH
+        turned = int(nbytes_of(source) / max(columns, 1) * _in_steps(columns))
+        return max(times * padded, turned + _SCRATCH)
     if str(packet) == "elbowroom_graph.encode":
         encoded, order, *_ = node.args
         assert isinstance(encoded, fx.Node)
         assert isinstance(order, Sequence)
-        return 0 if _lies_in_order(encoded, order) else nbytes_of(encoded)  # a copy
+        lies = _lies_in_order(encoded, order) or (list(order) == _NHWC and _is_map(encoded))
+        return 0 if lies else nbytes_of(encoded)  # a copy
     if str(packet) == "elbowroom_graph.attention_backward":
         values = [one.meta["val"] for one in node.args[1:4]]  # type: ignore[union-attr]
         q, k, v = ([known_size(size) for size in x.shape] for x in values)
@@ -227,6 +239,19 @@ def _workspace(node: fx.Node) -> int:
     rows, columns = (known_size(n.meta["val"].shape[2]) for n in (query, key))
     rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
     return 4 * tiles * rows * min(columns, 512) * torch.get_num_threads()
+
+
+def _in_steps(channels: int) -> int:
+    """Returns the number of channels for which a convolution reorders its weight."""
+    return -(-channels // _STEP) * _STEP
+
+
+def _is_map(node: fx.Node) -> bool:
+    """Returns whether loops make a value of maps, which convolutions give with channels last."""
+    return any(
+        packet_of(n) in _COPIES_OF
+        for n in reached([node], lambda n: [] if is_view(n) else n.all_input_nodes, _FEW)
+    )
 
 
 def _lies_in_order(x: fx.Node, order: Sequence[Any]) -> bool:

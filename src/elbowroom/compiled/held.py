@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -50,13 +50,27 @@ def acts_in_graphs(codec: Codec) -> bool:
     return not why_dropped(type(codec)) and codec.graph_form(NOTHING) is not None
 
 
+class Holder(Protocol):
+    """Holds what regions save, as hooks for saved tensors do.
+
+    Their first runs have hooks of their own, behind which others see nothing.
+    """
+
+    def pack(self, x: Tensor) -> Any: ...
+    def unpack(self, held: Any) -> Tensor: ...
+    def expect(self, nbytes: int) -> None:
+        """Is told how much a region will save, before it runs again."""
+
+
 class _Thread(threading.local):
     """Listener that is notified of the regions that run on this thread.
 
-    runs  whether one of these regions runs now
+    holder  holds what a region saves in its first run
+    runs    whether one of these regions runs now
     """
 
     report: Report | None = None
+    holder: Holder | None = None
     runs = False
 
 
@@ -73,6 +87,16 @@ def reporting_to(report: Report) -> Iterator[None]:
         yield
     finally:
         _thread.report = before
+
+
+@contextmanager
+def held_by(holder: Holder) -> Iterator[None]:
+    """Has `counted` regions on this thread tell the holder what they save."""
+    before, _thread.holder = _thread.holder, holder
+    try:
+        yield
+    finally:
+        _thread.holder = before
 
 
 def is_in_region() -> bool:
@@ -154,11 +178,13 @@ def counted(region: Callable[..., Any], plain_nbytes: int | None = None) -> Call
         _thread.runs = True
         try:
             if held is None:
-                count = _Count(args)
+                count = _Count(args, _thread.holder)
                 with count:
                     out = region(*args)
                 held = count.nbytes
             else:
+                if _thread.holder is not None:
+                    _thread.holder.expect(held)
                 out = region(*args)
         finally:
             _thread.runs = False
@@ -185,23 +211,26 @@ def _own_nodes(out: Any) -> Iterator[BackwardCFunction]:
 
 
 class _Count(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of tensors saved inside, except inputs; and makes the version check.
+    """Counts the bytes of tensors saved inside, except inputs. holder: holds them; None: it."""
 
-    Hooks switch off autograd's check for tensors that were changed in place, so it is made here.
-    """
-
-    def __init__(self, given: Sequence[Any]) -> None:
+    def __init__(self, given: Sequence[Any], holder: Holder | None) -> None:
         self._seen = {_address(x) for x in given if isinstance(x, Tensor)}
         self.nbytes = 0
-        super().__init__(self._pack, _unpack)
+        self._hold = _hold if holder is None else holder.pack
+        super().__init__(self._pack, _unpack if holder is None else holder.unpack)
 
-    def _pack(self, x: Tensor) -> tuple[Tensor, int]:
+    def _pack(self, x: Tensor) -> Any:
         address = _address(x)
         if address not in self._seen:
             self._seen.add(address)
             counts = address is not None and not is_away(x)
             self.nbytes += x.untyped_storage().nbytes() if counts else 0
-        return x.detach(), x._version
+        return self._hold(x)
+
+
+def _hold(x: Tensor) -> tuple[Tensor, int]:
+    """Holds a tensor, and its version: hooks switch off autograd's check for changes in place."""
+    return x.detach(), x._version
 
 
 def _unpack(held: tuple[Tensor, int]) -> Tensor:

@@ -10,12 +10,12 @@ vector's, are added in another order then.
     a plan          r stored, since the next convolution is made again from it
 
 Measured: a net of 24 channels had other bits in 20 of 22 gradients, by up to 3e-4 of one; nets of
-16 and 32 had none. So of maps with such a rest of channels
+16 and 32 had none. So in graphs of maps with such a rest of channels
 
     copies  the loops that plain backward computes for gradients are computed for these alone, from
             what plain saves; what is made again besides has its own (`twice.plain_loops`)
-    kept    what plain saves of loops, and loops alone read, stays saved, since its layout is that
-            of forward's kernel. Mostly these are masks of activations, of a byte an element
+    kept    what plain saves of loops, and loops alone read, of such maps stays saved, since its
+            layout is that of forward's kernel. Mostly these are masks, of a byte an element
 
 Library calls may run again: what they read and give is stored, in their layout.
 """

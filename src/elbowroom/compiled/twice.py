@@ -23,6 +23,7 @@ Each op has the same arguments as before, so no bit changes.
 
 from collections.abc import Callable, Collection, Iterable
 
+import torch
 from torch import fx
 
 from elbowroom.compiled.collect import Facts, Kind, reached
@@ -50,11 +51,14 @@ def own_functions(joint: Joint) -> list[fx.Node]:
 
 
 def plain_loops(joint: Joint, plain: Step) -> list[fx.Node]:
-    """Gives gradients their own results of loops that plain backward computes; returns these."""
-    if not joint.is_channels_last:
+    """Gives gradients their own results of the loops that plain backward computes; returns these.
+
+    Only in graphs in which a map leaves a rest of channels (`layouts.py`).
+    """
+    maps = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    if not joint.is_channels_last or not any(has_rest(n.meta["val"]) for n in maps):
         return []
-    kinds = {n: joint.facts[n].kind for n in plain.again}
-    loops = [n for n, kind in kinds.items() if kind in _LOOPS and has_rest(n.meta["val"])]
+    loops = [n for n in plain.again if joint.facts[n].kind in _LOOPS]
     return _copied_for_gradients(dict.fromkeys(loops), joint)
 
 

@@ -8,8 +8,9 @@ wrong, the code says so: its lines take memory, hand it over and free it, one af
     buf2 = buf1  # reuse        handed over
     del buf1                    - bytes
 
-Memory that a library call takes while it runs is in no line, so the true peak may be higher. The
-lines are private to torch: where a version has others, nothing is known, and the plan stays.
+Memory that a library call takes while it runs is in no line, and is added as far as it is known
+(`collect.workspace_of`). The lines are private to torch: where a version has others, nothing is
+known, and the plan stays.
 
 AOTAutograd has backward compiled when it is called for the first time. Its plan cannot be changed
 then, so here it is compiled with forward (`Early`).
@@ -23,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from elbowroom.compiled.collect import workspace_of
 from elbowroom.compiled.decision import HeldAtBackward, Loaded, store
 
 _log = logging.getLogger("elbowroom")
@@ -158,12 +160,9 @@ class Check:
     def known_nbytes(self, planned_nbytes: int) -> int:
         """Returns the bytes that both graphs take, as far as that is known.
 
-        Library calls take more than the code says, so it is the plan's figure where that is higher,
-        unless the region stays for the sake of its code.
+        Where the code of one graph is not known, it is the plan's figure if that is higher.
         """
-        if self.is_complete and self._over(planned_nbytes) > 0:
-            return self.peak_nbytes
-        return max(planned_nbytes, self.peak_nbytes)
+        return self.peak_nbytes if self.is_complete else max(planned_nbytes, self.peak_nbytes)
 
     def is_needed(self) -> bool:
         """Returns whether the region has a plan, or may not fit as plain torch.compile has it."""
@@ -238,11 +237,13 @@ class _Walk:
         self._users: dict[str, int] = {}  # of each memory
         held = held or HeldAtBackward()
         self.level = self.highest = held.fixed_nbytes
+        self._parts: dict[str, list[Any]] = {}
         for name in graph.graph_inputs:
             if name in held.saved:
                 self._take(name, *held.saved[name])
 
     def run(self, lines: Sequence[Any]) -> int:
+        self._parts = self._parts_of(lines)
         for line in lines:
             act = getattr(self, f"_{type(line).__name__}", None)
             if act is not None:
@@ -289,13 +290,25 @@ class _Walk:
     def _ExternKernelAllocLine(self, line: Any) -> None:  # noqa: N802
         if type(line.node.layout).__name__ in ("FixedLayout", "FlexibleLayout"):
             self._make(line.node)
-
-    def _MultiOutputLine(self, line: Any) -> None:  # noqa: N802
-        buffer = self._graph.get_buffer(line.result_name)
-        call = self._graph.get_buffer(line.arg_name)
-        is_away = str(getattr(call, "op_overload", "")) == "elbowroom_graph.offload.default"
-        if not is_away and not buffer.get_inputs_that_alias_output():
+        # The call makes all that later lines take from its result. Before these, its inputs end.
+        for buffer in self._parts.get(line.node.get_name(), ()):
             self._make(buffer)
+        op = getattr(line.node, "op_overload", None)
+        work = [workspace_of(node) for node in line.node.get_origins() if node.target is op]
+        self.highest = max(self.highest, self.level + max(work, default=0))
+
+    def _parts_of(self, lines: Sequence[Any]) -> dict[str, list[Any]]:
+        """Returns the buffers that hold parts of what a library call returns, by its name."""
+        found: dict[str, list[Any]] = {}
+        for line in lines:
+            if type(line).__name__ != "MultiOutputLine":
+                continue
+            buffer = self._graph.get_buffer(line.result_name)
+            call = self._graph.get_buffer(line.arg_name)
+            is_away = str(getattr(call, "op_overload", "")) == "elbowroom_graph.offload.default"
+            if not is_away and not buffer.get_inputs_that_alias_output():
+                found.setdefault(line.arg_name, []).append(buffer)
+        return found
 
 
 def known_hint(graph: Any, size: Any) -> int:

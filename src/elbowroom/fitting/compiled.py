@@ -5,9 +5,9 @@
 
 A model that was fitted first, and is called compiled later, gets there at that call (`take_over`).
 The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. The memory
-that the step may use is known before it is compiled, so nothing is learned or measured:
-
-    room = budget - (weights, buffers, states, existing gradients) - states still to be created
+that the step may use is known before it is compiled (`compiled_room.py`). What it has taken is
+measured until a settled step has kept to the budget (`compiled_steps.py`). After one that has not,
+the model is compiled again for as much less; where no plan takes less, a warning says it.
 
 Each shape that Dynamo compiles gets a plan of its own. A graph with symbols in its sizes serves
 many: its plan holds for calls of N elements as long as peak * (N / planned)^2 stays inside the
@@ -25,33 +25,34 @@ that its graphs cannot reach (unless `exact` is True, since eager codes may be c
 shapes that come after the last that Dynamo compiles one by one.
 """
 
+import itertools
 import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elbowroom.compiled import Decision, in_whole, place_of
+from elbowroom.compiled import Decision, in_whole
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_loss import CompiledLoss
+from elbowroom.fitting.compiled_plans import Plans
+from elbowroom.fitting.compiled_room import Room
 from elbowroom.fitting.guests import next_forward
-from elbowroom.fitting.inside import RESIDENT, leave_regions, settings_of
+from elbowroom.fitting.inside import leave_regions, settings_of
 from elbowroom.fitting.loss import succeed
-from elbowroom.fitting.model_state import ModelState, storage_nbytes
+from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.previous_outputs import PreviousOutputs
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary, summary_of_regions
 from elbowroom.fitting.summary import summary as summary_of
 from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with_hooks
-from elbowroom.fitting.uncompiled import UNCOMPILED, Examined, tensors_in, uncompiled_nbytes
+from elbowroom.fitting.uncompiled import Examined, tensors_in
 from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
 from elbowroom.measure.rates import rates
 from elbowroom.runtime.attach import Given, attach, opener_of
@@ -61,8 +62,6 @@ from elbowroom.runtime.undo import Undo
 from elbowroom.units import show_nbytes
 
 _MAX_SHAPES = 8  # compilations of one code object after which Dynamo stops
-_MAX_KINDS = 4096  # of calls that are remembered
-_MAX_WAITING = 64  # forwards that are counted
 _PROBES = 4  # about as many parameters tell whether gradients stand
 _ABOVE = 1.05  # of the room: as much as a region may take at most
 _SPARE = 1.5  # a graph with symbolic sizes is planned for this factor of the call's elements
@@ -78,7 +77,7 @@ class CompiledFitting:
     """Runs the forwards of one model, compiled inside a budget.
 
     steps     forwards that recorded gradients
-    forwards  that wait for their backward at the same time
+    room      the memory that the budget leaves to its regions
     ran_at    number of its last forward, counted over all models; 0: none yet
     """
 
@@ -97,20 +96,12 @@ class CompiledFitting:
         moves = options.offload is not None
         rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
         self.steps = 0
-        self.forwards = 1
-        self._waiting: list[weakref.ref[Any]] = []  # nodes of forwards before their backward
-        self._most_waiting = 0
+        self.room = Room(self.model_state, options)
+        self._plans = Plans(self.room)
         self._probes: Sequence[Tensor] = ()
-        self._twins: list[Twin] = []
         self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (
             weakref.WeakKeyDictionary()
         )
-        self._previous = PreviousOutputs()
-        self.standing_nbytes = 0  # of these, the most that was seen
-        self.reserved_nbytes = 0  # that a loss needs beside what the model holds
-        self._held_nbytes = 0  # the most that a forward holds for backward
-        self._uncompiled_nbytes = 0  # of that, by code between the regions
-        self._kinds: set[Hashable] = set()  # of calls that have run compiled
         self._shapes: Counter[object] = Counter()  # by code: those that were compiled
         self._is_fixed = False  # the last of them has no symbols
         self._is_full = False  # Dynamo compiles one of them no more
@@ -123,7 +114,7 @@ class CompiledFitting:
     @property
     def regions(self) -> list[Decision]:
         """Decisions that were made for the compiled regions, in order."""
-        return [one for twin in self._twins for one in twin.regions.decisions]
+        return [one for twin in self._plans.twins for one in twin.regions.decisions]
 
     @property
     def eager(self) -> Fitting | None:
@@ -133,16 +124,6 @@ class CompiledFitting:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Counts its states in regions that are compiled from now on."""
         self.model_state.add(optimizer)
-
-    def room_nbytes(self) -> int:
-        """Returns the bytes that forward and backward may take."""
-        resident = self.model_state.resident_nbytes() + self.uncompiled_nbytes
-        return max(self.options.budget_nbytes - resident, 0)
-
-    @property
-    def uncompiled_nbytes(self) -> int:
-        """Bytes that code between compiled regions holds for backward."""
-        return self.forwards * self._uncompiled_nbytes
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None:
         """Counts a shape that is compiled, and notes the advice for many shapes."""
@@ -178,23 +159,32 @@ class CompiledFitting:
         kind = signature_of(model, *given, (), joins_small=False)
         self._probes = self._probes or _probes(original(model))
         stands = any(p.grad is not None for p in self._probes)
-        if self._eager is None:
+        is_waiting = self.room.count_waiting()
+        if not is_waiting:
+            self._plans.judge()
+        if self._eager is None and not is_waiting:
             self._counts_waiting()
             self._counts_previous(model, given)
-        is_known = (kind, stands) in self._kinds
-        twin = self._twin_for(kind.numel, stands) if is_known else None
+        is_known = self._plans.serves((kind, stands))
+        twin = self._plans.twin_for(kind.numel, stands) if is_known else None
+        if self._plans.measured.wants(twin, kind.numel) and not is_waiting:
+            self._plans.measured.begin(self.room.outputs())
         if twin is not None and not self._is_full:
             twin.numel = kind.numel
             try:
-                return self._waits(with_hooks(twin.call, *given))
+                return self._waits(twin, with_hooks(twin.call, *given), compiled=False)
             except failures() as error:  # it is compiled again where other things change
                 self._fails_again(model, twin, error)
-                self._kinds.discard((kind, stands))
+                self._plans.drop((kind, stands))
         elif self._eager is None or is_known:
-            done, out = self._first(model, kind, stands, given)
-            if done:
-                return self._waits(out)
-            self._kinds.discard((kind, stands))
+            was_corrected = self._plans.are_corrected
+            twin, out = self._first(model, kind, stands, given)
+            if twin is None and was_corrected and self._eager is None:
+                return self._run(model, forward, given)  # by the plans before
+            if twin is not None:
+                return self._waits(twin, out, compiled=True)
+            self._plans.drop((kind, stands))
+        self._plans.measured.close()  # the eager engine has measurements of its own
         assert self._eager is not None
         try:
             with eagerly():  # it may have nothing to do, and then opens no context
@@ -209,7 +199,7 @@ class CompiledFitting:
         """True while the last forward waits for its backward."""
         if self._eager is not None and self._eager.may_go_on:
             return True
-        return bool(self._waiting) and _holds(self._waiting[-1]())
+        return self.room.last_waits
 
     def run_more(self, loss: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
         """Runs a loss after a forward of the model, compiled in what that leaves of the room."""
@@ -218,11 +208,11 @@ class CompiledFitting:
                 return self._eager.run_more(loss, forward, given)
         known = self._losses.get(loss)
         if known is None:
-            settings = replace(settings_of(self.options), offloads=self.offloads)
+            settings = replace(settings_of(self.options), offloads=self.room.offloads)
             known = CompiledLoss(loss, settings, self.how.options, self.how.dynamic)
             self._losses[loss] = known
         try:
-            return known.run(max(self.room_nbytes() - self._held_nbytes, 0), *given)
+            return known.run(max(self.room.nbytes - self.room.held_nbytes, 0), *given)
         except failures() as error:
             self._reserve(type(loss).__name__, error)
         with eagerly():
@@ -232,19 +222,20 @@ class CompiledFitting:
         """Compiles the model again for less, if that helps a loss that has too little room."""
         if not isinstance(error, BudgetTooSmall):
             why = f"torch.compile has failed ({type(error).__name__})"
-        elif error.least_nbytes <= self.reserved_nbytes or error.least_nbytes > self.room_nbytes():
+        elif (
+            error.least_nbytes <= self.room.reserved_nbytes or error.least_nbytes > self.room.nbytes
+        ):
             raise in_whole(
                 error,
                 self.options.budget_nbytes,
-                {"what the model holds": self._held_nbytes, **self.outside_room()},
+                {"what the model holds": self.room.held_nbytes, **self.room.outside()},
                 None if self.options.exact else self.options.noise,
             ) from None
         else:
-            self.reserved_nbytes = error.least_nbytes
-            self._held_nbytes = 0
+            self.room.reserved_nbytes = error.least_nbytes
+            self.room.held_nbytes = 0
             self._losses.clear()
-            self._twins.clear()
-            self._kinds.clear()
+            self._plans.forget()
             why = (
                 f"it needs {show_nbytes(error.least_nbytes)} beside what the model holds, whose "
                 "plan has left less. The model is compiled again"
@@ -253,16 +244,6 @@ class CompiledFitting:
             f"the loss {loss} runs eagerly in this step, which may exceed the budget: {why}.",
             stacklevel=5,
         )
-
-    def outside_room(self) -> dict[str, int]:
-        """Returns the bytes of the budget that are outside the regions' room, by name."""
-        return {RESIDENT: self.model_state.resident_nbytes(), UNCOMPILED: self.uncompiled_nbytes}
-
-    @property
-    def offloads(self) -> bool:
-        """True if saved tensors may leave the memory of the model's device."""
-        offload = self.options.offload
-        return offload is not None and offload == place_of(self.model_state.device)
 
     def _fails_again(self, model: nn.Module, twin: Twin, error: Exception) -> None:
         """Begins the eager engine after a settled call, of which nothing has run yet.
@@ -292,30 +273,20 @@ class CompiledFitting:
         message, least_nbytes, parts = self._refusal
         return BudgetTooSmall(message, least_nbytes=least_nbytes, parts=parts)
 
-    def _waits(self, out: Any) -> Any:
+    def _waits(self, twin: Twin, out: Any, *, compiled: bool) -> Any:
         """Notes that a forward waits for its backward; returns what it gave."""
-        self._previous.note(out)
-        node = next((n for x in tensors_in(out) if (n := x.grad_fn) is not None), None)
-        if isinstance(node, torch._C._FunctionBase):  # that of a compiled region
-            self._waiting.append(weakref.ref(node))
+        self._plans.measured.ran(twin, twin.numel, self.room.note_output(out), compiled=compiled)
         return out
 
     def _counts_waiting(self) -> None:
         """Plans for several forwards at a time, after a step in which some were waiting."""
-        if len(self._waiting) < _MAX_WAITING:
-            self._waiting = [one for one in self._waiting if _holds(one())]
-        if self._waiting:
-            self._most_waiting = len(self._waiting)
+        if not self.room.admit_waiting():
             return
-        if self._most_waiting < self.forwards:
-            return
-        self.forwards = self._most_waiting + 1
-        self._twins.clear()
-        self._kinds.clear()
+        self._plans.forget()
         warnings.warn(
-            f"{self.forwards} forwards of one model have waited for backward at the same time, for "
-            "which its budget was not planned. That step may have exceeded it. The model is "
-            "compiled again for such steps.",
+            f"{self.room.forwards} forwards of one model have waited for backward at the same "
+            "time, for which its budget was not planned. That step may have exceeded it. The model "
+            "is compiled again for such steps.",
             stacklevel=5,
         )
 
@@ -324,68 +295,75 @@ class CompiledFitting:
 
         Those of forwards that wait for backward are a part of what these hold.
         """
-        held = self._previous.alive()
-        if self._waiting or storage_nbytes(held) <= self.standing_nbytes:
+        resident = itertools.chain(model.parameters(), model.buffers(), tensors_in(given))
+        if not self.room.admit_outputs(self.room.outputs(), resident):
             return
-        resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
-        stands = storage_nbytes([*resident, *held]) - storage_nbytes(resident)
-        if stands <= self.standing_nbytes:
-            return
-        self.standing_nbytes = stands
-        if not all(twin.leaves_room(stands) for twin in self._twins):
-            self._twins.clear()
-            self._kinds.clear()
+        if not all(twin.leaves_room(self.room.standing_nbytes) for twin in self._plans.twins):
+            self._plans.forget()
 
-    def _first(self, model: nn.Module, kind: Any, stands: bool, given: Given) -> tuple[bool, Any]:
+    def _first(
+        self, model: nn.Module, kind: Any, stands: bool, given: Given
+    ) -> tuple[Twin | None, Any]:
         """Runs a kind of call that was not seen before, or that Dynamo may not compile again.
 
-        Returns whether that was possible.
+        Returns the twin that has run, None if that was not possible, and the result.
         """
-        if self._is_full and self._is_fixed and (kind, stands) not in self._kinds:
+        if self._is_full and self._is_fixed and not self._plans.serves((kind, stands)):
             self._begin_eager(model)  # Dynamo would run it outside of any budget
-            return False, None
+            return None, None
         self._probes = _probes(original(model))  # wrappers may have replaced them
-        undo = Undo(model, (), given)
-        room = self.room_nbytes() if stands else 0
-        for twin in self._twins if stands else ():
+        known = self._plans.twin_for(kind.numel, stands)
+        undo = Undo(model, (), given, copies=known is None or not known.leaves_alone)
+        room = self.room.nbytes if stands else 0
+        for twin in self._plans.twins if stands else ():
             twin.stands = twin.stands or twin.fits(room)
         try:
-            twin = self._twin_for(kind.numel, stands) or self._grown(model, stands)
+            twin = known or self._plans.twin_for(kind.numel, stands) or self._grown(model, stands)
             out, is_above = self._examined(twin, model, kind.numel, given, undo)
-            is_above = is_above or (self._note_uncompiled(out, model, given) and twin.may_exceed())
+            resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+            is_above = is_above or (self.room.note_graph(out, resident) and twin.may_exceed())
             # Or a graph runs several times.
-            if (is_above or twin.excess_nbytes() > 0) and undo.is_possible:
+            if (is_above or twin.excess_nbytes() > 0) and _may_go_back(undo):
                 out = None
                 undo.back()
-                runs = self.forwards * len(twin.ran)
-                twin = self._twins[-1] = Twin(self, model, 1, stands=stands, runs=runs)
+                runs = self.room.forwards * len(twin.ran)
+                twin = self._plans.twins[-1] = Twin(self, model, 1, stands=stands, runs=runs)
                 out = twin.run(kind.numel, *given)
                 twin.check()
-            if not twin.compiles and undo.is_possible and any(map(_records, tensors_in(out))):
+            if not twin.compiles and _may_go_back(undo) and any(map(_records, tensors_in(out))):
                 out = None
                 raise NothingCompiled
         except failures() as error:
-            refusal = self._refused_most(error)
-            if not self._may_go_eager(error) or not undo.is_possible:
-                if refusal is error:
-                    raise
-                raise refusal from None
-            undo.back()
-            self._go_eager(model, error)
-            return False, None
+            self._recovers(model, error, undo)
+            return None, None
         finally:
             undo.close()
         if twin.refused is not None:  # Dynamo was told to suppress errors, and ran it plainly
             self._go_eager(model, twin.refused)
-            return True, out
+            return twin, out
         if self._many:
             warnings.warn(self._many, stacklevel=4)
             self._many = ""
-        self._held_nbytes = max(self._held_nbytes, self.forwards * sum(twin.ran))
-        if len(self._kinds) >= _MAX_KINDS:
-            self._kinds.clear()
-        self._kinds.add((kind, stands))
-        return True, out
+        held = self.room.forwards * sum(twin.ran)
+        self.room.held_nbytes = max(self.room.held_nbytes, held)
+        self._plans.serve((kind, stands))
+        return twin, out
+
+    def _recovers(self, model: nn.Module, error: Exception, undo: Undo) -> None:
+        """Has the plans from before a correction, or the eager engine, run what was not compiled.
+
+        Raises the error where neither can. Here, since a frame that an error has passed must not
+        hold it: both would live on, with all tensors of the program's frames.
+        """
+        if self._plans.are_corrected and _may_go_back(undo):
+            undo.back()
+            self._plans.take_back()
+            return
+        refusal = self._refused_most(error)
+        if not self._may_go_eager(error) or not _may_go_back(undo):
+            raise refusal from (None if refusal is not error else error.__cause__)
+        undo.back()
+        self._go_eager(model, error)
 
     def _examined(
         self, twin: Twin, model: nn.Module, numel: int, given: Given, undo: Undo
@@ -396,42 +374,24 @@ class CompiledFitting:
         run again.
         """
         if not undo.is_possible:
-            return twin.run(numel, *given), False
+            return twin.run(numel, *given, on_whole=undo.let_go), False
         resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
-        examined = Examined(_ABOVE * self.room_nbytes(), resident)
+        examined = Examined(_ABOVE * self.room.nbytes, resident)
         with examined:
-            out = twin.run(numel, *given)
+            out = twin.run(numel, *given, on_whole=undo.let_go)
         if not examined.is_over:
             return out, False
         if not twin.ran:  # all of it is of uncompiled code
             raise NothingCompiled
-        self._uncompiled_nbytes = max(self._uncompiled_nbytes, examined.nbytes)
+        self.room.note_uncompiled(examined.nbytes)
         return None, True
-
-    def _note_uncompiled(self, out: Any, model: nn.Module, given: Any) -> bool:
-        """Counts what code between compiled regions, as at graph breaks, holds for backward.
-
-        Returns whether it is more than was counted before.
-        """
-        resident = [*model.parameters(), *model.buffers(), *tensors_in((out, given))]
-        held, before = uncompiled_nbytes(tensors_in(out), resident), self._uncompiled_nbytes
-        self._uncompiled_nbytes = max(before, held)
-        return held > before
-
-    def _twin_for(self, numel: int, stands: bool) -> Twin | None:
-        """Returns the first twin whose plans are valid for this many elements, if any is.
-
-        stands: they are to be valid beside gradients
-        """
-        fitting = (t for t in self._twins if numel <= t.limit and t.stands >= stands)
-        return next(fitting, None)
 
     def _grown(self, model: nn.Module, stands: bool) -> Twin:
         """Creates another twin, for larger calls, or for those that begin beside gradients."""
-        spare = _SPARE if any(twin.stands == stands for twin in self._twins) else 1
-        self._twins.append(Twin(self, model, spare, stands=stands, runs=self.forwards))
+        spare = _SPARE if any(twin.stands == stands for twin in self._plans.twins) else 1
+        self._plans.twins.append(Twin(self, model, spare, stands=stands, runs=self.room.forwards))
         pass_through()  # now that Dynamo is there
-        return self._twins[-1]
+        return self._plans.twins[-1]
 
     def _may_go_eager(self, error: Exception) -> bool:
         if isinstance(error, BudgetTooSmall):
@@ -457,19 +417,19 @@ class CompiledFitting:
 
     def finish(self) -> None:
         """Ends the training."""
+        self._plans.judge()
         if self._eager is not None:
             self._eager.finish()
 
     def close(self) -> None:
         """Releases the model, which is not fitted any more."""
+        self._plans.close()
         if self._eager is not None:
             self._eager.close()
-        self._twins.clear()
         self._losses.clear()
-        self._kinds.clear()
 
     def summary(self, model: str) -> Summary:
-        """Returns a summary of the plans, of which nothing is measured.
+        """Returns a summary of the plans, and of the steps that were measured.
 
         If nothing could be compiled, it is that of the eager engine.
         """
@@ -478,9 +438,13 @@ class CompiledFitting:
         summary = summary_of_regions(
             model, self.model_state, self.options, 0, self.regions, self.steps
         )
-        each = [(twin.resident, one) for twin in self._twins for one in twin.regions.decisions]
+        each = [
+            (twin.resident, one) for twin in self._plans.twins for one in twin.regions.decisions
+        ]
         return replace(
             summary,
+            last_nbytes=self._plans.measured.last_nbytes,
+            highest_nbytes=self._plans.measured.highest_nbytes,
             plain_nbytes=max((resident + one.plain_nbytes for resident, one in each), default=None),
             predicted_nbytes=max(
                 (resident + one.peak_nbytes for resident, one in each), default=None
@@ -515,15 +479,10 @@ def _probes(model: nn.Module) -> Sequence[Tensor]:
     return trained[:: max(len(trained) // _PROBES, 1)]
 
 
-def _holds(node: Any) -> bool:
-    """Returns whether a node of a compiled forward has its saved tensors still."""
-    if node is None:
-        return False
-    try:
-        return bool(node._raw_saved_tensors)
-    except RuntimeError:  # backward has freed them
-        return False
-
-
 def _records(x: Tensor) -> bool:
     return x.grad_fn is not None
+
+
+def _may_go_back(undo: Undo) -> bool:
+    """Returns whether a forward may begin again: nothing has changed of which there is no copy."""
+    return undo.is_possible and not undo.is_lost

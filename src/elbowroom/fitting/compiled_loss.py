@@ -54,6 +54,10 @@ class CompiledLoss:
         try:
             return self._call(*args, **kwargs)
         except Exception:  # of any class: Dynamo wraps what a backend raises
-            if self.refused is not None:
-                raise self.refused.with_traceback(None) from None
-            raise
+            if self.refused is None:
+                raise
+        refused, self.refused = self.refused, None  # see `Twin.run`
+        try:
+            raise refused.with_traceback(None)
+        finally:
+            del refused

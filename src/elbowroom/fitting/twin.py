@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from elbowroom.compiled import Regions, compile_region, counted, frame_of, in_whole, reporting_to
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.compiled_room import Room
 from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.uncompiled import UNCOMPILED
@@ -31,6 +32,7 @@ from elbowroom.runtime.compiler import (
     is_compiled,
     original,
 )
+from elbowroom.runtime.reach import SMALL
 from elbowroom.units import show_at_least, show_nbytes
 
 
@@ -54,26 +56,12 @@ def compile_settings(model: nn.Module) -> CompileSettings | None:
 
 
 class Controller(Protocol):
-    """Interface of the controller of a compiled model: what its twins ask of it.
-
-    forwards           that wait for their backward at the same time
-    reserved_nbytes    that a loss needs beside what the model holds
-    uncompiled_nbytes  that code between compiled regions holds for backward
-    standing_nbytes    of outputs of the forward before, which stand until the next one has ended
-    """
+    """Interface of the controller of a compiled model: what its twins ask of it."""
 
     options: FitOptions
     how: CompileSettings
-    forwards: int
-    reserved_nbytes: int
-    standing_nbytes: int
+    room: Room
 
-    @property
-    def uncompiled_nbytes(self) -> int: ...
-    @property
-    def offloads(self) -> bool: ...
-    def room_nbytes(self) -> int: ...
-    def outside_room(self) -> dict[str, int]: ...
     def counts_shape(self, frame: object, *, symbolic: bool) -> None: ...
 
 
@@ -86,6 +74,7 @@ class Twin:
     resident  resident bytes beside its room
     refused   the error by which a region of the current call was not compiled
     compiles  whether Dynamo has found anything to compile
+    leaves_alone  whether it is one graph, which changes no large input in place
     """
 
     compiler_name = "elbowroom.fit"
@@ -94,12 +83,13 @@ class Twin:
         self, fitting: Controller, model: nn.Module, spare: float, *, stands: bool, runs: int = 1
     ) -> None:
         self._fitting, self._spare, self.stands = fitting, spare, stands
-        self.resident = 0
+        self.resident = self._room_nbytes = 0
         self.regions = Regions(settings_of(fitting.options), runs=runs)
-        self.regions.reserved_nbytes = fitting.reserved_nbytes
+        self.regions.reserved_nbytes = fitting.room.reserved_nbytes
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
-        self.compiles = False
+        self.compiles = self.leaves_alone = False
+        self._on_whole: Callable[[], None] | None = None
         self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
         self.numel = 0  # of the call that runs
         how = fitting.how
@@ -122,8 +112,9 @@ class Twin:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""
+        self.leaves_alone = _leaves_alone(gm) and (self.leaves_alone or not self.compiles)
         self.compiles = True
-        room = self._fitting.room_nbytes()
+        room = self._room_nbytes = self._fitting.room.nbytes
         self.resident = self._fitting.options.budget_nbytes - room
         symbolic = any(map(_has_symbols, example_inputs))
         self._fitting.counts_shape(frame_of(gm), symbolic=symbolic)
@@ -134,7 +125,7 @@ class Twin:
         try:
             compiled = compiled or self._compiled(gm, example_inputs, room)
         except BudgetTooSmall as error:
-            budget, outside = self._fitting.options.budget_nbytes, self._fitting.outside_room()
+            budget, outside = self._fitting.options.budget_nbytes, self._fitting.room.outside()
             self.refused = in_whole(error, budget, outside, self.regions.settings.limit)
             raise self.refused from None
         made = self.regions.decisions[before:]
@@ -142,24 +133,46 @@ class Twin:
             # Of a graph from a cache the plan may not be known: it serves no larger calls.
             spare = sqrt(room / max(made[-1].peak_nbytes, 1)) if made else 1.0
             self.limit = min(self.limit, self.numel * max(1.0, spare))
+        if self.leaves_alone and self._on_whole is not None:
+            self._on_whole()
         return compiled
 
-    def run(self, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a kind of call that may be compiled now. Our own errors are raised unwrapped."""
-        self.numel, self.refused = numel, None
+    def run(
+        self,
+        numel: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        on_whole: Callable[[], None] | None = None,
+    ) -> Any:
+        """Runs a kind of call that may be compiled now. Our own errors are raised unwrapped.
+
+        on_whole: called once it is compiled as one graph that leaves its inputs alone, before that
+        """
+        self.numel, self.refused, self._on_whole = numel, None, on_whole
         try:
             self.ran.clear()
             with reporting_to(lambda _, held, __: self.ran.append(held)), _refusing_to_stop():
                 return with_hooks(self.call, args, kwargs)
         except Exception:  # of any class: Dynamo wraps what a backend raises
-            if self.refused is not None:
-                raise self.refused.with_traceback(None) from None
-            raise
+            if self.refused is None:
+                raise
+        finally:
+            self._on_whole = None  # Dynamo holds each twin
+        # Not above: the error would hold the one that Dynamo raises, which holds it, and the
+        # frames that both have passed would live on with all their tensors.
+        raise self._refusal().with_traceback(None)
+
+    def _refusal(self) -> BudgetTooSmall:
+        """Returns the error that is to be raised, and forgets it."""
+        refused, self.refused = self.refused, None
+        assert refused is not None
+        return refused
 
     def may_exceed(self) -> bool:
         """Returns whether its plans may need more than the room is now."""
         peak = max((one.peak_nbytes for one in self.regions.decisions), default=0)
-        return peak + self.regions.elsewhere_nbytes > self._fitting.room_nbytes()
+        return peak + self.regions.elsewhere_nbytes > self._fitting.room.nbytes
 
     def excess_nbytes(self) -> int:
         """Returns the least number of bytes by which the last forward exceeded the room.
@@ -167,14 +180,20 @@ class Twin:
         What the backend has accepted, with a warning, does not count.
         """
         spent = min((d.peak_nbytes - d.saved_nbytes for d in self.regions.decisions), default=0)
-        room = self._fitting.room_nbytes() + self.regions.above_nbytes
-        return self._fitting.forwards * sum(self.ran) + spent - room
+        room = self._fitting.room.nbytes + self.regions.above_nbytes
+        return self._fitting.room.forwards * sum(self.ran) + spent - room
+
+    def unused_nbytes(self) -> int:
+        """Returns the bytes of the room that its plans were not predicted to need."""
+        is_one = not self.regions.shares and self.regions.runs == 1
+        peaks = [one.peak_nbytes for one in self.regions.decisions]
+        return max(self._room_nbytes - max(peaks), 0) if is_one and peaks else 0
 
     def leaves_room(self, standing_nbytes: int) -> bool:
         """Returns whether so many bytes may stand beside the forward graphs of its plans."""
         most = max((one.forward_nbytes for one in self.regions.decisions), default=0)
         others = standing_nbytes + self.regions.elsewhere_nbytes
-        return most + others <= self._fitting.room_nbytes()
+        return most + others <= self._fitting.room.nbytes
 
     def fits(self, room_nbytes: int) -> bool:
         """Returns whether its plans are known to need no more than this."""
@@ -187,10 +206,10 @@ class Twin:
         excess = self.excess_nbytes()
         if excess <= 0:
             return
-        budget, forwards = self._fitting.options.budget_nbytes, self._fitting.forwards
+        budget, forwards = self._fitting.options.budget_nbytes, self._fitting.room.forwards
         parts = {
             "held by compiled regions": forwards * sum(self.ran),
-            UNCOMPILED: self._fitting.uncompiled_nbytes,
+            UNCOMPILED: self._fitting.room.uncompiled_nbytes,
         }
         held = ", ".join(f"{what} {show_nbytes(size)}" for what, size in parts.items() if size)
         raise BudgetTooSmall(
@@ -207,7 +226,7 @@ class Twin:
     ) -> Callable[..., Any]:
         fitting = self._fitting
         self.regions.restrict(
-            room, offloads=fitting.offloads, standing_nbytes=fitting.standing_nbytes
+            room, offloads=fitting.room.offloads, standing_nbytes=fitting.room.standing_nbytes
         )
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
@@ -248,6 +267,23 @@ def _has_symbols(x: Any) -> bool:
     if isinstance(x, torch.SymInt):
         return True
     return isinstance(x, Tensor) and not all(isinstance(n, int) for n in x.shape)
+
+
+def _leaves_alone(gm: fx.GraphModule) -> bool:
+    """Returns whether a graph is the last of its code, and changes no large input in place.
+
+    Dynamo runs the ops of a graph on fake inputs, so a change raises the version of one.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or getattr(reason, "graph_break", True):
+        return False
+    given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    return not any(isinstance(x, Tensor) and x._version and not _is_small(x) for x in given)
+
+
+def _is_small(x: Tensor) -> bool:
+    """Returns whether a copy of the tensor is kept in any case (`runtime/rewind.py`)."""
+    return not _has_symbols(x) and x.numel() * x.itemsize <= SMALL
 
 
 def _may_record(example_inputs: Sequence[Any]) -> bool:

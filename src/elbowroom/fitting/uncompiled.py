@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elbowroom.compiled import held_by as held_by_holder
 from elbowroom.compiled import is_in_region
 from elbowroom.errors import RestoreError
 from elbowroom.fitting.why_eager import NothingCompiled
@@ -53,8 +54,7 @@ def uncompiled_nbytes(results: Sequence[Tensor], resident: Iterable[Tensor]) -> 
 class Examined(OwnHooks):
     """Context that drops what a forward saves once that is more than may be held.
 
-    A forward that was dropped counts bytes to its end, and has no backward. What a compiled region
-    saves as it runs for the first time stays (`compiled.held.counted`).
+    A forward that was dropped counts bytes to its end, and has no backward.
 
     nbytes   what uncompiled code has saved, except what stands anyway
     is_over  whether all that was saved is more than may be held
@@ -68,9 +68,19 @@ class Examined(OwnHooks):
         self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
         # Dynamo would compile them, as all that runs inside of a model that it has not compiled.
         disable: Any = torch.compiler.disable
-        super().__init__(disable(self._pack), disable(_unpack))
+        super().__init__(disable(self.pack), disable(self.unpack))
+        self._first_runs = held_by_holder(self)
 
-    def _pack(self, x: Tensor) -> "_Held":
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._first_runs.__enter__()
+
+    def __exit__(self, *given: Any) -> None:
+        self._first_runs.__exit__(*given)
+        super().__exit__(*given)
+
+    def pack(self, x: Tensor) -> "_Held":
+        """Holds a saved tensor, if there is room for it."""
         held, address = _Held(x.detach(), x._version), _address(x)
         if address in self._seen:
             return held
@@ -82,12 +92,26 @@ class Examined(OwnHooks):
         self._held.add(held)
         if not self.is_over:
             self._seen.add(address)
-            self.is_over = self.nbytes + self._in_regions > self._allowed_nbytes
+            self.expect(0)
         if self.is_over:
-            for one in self._held:
-                one.x = None
-            self._held.clear()
+            self._drop()
         return held
+
+    def unpack(self, held: "_Held") -> Tensor:
+        """Returns a saved tensor to a backward that begins in this forward."""
+        return _unpack(held)
+
+    def expect(self, nbytes: int) -> None:
+        """Drops all if there is no room for so many bytes more."""
+        if not self.is_over:
+            self.is_over = self.nbytes + self._in_regions + nbytes > self._allowed_nbytes
+            if self.is_over:
+                self._drop()
+
+    def _drop(self) -> None:
+        for one in self._held:
+            one.x = None
+        self._held.clear()
 
 
 @dataclass(eq=False)

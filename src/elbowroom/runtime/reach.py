@@ -268,6 +268,11 @@ class Values:
         """The bytes of all copies."""
         return sum(nbytes_of(copy) for _, _, copy in self._tensors if copy is not None)
 
+    @property
+    def is_lost(self) -> bool:
+        """True if a tensor has changed of which there is no copy."""
+        return any(copy is None and version_of(x) != v for x, v, copy in self._tensors)
+
     def let_go(self) -> None:
         """Drops large copies of tensors that have not changed since."""
         self._tensors = [

@@ -105,6 +105,13 @@ class Rewind:
         return not (self._given.not_set_back or self._reachable.not_set_back)
 
     @property
+    def is_lost(self) -> bool:
+        """True if a tensor has changed of which there is no copy: `back` would raise."""
+        if any(values.is_lost for values in self._values):
+            return True
+        return any(c is None and version_of(x) != v for _, _, x, c, v in self._buffers)
+
+    @property
     def changed(self) -> str | None:
         """The first parameter that has been changed irreversibly, if any."""
         return self.parameters.changed

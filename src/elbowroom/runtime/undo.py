@@ -71,6 +71,11 @@ class Undo:
         return self._rewind.is_possible
 
     @property
+    def is_lost(self) -> bool:
+        """True if a large tensor has changed of which there is no copy (any more)."""
+        return self._rewind.is_lost
+
+    @property
     def changed(self) -> str | None:
         """Name of an irreversible change by the step; None: it can be undone."""
         if self._rewind.changed is not None:
