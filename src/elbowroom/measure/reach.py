@@ -255,7 +255,7 @@ class ReachMeter:
 
     @property
     def added(self) -> Added | None:
-        """What the codes of the watched steps are predicted to have added; None: not known."""
+        """The noise that the watched codes are predicted to have added; None: not known."""
         if not self._counted:
             return None
         share = self._added / self._counted
