@@ -17,6 +17,7 @@ from elbowroom.compiled.partition import Decision, Partitioner, listening
 from elbowroom.compiled.readers import Use, reading_of
 from elbowroom.compiled.rewrite import Coded
 from elbowroom.kernels import reference
+from elbowroom.units import show_percent
 from uncompiled import without_codegen
 
 
@@ -434,13 +435,14 @@ def test_codes_of_what_weights_are_multiplied_with_count_for_these() -> None:
     assert 0.02 < measured < 2 * decision.noise
 
 
-@pytest.mark.parametrize(("noise", "level"), [(0.04, "INFO"), (0.06, "WARNING")])
-def test_noise_that_may_be_a_tenth_is_said_as_a_warning(noise, level, caplog) -> None:
+@pytest.mark.parametrize(("noise", "level"), [(0.019, "INFO"), (0.16, "WARNING")])
+def test_noise_is_said_as_a_share_of_the_squared_gradient(noise, level, caplog) -> None:
     caplog.set_level("INFO", logger="elbowroom")
     decision = Decision(8, 8, 16, 4, 0, is_lossy=True, noise=noise)
     Regions(Settings(100)).decided(decision)
-    (said,) = [one for one in caplog.records if "codes add about" in one.getMessage()]
+    (said,) = [one for one in caplog.records if "codes add noise" in one.getMessage()]
     assert said.levelname == level
+    assert f"about {show_percent(noise)} of its square (gErr2)" in said.getMessage()
 
 
 def test_no_plan_adds_more_than_the_noise_that_is_allowed(plain) -> None:

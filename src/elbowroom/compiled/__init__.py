@@ -10,6 +10,7 @@
     lossy.py       ... chosen, where saving less does not reach the budget; and what leaves memory
     readers.py     ... and what backward does with each value
     exponents.py   ... of which exponentials are computed
+    logits.py      ... and how probabilities are held
     steep.py       ... and other functions with a steep slope
     noise.py       ... and what these add to the gradient
     attention.py   ... and attention's gradients from these alone

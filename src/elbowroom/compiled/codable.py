@@ -33,6 +33,7 @@ from elbowroom.compiled.decide import is_tensor
 from elbowroom.compiled.exponents import FLOOR
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.layouts import has_both_layouts
+from elbowroom.compiled.logits import LARGEST, LEAST, MOST, AsLogit
 from elbowroom.compiled.readers import Reading, Use, reading_of
 from elbowroom.compiled.rewrite import Coded, error_of
 from elbowroom.compiled.steep import LIMIT
@@ -153,6 +154,9 @@ def _coded_float(
     chosen = fine(codec) if reading.use is Use.CURVED else codec
     if chosen is None or not takes(chosen, tensors_of(node)[0]):
         return []
+    if reading.is_probability and tensors_of(node)[0].dtype is torch.float32:
+        logit = AsLogit.PROBABILITY
+        return [(Coded(node, chosen, floor=LEAST, ceiling=MOST, as_logit=logit), bits)]
     return [(Coded(node, chosen), bits)]
 
 
@@ -167,11 +171,16 @@ def _coded_instead(
     nodes = reading.log_probabilities or reading.saturated or reading.slope
     floor = FLOOR if reading.log_probabilities else -LIMIT if reading.saturated else None
     ceiling = LIMIT if reading.saturated else None
+    logit = None
+    if reading.log_probabilities and all(tensors_of(n)[0].dtype is torch.float32 for n in nodes):
+        logit, ceiling = AsLogit.LOGARITHM, LARGEST
     if chosen is None or not all(may_be_coded(joint, n, FLOATS, outputs) for n in nodes):
         return []
     if not all(takes(chosen, tensors_of(n)[0]) for n in nodes):
         return []
-    return [Coded(n, chosen, floor=floor, ceiling=ceiling, source=value) for n in nodes]
+    return [
+        Coded(n, chosen, floor=floor, ceiling=ceiling, source=value, as_logit=logit) for n in nodes
+    ]
 
 
 def backward_of(joint: Joint, step: Step) -> set[fx.Node]:

@@ -140,7 +140,7 @@ def is_probability(value: fx.Node) -> bool:
     """Returns whether a value is exp of a log-probability: its gradient has it twice, in a sum."""
     source = source_of(value)
     is_raised = packet_of(source) in EXPONENTIALS
-    return is_raised and any(map(is_log_probability, source.all_input_nodes))
+    return is_raised and any(is_log_probability(source_of(n)) for n in source.all_input_nodes)
 
 
 def computed_from(

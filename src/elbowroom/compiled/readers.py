@@ -92,6 +92,7 @@ class Reading:
     saturated          likewise, from -`steep.LIMIT` to `LIMIT`: it needs the value for
                        sigmoids and tanhs of this one, and for `compared`
     slope              likewise, of any size: what it multiplies with a gradient
+    is_probability     it is a result of a log-softmax, raised
     """
 
     use: Use
@@ -100,6 +101,7 @@ class Reading:
     log_probabilities: tuple[fx.Node, ...] = ()
     saturated: tuple[fx.Node, ...] = ()
     slope: tuple[fx.Node, ...] = ()
+    is_probability: bool = False
 
 
 def reading_of(
@@ -162,9 +164,10 @@ def reading_of(
             if reader not in gradients:
                 keeps = is_view(reader) or packet in _COPIES
                 pending.append((reader, packet in _RELUS or (has_zeros and keeps)))
-    if use is Use.LINEAR and (is_probability(value) or _is_squared(own, after, gradients)):
+    is_raised = is_probability(value)
+    if use is Use.LINEAR and (is_raised or _is_squared(own, after, gradients)):
         use = Use.CURVED
-    return Reading(use, tuple(compared))
+    return Reading(use, tuple(compared), is_probability=is_raised)
 
 
 def _is_squared(

@@ -24,6 +24,7 @@ from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.quality import quality_of
 from elbowroom.compiled import ops
 from elbowroom.compiled.joint import Joint
+from elbowroom.compiled.logits import AsLogit
 
 _MASK = Facts(value=1.0)
 _Plain = int | float | str | torch.dtype | torch.device
@@ -39,6 +40,7 @@ class Coded:
     floor   elements below it are held as if they were it
     ceiling likewise those above it
     source  the saved value in whose place this one is held; None: itself
+    as_logit  how probabilities are held as logits (`logits.py`); None: as they are
     """
 
     node: fx.Node
@@ -47,6 +49,7 @@ class Coded:
     floor: float | None = None
     ceiling: float | None = None
     source: fx.Node | None = None
+    as_logit: AsLogit | None = None
 
     @classmethod
     def mask(cls, node: fx.Node) -> "Coded":
@@ -142,8 +145,13 @@ class Rewriting:
                 scalar = {"dtype": value.dtype, "device": value.device}
                 full = self._insert_call(place, torch.ops.aten.full.default, [], bound, **scalar)
                 encoded = place = self._insert_call(full, op, encoded, full)
+        if one.as_logit is not None:
+            encoded = place = one.as_logit.logit_of(encoded, self._insert_call)
         parts = self._encoded(encoded, order, how, place)
-        return self._insert_call(parts[-1], ops.DECODE, parts, *how, size, order, value.dtype)
+        decoded = self._insert_call(parts[-1], ops.DECODE, parts, *how, size, order, value.dtype)
+        if one.as_logit is None:
+            return decoded
+        return one.as_logit.of_logit(decoded, self._insert_call)
 
     def _encoded(
         self, x: fx.Node, order: Sequence[int], how: tuple[Any, ...], place: fx.Node
