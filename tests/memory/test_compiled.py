@@ -235,7 +235,7 @@ def test_the_backend_raises_errors_of_our_own_types() -> None:
 def test_the_backend_has_an_entry_point() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     group = project["project"]["entry-points"]["torch_dynamo_backends"]
-    assert group == {"elbowroom": "elbowroom.compiled:elbowroom"}
+    assert group == {"elbowroom": "elbowroom.fitting.backend:elbowroom"}
 
 
 def test_a_version_of_torch_without_the_extension_point_is_named(monkeypatch) -> None:

@@ -15,8 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "nothing_compiled")
 ROWS, CLASSES = 4096, 10
 
 
-
-
 def computed(as_logit: AsLogit, value: Tensor, error: float) -> Tensor:
     """A value that is computed from its logit, which is off by so much."""
     logit = as_logit.logit_of(value, lambda _, op, *args: op(*args))

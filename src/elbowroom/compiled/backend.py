@@ -405,7 +405,9 @@ def _values_nbytes(gm: fx.GraphModule) -> int:
     return total
 
 
-_programs: dict[int, tuple[Any, Regions]] = {}  # by the identity of what torch.compile was given
+Watch = Callable[[Callable[..., Any]], Callable[..., Any]]
+# By the identity of what torch.compile was given: that, its regions, and what sees their calls.
+_programs: dict[int, tuple[Any, Regions, Watch]] = {}
 
 
 def elbowroom(
@@ -414,8 +416,9 @@ def elbowroom(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    watching: Callable[[Settings], Watch] | None = None,
 ) -> Callable[..., Any]:
-    """The backend of torch.compile(..., backend="elbowroom").
+    """The backend of torch.compile(..., backend="elbowroom"), without its measurements.
 
     options  "budget": bytes, "6 GiB", or a share of the memory of the model's device as "80%", for
              parameters, gradients, saved tensors and workspaces of the compiled code; None: no
@@ -426,6 +429,8 @@ def elbowroom(
              "offload": "file" on a CPU, "host" on a GPU: saved values may be moved there if the
              budget needs it, before any code; None: they stay. All other names are Inductor's
     mode     as in torch.compile
+    watching gives what takes each region of a program as it is compiled, and returns what Dynamo
+             calls; None: the region itself
     """
     given = {} if options is None else options
     try:
@@ -438,10 +443,15 @@ def elbowroom(
         inductor = {**list_mode_options(mode), **inductor}
     known = _programs.get(id(options)) if options is not None else None
     if known is None or known[0] is not options:
-        known = options, Regions(settings)
+        known = options, Regions(settings), (watching or _unwatched)(settings)
         if options is not None:
             _programs[id(options)] = known
-    return compile_region(gm, example_inputs, known[1], inductor)
+    _, regions, watch = known
+    return watch(compile_region(gm, example_inputs, regions, inductor))
+
+
+def _unwatched(_: Settings) -> Watch:
+    return lambda region: region
 
 
 def read_options(

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from elbowroom.fitting.compiled_room import Room
 from elbowroom.fitting.compiled_steps import CompiledSteps, MeasuredStep
+from elbowroom.fitting.region_steps import EXACTLY, FIRST
 from elbowroom.fitting.twin import Twin
 from elbowroom.units import show_at_least, show_nbytes
 
 _MAX_KINDS = 4096  # of calls that are remembered
-_FIRST = 1.05  # of the budget: a step in which a model is compiled may take it unsaid
-_EXACTLY = 1.001  # of the budget: a settled step is above it
 _MAX_CORRECTIONS = 2  # of plans, by measured steps
 
 
@@ -88,9 +87,9 @@ class Plans:
         budget = self._room.options.budget_nbytes
         share = seen.peak_nbytes / budget
         if not seen.is_settled:
-            if share > _FIRST:
+            if share > FIRST:
                 warnings.warn(_says_first(seen, budget), stacklevel=6)
-        elif share <= _EXACTLY:
+        elif share <= EXACTLY:
             self.measured.settle(seen)
             self._before = None
         elif seen.twin in self.twins and self._corrections < _MAX_CORRECTIONS:

@@ -20,7 +20,7 @@ from elbowroom.fitting.inside import RESIDENT
 from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.previous_outputs import PreviousOutputs
-from elbowroom.fitting.uncompiled import UNCOMPILED, tensors_in, uncompiled_nbytes
+from elbowroom.fitting.uncompiled import UNCOMPILED, holds, tensors_in, uncompiled_nbytes
 
 _MAX_WAITING = 64  # forwards that are counted
 _UNPLANNED = "measured beside what was planned"  # name of these bytes in messages
@@ -97,12 +97,12 @@ class Room:
     @property
     def last_waits(self) -> bool:
         """True while the last forward waits for its backward."""
-        return bool(self._waiting) and _holds(self._waiting[-1]())
+        return bool(self._waiting) and holds(self._waiting[-1]())
 
     def count_waiting(self) -> bool:
         """Counts forwards that wait; returns whether any does."""
         if len(self._waiting) < _MAX_WAITING:
-            self._waiting = [one for one in self._waiting if _holds(one())]
+            self._waiting = [one for one in self._waiting if holds(one())]
         if self._waiting:
             self._most_waiting = len(self._waiting)
         return bool(self._waiting)
@@ -131,13 +131,3 @@ class Room:
             return False
         self.standing_nbytes = stands
         return True
-
-
-def _holds(node: Any) -> bool:
-    """Returns whether a node of a compiled forward has its saved tensors still."""
-    if node is None:
-        return False
-    try:
-        return bool(node._raw_saved_tensors)
-    except RuntimeError:  # backward has freed them
-        return False

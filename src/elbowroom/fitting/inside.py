@@ -35,6 +35,7 @@ from elbowroom.compiled import (
 )
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.region_steps import RegionSteps
 from elbowroom.fitting.session import Fitting
 
 RESIDENT = "weights, buffers and optimizer states"  # the name of resident bytes in an error
@@ -49,9 +50,13 @@ _plain: Callable[..., Any] | None = None  # of Inductor, while someone plans
 
 @dataclass
 class _Inside:
-    """Regions that contain a fitted model, and what stood beside them when they were planned."""
+    """Regions that contain a fitted model, and what stood beside them when they were planned.
+
+    steps: the steps in which they run
+    """
 
     regions: Regions
+    steps: RegionSteps
     resident_nbytes: int = 0
 
 
@@ -101,7 +106,9 @@ def plan_inside(fitting: Fitting) -> None:
     weakref.finalize(fitting, _end).atexit = False  # younger finalizers are called first
     if not _fitted:
         add_region_planner(_compile_fitted)
-    _fitted[fitting] = _Inside(Regions(settings_of(fitting.options)))
+    budget, tensors = fitting.options.budget_nbytes, fitting.model_state.tensors
+    steps = RegionSteps(budget, tensors)
+    _fitted[fitting] = _Inside(Regions(settings_of(fitting.options)), steps)
 
 
 def leave_regions(fitting: Fitting) -> None:
@@ -134,8 +141,9 @@ def _compile_fitted(
     fitting = min(inside, key=lambda one: one.options.budget_nbytes)
     found = _fitted[fitting]
     found.resident_nbytes = sum(one.model_state.resident_nbytes() for one in inside)
-    return compile_in_room(
-        gm, example_inputs, found.regions, options, fitting.options, found.resident_nbytes
+    resident = found.resident_nbytes
+    return found.steps.watch(
+        compile_in_room(gm, example_inputs, found.regions, options, fitting.options, resident)
     )
 
 

@@ -10,9 +10,10 @@ Where no optimizer has been made yet, what the compiled code is handed counts in
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from elbowroom.compiled import Decision, Regions, Settings
@@ -24,6 +25,7 @@ from elbowroom.fitting.inside import (
 )
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.region_steps import RegionSteps
 from elbowroom.fitting.summary import Summary, summary_of_regions
 
 
@@ -43,7 +45,8 @@ class CompiledProgram:
         self.options = options
         self._optimizers, self._held = optimizers, held
         self._regions = Regions(Settings(exact=options.exact, noise=options.noise))
-        self._resident = 0
+        self._steps = RegionSteps(options.budget_nbytes, self._resident)
+        self._resident_nbytes = 0
         self.compiled = 0  # regions, also those from a cache
 
     def __enter__(self) -> Self:
@@ -59,11 +62,12 @@ class CompiledProgram:
         return self._regions.decisions
 
     def summary(self) -> Summary:
-        """Returns a summary of what was planned, for the end of a training; nothing is measured."""
+        """Returns a summary of what was planned and measured, for the end of a training."""
         model_state, _holder = self._model_state()
         name = "compiled code"
-        given = self.options, self._resident, self.regions, self.compiled
-        return summary_of_regions(name, model_state, *given)
+        given = self.options, self._resident_nbytes, self.regions, self.compiled
+        summary = summary_of_regions(name, model_state, *given)
+        return replace(summary, last_nbytes=self._steps.last_nbytes)
 
     def _model_state(self) -> tuple[ModelState, nn.ParameterList]:
         """Returns the optimizers' parameters and states, and the holder that keeps them alive."""
@@ -82,9 +86,9 @@ class CompiledProgram:
     ) -> Region:
         model_state, holder = self._model_state()
         resident = model_state.resident_nbytes() + self._held()
-        self._resident = self._resident or resident
+        self._resident_nbytes = self._resident_nbytes or resident
         self.compiled += 1
-        return compile_in_room(
+        region = compile_in_room(
             gm,
             example_inputs,
             self._regions,
@@ -93,3 +97,8 @@ class CompiledProgram:
             resident,
             counts_inputs=not len(holder),
         )
+        return self._steps.watch(region)
+
+    def _resident(self) -> list[Tensor]:
+        model_state, _holder = self._model_state()
+        return model_state.tensors()

@@ -142,3 +142,13 @@ def _address(x: Tensor) -> int | None:
 def tensors_in(out: Any) -> list[Tensor]:
     """Returns all tensors in a nested structure, such as the results of a model."""
     return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+
+
+def holds(node: Any) -> bool:
+    """Returns whether a node of a compiled forward has its saved tensors still."""
+    if node is None:
+        return False
+    try:
+        return bool(node._raw_saved_tensors)
+    except RuntimeError:  # backward has freed them
+        return False
