@@ -10,6 +10,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from elbowroom.fitting.compiled_steps import CompiledSteps
+from elbowroom.fitting.region_steps import RegionSteps
 from elbowroom.runtime import compiler
 
 
@@ -59,4 +60,5 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(compile_fx, "compile_fx", inductor_without_codegen(seen))
     monkeypatch.setattr(CompiledSteps, "wants", lambda *_: False)
+    monkeypatch.setattr(RegionSteps, "watch", lambda _, region: region)
     return seen

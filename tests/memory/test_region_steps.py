@@ -1,4 +1,4 @@
-"""Steps whose compiled regions the program calls by itself are measured, and said above a budget."""
+"""Steps of compiled regions that the program calls by itself are measured, and said if too high."""
 
 import gc
 import shutil
