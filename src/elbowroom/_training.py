@@ -28,7 +28,8 @@ from elbowroom.compiled import acts_in_graphs, place_of
 from elbowroom.errors import PlanError
 from elbowroom.fitting import FitOptions, Fitting, Summary, check_alone, repeat
 from elbowroom.fitting import summary as summary_of
-from elbowroom.fitting.compiled import CompiledFitting, take_over
+from elbowroom.fitting.compiled import CompiledFitting
+from elbowroom.fitting.compiled_later import take_over
 from elbowroom.fitting.inside import leave_regions, plan_inside, planned_inside
 from elbowroom.fitting.loss import cover, losses_of, uncover
 from elbowroom.fitting.summary import summary_of_regions

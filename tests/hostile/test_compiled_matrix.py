@@ -652,7 +652,7 @@ def test_a_settled_call_that_is_compiled_again_and_refused(exact: bool | None, u
         return
     with (
         pytest.warns(UserWarning, match="inside torch.compile the budget cannot be kept"),
-        pytest.raises(BudgetTooSmall, match="estimated from its forward"),  # nor otherwise
+        pytest.raises(BudgetTooSmall, match=r"needs at least|estimated from"),  # nor otherwise
     ):
         fitted(batch(net))
     assert opener_of(fitted).eager is not None

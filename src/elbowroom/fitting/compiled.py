@@ -3,7 +3,8 @@
     er.fit(torch.compile(model), budget=...)      its mode, options, dynamic and fullgraph stay
     er.fit(model, budget=..., compile=True)       torch.compile's defaults
 
-A model that was fitted first, and is called compiled later, gets there at that call (`take_over`).
+A model that was fitted first, and is called compiled later, gets there at that call
+(`compiled_later.py`).
 The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. The memory
 that the step may use is known before it is compiled (`compiled_room.py`). What it has taken is
 measured until a settled step has kept to the budget (`compiled_steps.py`). After one that has not,
@@ -32,6 +33,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,23 +41,23 @@ from torch.optim import Optimizer
 
 from elbowroom.compiled import Decision, in_whole
 from elbowroom.errors import BudgetTooSmall
+from elbowroom.fitting.compiled_least import refusal_that_holds
 from elbowroom.fitting.compiled_loss import CompiledLoss
 from elbowroom.fitting.compiled_plans import Plans
 from elbowroom.fitting.compiled_room import Room
 from elbowroom.fitting.guests import next_forward
-from elbowroom.fitting.inside import leave_regions, settings_of
-from elbowroom.fitting.loss import succeed
+from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.signature import signature_of
 from elbowroom.fitting.summary import Summary, summary_of_regions
 from elbowroom.fitting.summary import summary as summary_of
-from elbowroom.fitting.twin import CompileSettings, Twin, compile_settings, with_hooks
+from elbowroom.fitting.twin import CompileSettings, Twin, with_hooks
 from elbowroom.fitting.uncompiled import Examined, tensors_in
 from elbowroom.fitting.why_eager import NothingCompiled, failures, why_eager
 from elbowroom.measure.rates import rates
-from elbowroom.runtime.attach import Given, attach, opener_of
+from elbowroom.runtime.attach import Given
 from elbowroom.runtime.calls import pass_through
 from elbowroom.runtime.compiler import eagerly, has_said, original
 from elbowroom.runtime.undo import Undo
@@ -194,6 +196,18 @@ class CompiledFitting:
                 raise
         raise self._refused_most()
 
+    def limit(self, options: FitOptions) -> None:
+        """Plans within these options from now on."""
+        self.options = self.room.options = options
+
+    def forget(self) -> None:
+        """Forgets all that was compiled, and that it was."""
+        for twin in self._plans.twins:
+            twin.leave()
+        self._plans.forget()
+        self._shapes.clear()
+        self._is_full, self._many = False, ""
+
     @property
     def may_go_on(self) -> bool:
         """True while the last forward waits for its backward."""
@@ -317,24 +331,11 @@ class CompiledFitting:
         room = self.room.nbytes if stands else 0
         for twin in self._plans.twins if stands else ():
             twin.stands = twin.stands or twin.fits(room)
+        run = partial(self._runs_first, model, kind, stands, given, undo)
         try:
-            twin = known or self._plans.twin_for(kind.numel, stands) or self._grown(model, stands)
-            out, is_above = self._examined(twin, model, kind.numel, given, undo)
-            resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
-            is_above = is_above or (self.room.note_graph(out, resident) and twin.may_exceed())
-            # Or a graph runs several times.
-            if (is_above or twin.excess_nbytes() > 0) and _may_go_back(undo):
-                out = None
-                undo.back()
-                runs = self.room.forwards * len(twin.ran)
-                twin = self._plans.twins[-1] = Twin(self, model, 1, stands=stands, runs=runs)
-                out = twin.run(kind.numel, *given)
-                twin.check()
-            if not twin.compiles and _may_go_back(undo) and any(map(_records, tensors_in(out))):
-                out = None
-                raise NothingCompiled
+            twin, out = run(known)
         except failures() as error:
-            self._recovers(model, error, undo)
+            self._recovers(model, error, undo, run)
             return None, None
         finally:
             undo.close()
@@ -349,7 +350,39 @@ class CompiledFitting:
         self._plans.serve((kind, stands))
         return twin, out
 
-    def _recovers(self, model: nn.Module, error: Exception, undo: Undo) -> None:
+    def _runs_first(
+        self,
+        model: nn.Module,
+        kind: Any,
+        stands: bool,
+        given: Given,
+        undo: Undo,
+        known: Twin | None = None,
+    ) -> tuple[Twin, Any]:
+        """Runs a call by a twin, and compiles another one if its regions hold more than the room.
+
+        known: a twin that was made for such calls
+        """
+        twin = known or self._plans.twin_for(kind.numel, stands) or self._grown(model, stands)
+        out, is_above = self._examined(twin, model, kind.numel, given, undo)
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(given)]
+        is_above = is_above or (self.room.note_graph(out, resident) and twin.may_exceed())
+        # Or a graph runs several times.
+        if (is_above or twin.excess_nbytes() > 0) and _may_go_back(undo):
+            out = None
+            undo.back()
+            runs = self.room.forwards * len(twin.ran)
+            twin = self._plans.twins[-1] = Twin(self, model, 1, stands=stands, runs=runs)
+            out = twin.run(kind.numel, *given)
+            twin.check()
+        if not twin.compiles and _may_go_back(undo) and any(map(_records, tensors_in(out))):
+            out = None
+            raise NothingCompiled
+        return twin, out
+
+    def _recovers(
+        self, model: nn.Module, error: Exception, undo: Undo, run: Callable[[], Any]
+    ) -> None:
         """Has the plans from before a correction, or the eager engine, run what was not compiled.
 
         Raises the error where neither can. Here, since a frame that an error has passed must not
@@ -359,6 +392,10 @@ class CompiledFitting:
             undo.back()
             self._plans.take_back()
             return
+        is_final = isinstance(error, BudgetTooSmall) and not self._may_go_eager(error)
+        if is_final and not self._plans.is_one_graph and _may_go_back(undo):
+            assert isinstance(error, BudgetTooSmall)
+            error = refusal_that_holds(error, self, run, undo)
         refusal = self._refused_most(error)
         if not self._may_go_eager(error) or not _may_go_back(undo):
             raise refusal from (None if refusal is not error else error.__cause__)
@@ -450,27 +487,6 @@ class CompiledFitting:
                 (resident + one.peak_nbytes for resident, one in each), default=None
             ),
         )
-
-
-def take_over(fitting: Fitting, called: nn.Module) -> CompiledFitting | None:
-    """Plans a model inside torch.compile from now on, because its calls are compiled.
-
-    Returns None if another backend than Inductor compiles them.
-
-    fitting: the eager engine of the model; called: the model, or torch.compile's wrapper
-    """
-    how = compile_settings(called)
-    if how is None:
-        return None
-    model = original(called)
-    successor = CompiledFitting(model, fitting.asked, None, how)
-    for optimizer in fitting.model_state.optimizers():
-        successor.add_optimizer(optimizer)
-    leave_regions(fitting)
-    succeed(fitting, successor)
-    fitting.close()
-    attach(model if opener_of(model) is fitting else called, successor)
-    return successor
 
 
 def _probes(model: nn.Module) -> Sequence[Tensor]:

@@ -51,6 +51,11 @@ class Plans:
         """True while plans that were made for less are not known to exist and to fit."""
         return self._before is not None
 
+    @property
+    def is_one_graph(self) -> bool:
+        """True if the last twin has compiled the whole model as one graph, or could not begin."""
+        return not self.twins or self.twins[-1].is_one_graph
+
     def serve(self, kind: Hashable) -> None:
         """Notes a kind of call that has run compiled."""
         if len(self._kinds) >= _MAX_KINDS:

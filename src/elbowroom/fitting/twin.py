@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, sqrt
+from types import CodeType
 from typing import Any, Protocol, Self
 
 import torch
@@ -23,7 +24,6 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_room import Room
 from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.uncompiled import UNCOMPILED
 from elbowroom.runtime.attach import called
 from elbowroom.runtime.compiler import (
     compiled_forward,
@@ -75,6 +75,7 @@ class Twin:
     refused   the error by which a region of the current call was not compiled
     compiles  whether Dynamo has found anything to compile
     leaves_alone  whether it is one graph, which changes no large input in place
+    is_one_graph  whether the graph that was compiled last is all of the model's forward
     """
 
     compiler_name = "elbowroom.fit"
@@ -88,7 +89,9 @@ class Twin:
         self.regions.reserved_nbytes = fitting.room.reserved_nbytes
         self.limit: float = inf
         self.refused: BudgetTooSmall | None = None
-        self.compiles = self.leaves_alone = False
+        self.compiles = self.leaves_alone = self.is_one_graph = False
+        self._codes: set[CodeType] = set()  # that it has compiled
+        self._forward = getattr(original(model).forward, "__code__", None)
         self._on_whole: Callable[[], None] | None = None
         self.ran: list[int] = []  # bytes that each run of a region holds, of a new kind of call
         self.numel = 0  # of the call that runs
@@ -113,6 +116,7 @@ class Twin:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a region. Dynamo calls this for each region and shape."""
         self.leaves_alone = _leaves_alone(gm) and (self.leaves_alone or not self.compiles)
+        self._note_code(gm)
         self.compiles = True
         room = self._room_nbytes = self._fitting.room.nbytes
         self.resident = self._fitting.options.budget_nbytes - room
@@ -136,6 +140,21 @@ class Twin:
         if self.leaves_alone and self._on_whole is not None:
             self._on_whole()
         return compiled
+
+    def _note_code(self, gm: fx.GraphModule) -> None:
+        """Notes the function that Dynamo compiles."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        code = InstructionTranslator.current_tx().f_code
+        breaks = getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True)
+        self.is_one_graph = code is self._forward and not breaks
+        self._codes.add(code)
+
+    def leave(self) -> None:
+        """Removes what it has compiled from Dynamo's cache, which has room for a few versions."""
+        dynamo: Any = torch._dynamo.eval_frame
+        for code in self._codes:
+            dynamo.reset_code(code)
 
     def run(
         self,
@@ -207,10 +226,9 @@ class Twin:
         if excess <= 0:
             return
         budget, forwards = self._fitting.options.budget_nbytes, self._fitting.room.forwards
-        parts = {
-            "held by compiled regions": forwards * sum(self.ran),
-            UNCOMPILED: self._fitting.room.uncompiled_nbytes,
-        }
+        held_nbytes = forwards * sum(self.ran)
+        parts = {"held by compiled regions": held_nbytes, **self._fitting.room.outside()}
+        parts["one of them while it runs"] = max(budget + excess - sum(parts.values()), 0)
         held = ", ".join(f"{what} {show_nbytes(size)}" for what, size in parts.items() if size)
         raise BudgetTooSmall(
             f"budget {show_nbytes(budget)} is below the {show_nbytes(budget + excess)} that "
