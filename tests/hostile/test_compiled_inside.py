@@ -34,7 +34,12 @@ X, Y = torch.randn(256, WIDTH), torch.randint(0, WORDS, (256,))
 
 @pytest.fixture(autouse=True)
 def nothing_attached():
+    release_all()  # of other files
     yield
+    release_all()
+
+
+def release_all() -> None:
     for model, _ in attached():
         er.release(model)
 

@@ -213,7 +213,7 @@ def test_fit_hands_offload_to_the_graph(uncompiled) -> None:
     assert decision.away_nbytes > 0
     assert standing + decision.peak_nbytes <= budget
     # What is away does not count as held.
-    (twin,) = opener_of(moved)._twins
+    (twin,) = opener_of(moved)._plans.twins
     assert sum(twin.ran) <= decision.saved_nbytes + 1000
     for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)

@@ -89,7 +89,7 @@ def test_a_graph_with_symbols_from_the_cache_serves_what_its_plan_is_for(
             called(torch.randn(rows, 32)).backward()
             model.zero_grad()
         fitting = opener_of(called)
-        found = [twin.limit // 32 for twin in fitting._twins], fitting.regions
+        found = [twin.limit // 32 for twin in fitting._plans.twins], fitting.regions
         assert er.summary(called).predicted_nbytes is not None
         er.release(called)
         return found

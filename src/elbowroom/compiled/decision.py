@@ -36,6 +36,7 @@ class Decision:
     is_lossy            whether codes add errors
     is_plain            whether all is as in plain torch.compile
     fuses_alike         whether bits depend on which loops are fused
+    is_uncertain        whether sums may run in another order than in plain torch.compile
     noise               variance that codes add to the gradient, as a share of that of mini-batches
     away_nbytes         held in a file or in host memory between forward and backward
     held                what backward begins with, by name
@@ -51,6 +52,7 @@ class Decision:
     is_lossy: bool = False
     is_plain: bool = True
     fuses_alike: bool = False
+    is_uncertain: bool = False
     noise: float = 0.0
     away_nbytes: int = 0
     held: HeldAtBackward = field(default_factory=HeldAtBackward, compare=False, repr=False)

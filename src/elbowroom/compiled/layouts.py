@@ -18,6 +18,10 @@ Measured: a net of 24 channels had other bits in 20 of 22 gradients, by up to 3e
             layout is that of forward's kernel. Mostly these are masks, of a byte an element
 
 Library calls may run again: what they read and give is stored, in their layout.
+
+That does not suffice for norms over groups of such channels: of one net the gradient in front of a
+GroupNorm had another layout, though its kernel reads the same. There a warning says so
+(`sums_up_groups`).
 """
 
 from typing import Any
@@ -26,6 +30,7 @@ import torch
 from torch import fx
 
 from elbowroom.compiled.collect import Kind, known_size
+from elbowroom.compiled.exponents import source_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.rounding import is_read
 
@@ -51,6 +56,27 @@ def laid_out_by_readers(joint: Joint, plain: Step) -> frozenset[fx.Node]:
         and has_rest(n.meta["val"])
         and not is_read(n, joint.facts, after, by_loops=False)
     )
+
+
+def sums_up_groups(joint: Joint) -> bool:
+    """Returns whether a sum is over groups of a map's channels, with a rest, as in GroupNorm."""
+    if not joint.is_channels_last:
+        return False
+    return any(
+        _is_of_groups(read)
+        for node, fact in joint.facts.items()
+        if fact.kind is Kind.REDUCTION
+        for read in node.all_input_nodes
+    )
+
+
+def _is_of_groups(read: fx.Node) -> bool:
+    """Returns whether a view has a map's channels in groups."""
+    whole: Any = source_of(read).meta.get("val")
+    view = read.meta.get("val")
+    if not has_rest(whole) or not isinstance(view, torch.Tensor) or view.dim() < 2:
+        return False
+    return known_size(view.shape[1]) < known_size(whole.shape[1])
 
 
 def has_no_layout(node: fx.Node) -> bool:
