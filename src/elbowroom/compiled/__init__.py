@@ -4,6 +4,7 @@
     liveness.py    a schedule of kernels -> bytes alive at each of them
     cost.py        ... -> seconds, to compare two schedules
     joint.py       a choice of saved values -> forward and backward, judged by these
+    simulated.py   ... only once, where a region is planned several times
     cut.py         minimum cuts, by a faster way than torch's
     decide.py      the choice: the fastest whose peak stays inside the budget
     codable.py     what may have a code, and which; integers whose range is known

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elbowroom.compiled.decision import too_small
+from elbowroom.compiled.simulated import remembering
 from elbowroom.compiled.written import Check
 from elbowroom.errors import BudgetTooSmall
 
@@ -64,7 +65,8 @@ def fitting(
         assert not isinstance(compiled, _Missed)
         return compiled, attempts.check
     ways = (attempts.filled, attempts.corrected, attempts.surely, attempts.nearest)
-    compiled = next(found for way in ways if (found := way(room)) is not None)
+    with remembering():
+        compiled = next(found for way in ways if (found := way(room)) is not None)
     return compiled, attempts.check
 
 

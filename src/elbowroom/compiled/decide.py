@@ -206,7 +206,7 @@ def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
 
 def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:
     """Yields choices that save or recompute one more of the values that the peak holds."""
-    curve = max(step.forward, step.backward, key=lambda one: one.peak_nbytes)
+    curve = max(step.curves, key=lambda one: one.peak_nbytes)
     alive = curve.alive_at(curve.peak_at)
     large = [s for s in alive if joint.facts[s].nbytes > _LARGE * step.peak_nbytes]
     large.sort(key=lambda s: (-joint.facts[s].nbytes, joint.place[s]))

@@ -12,6 +12,7 @@ creating the two graphs.
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from elbowroom.compiled.collect import Facts, facts_of, known_size, tensors_of
 from elbowroom.compiled.cost import Clock, device_of
 from elbowroom.compiled.liveness import Curve, curve_of
+from elbowroom.compiled.simulated import Outcome, names_of, outcomes, print_of
 
 _PARTS = "gradients", "results and their gradients", "saved tensors", "computed at the peak"
 Found = TypeVar("Found")
@@ -40,13 +42,17 @@ class Step:
     """
 
     saved: tuple[fx.Node, ...]
-    forward: Curve
-    backward: Curve
     again: tuple[fx.Node, ...]  # nodes that backward recomputes
     peak_nbytes: int
     saved_nbytes: int
     forward_nbytes: int
     seconds: float
+    simulate: Callable[[], tuple[Curve, Curve]] = field(repr=False, compare=False)
+
+    @cached_property
+    def curves(self) -> tuple[Curve, Curve]:
+        """The levels of forward and of backward."""
+        return self.simulate()
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Analysis:
     place   of each node in the graph's order
     random  the nodes whose second run would draw other numbers
     redrawn those that the user's checkpoints run again, with the generator's state of forward
+    is_coded  whether codes have been put into the graph
     known   what was found of the graph besides, by any key
     """
 
@@ -64,6 +71,7 @@ class Analysis:
     clock: Clock
     random: frozenset[fx.Node]
     redrawn: frozenset[fx.Node] = frozenset()
+    is_coded: bool = False
     known: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -129,7 +137,7 @@ class Joint:
             facts = facts_of(self.graph, before.facts)
             random = before.random.union(filter(is_random, facts.keys() - before.facts.keys()))
             clock = before.clock.with_facts(facts)
-            self.analysis = Analysis(facts, place, clock, random, before.redrawn)
+            self.analysis = Analysis(facts, place, clock, random, before.redrawn, True)
             return
         facts = facts_of(self.graph)
         clock = Clock(facts, device_of(facts))
@@ -162,7 +170,46 @@ class Joint:
         is_plain: as plain torch.compile would run it; below_nbytes: None, too, if its peak is not
         below that, which backward alone may show
         """
-        chosen = set(saved)
+        chosen, known = set(saved), outcomes()
+        if known is None or self.analysis.is_coded:
+            return self._simulated(chosen, is_plain=is_plain, below_nbytes=below_nbytes)
+        key = self._print(), frozenset(names_of(chosen)), is_plain, below_nbytes
+        if key in known:
+            return self._recalled(known[key], chosen, is_plain=is_plain)
+        step = self._simulated(chosen, is_plain=is_plain, below_nbytes=below_nbytes)
+        known[key] = None if step is None else _outcome(step)
+        return step
+
+    def _print(self) -> int:
+        given = names_of(self.inputs), self._n_forward_outputs, self._standing_nbytes, self._is_cpu
+        return self.once("print", lambda: print_of(self.facts, *given))
+
+    def _recalled(
+        self, outcome: Outcome | None, chosen: set[fx.Node], *, is_plain: bool
+    ) -> Step | None:
+        """Returns the step of a choice that was simulated before, in a graph of the same nodes."""
+        if outcome is None:
+            return None
+        named = self.once("names", lambda: {n.name: n for n in self.place})
+
+        def simulate() -> tuple[Curve, Curve]:
+            step = self._simulated(chosen, is_plain=is_plain)
+            assert step is not None
+            return step.curves
+
+        return Step(
+            saved=tuple(named[name] for name in outcome.saved),
+            again=tuple(named[name] for name in outcome.again),
+            peak_nbytes=outcome.peak_nbytes,
+            saved_nbytes=outcome.saved_nbytes,
+            forward_nbytes=outcome.forward_nbytes,
+            seconds=outcome.seconds,
+            simulate=simulate,
+        )
+
+    def _simulated(
+        self, chosen: set[fx.Node], *, is_plain: bool, below_nbytes: float = inf
+    ) -> Step | None:
         after = self._needed(self.backward_outputs, chosen | set(self.tangents))
         if after is None:
             return None
@@ -195,14 +242,13 @@ class Joint:
         states = sum(_state_nbytes(n) for n in self.analysis.redrawn if n in before and n in after)
         return Step(
             saved=tuple(sorted(used, key=self.place.__getitem__)),
-            forward=forward,
-            backward=backward,
             again=tuple(n for n in self._in_order(after) if n in before),
             peak_nbytes=states
             + max(forward.peak_nbytes + self._standing_nbytes, backward.peak_nbytes),
             saved_nbytes=self._held_nbytes(used) + states,
             forward_nbytes=forward.peak_nbytes + states,
             seconds=self.clock.seconds(forward.kernels) + self.clock.seconds(backward.kernels),
+            simulate=lambda: (forward, backward),
         )
 
     def parts(self, saved: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -217,7 +263,7 @@ class Joint:
     def parts_at_peak(self, step: Step) -> dict[str, int]:
         """Returns what stands at the worst moment of a step in this graph, by kind, in bytes."""
         facts, in_forward = self.facts, step.forward_nbytes + self._standing_nbytes
-        curve = step.forward if in_forward >= step.peak_nbytes else step.backward
+        curve = step.curves[0 if in_forward >= step.peak_nbytes else 1]
         results = {facts[n].storage for n in (*self.forward_outputs, *self.tangents)}
         gradients = {facts[n].storage for n in self.backward_outputs}
         saved = {facts[n].storage for n in step.saved}
@@ -225,7 +271,7 @@ class Joint:
         for storage in curve.counted_at_peak(facts):
             kinds = storage in gradients, storage in results, storage in saved, True
             parts[_PARTS[kinds.index(True)]] += facts[storage].nbytes
-        if curve is step.forward:
+        if curve is step.curves[0]:
             parts["results of the step before"] = self._standing_nbytes
         # Memory of library calls, states of generators, and freed memory that waits in plain graphs
         parts["workspaces"] = max(step.peak_nbytes - sum(parts.values()), 0)
@@ -297,6 +343,17 @@ class Joint:
             done.update(dict.fromkeys(self._in_order(wanted)))
         done.update(dict.fromkeys(ordered))
         return list(done)
+
+
+def _outcome(step: Step) -> Outcome:
+    return Outcome(
+        names_of(step.saved),
+        names_of(step.again),
+        step.peak_nbytes,
+        step.saved_nbytes,
+        step.forward_nbytes,
+        step.seconds,
+    )
 
 
 def is_random(node: fx.Node) -> bool:
