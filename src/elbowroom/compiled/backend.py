@@ -347,6 +347,10 @@ def _compiled(
         return early.compile(run) if kwargs.get("is_backward") else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
+    if room is not None and device_of_inputs(example_inputs).type == "cpu":
+        # mode="reduce-overhead" asks for CUDA graphs. Without a GPU there are none, but the code
+        # would be cut into pieces for them, each of which holds its inputs until it ends.
+        patches["triton.cudagraphs"] = False
     deferred = Deferred()
     with (
         listening(check.made.append),
