@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from elbowroom.compiled import backend, elbowroom, written
-from elbowroom.compiled.backend import Regions, Settings
+from elbowroom.compiled.backend import Regions
 from elbowroom.compiled.decision import Decision, HeldAtBackward
+from elbowroom.compiled.options import Settings
 from elbowroom.compiled.partition import listening
 from elbowroom.compiled.written import Check, Early, peak_of
 from elbowroom.errors import BudgetTooSmall

@@ -29,19 +29,17 @@
     attempts.py    ... of one plan after another, until one fits
     decision.py    ... in figures, which Inductor's cache stores with the code
     held.py        a policy of er.saving in the graph, whatever the budget
+    options.py     settings, and options of torch.compile
     backend.py     torch.compile(..., backend="elbowroom")
 
 Nothing of torch._dynamo or torch._inductor is imported before something is compiled.
 """
 
 from elbowroom.compiled.backend import Regions as Regions
-from elbowroom.compiled.backend import Settings as Settings
 from elbowroom.compiled.backend import compile_region as compile_region
-from elbowroom.compiled.backend import device_of_inputs as device_of_inputs
 from elbowroom.compiled.backend import elbowroom as elbowroom
 from elbowroom.compiled.backend import frame_of as frame_of
 from elbowroom.compiled.backend import in_whole as in_whole
-from elbowroom.compiled.backend import place_of as place_of
 from elbowroom.compiled.backend import refusal as refusal
 from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.held import GraphPolicy as GraphPolicy
@@ -50,3 +48,6 @@ from elbowroom.compiled.held import counted as counted
 from elbowroom.compiled.held import held_by as held_by
 from elbowroom.compiled.held import is_in_region as is_in_region
 from elbowroom.compiled.held import reporting_to as reporting_to
+from elbowroom.compiled.options import Settings as Settings
+from elbowroom.compiled.options import device_of_inputs as device_of_inputs
+from elbowroom.compiled.options import place_of as place_of

@@ -21,7 +21,7 @@ from elbowroom.compiled.written import Check
 from elbowroom.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
-    from elbowroom.compiled.backend import Settings
+    from elbowroom.compiled.options import Settings
 
 _ATTEMPTS = 3  # plans of one region, where the code that is written takes more than the room
 _FILLED = 2  # attempts before those, at plans that leave no room for errors of the simulation

@@ -26,7 +26,8 @@ from elbowroom.codecs.dropped import drop, why_dropped
 from elbowroom.codecs.facts import NOTHING
 from elbowroom.codecs.quality import broken_form, is_own
 from elbowroom.compiled.away import is_away
-from elbowroom.compiled.backend import Regions, Settings, compile_region
+from elbowroom.compiled.backend import Regions, compile_region
+from elbowroom.compiled.options import Settings
 from elbowroom.errors import RestoreError
 
 _MAX_VIEWS = 8  # nodes of views behind a region
