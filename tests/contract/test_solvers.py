@@ -636,7 +636,7 @@ def _with_extras(problem: Problem, random: Random) -> Problem:
         sources = random.choice([0, MB, 3 * MB]) if option.name == "rebuild" else 0
         travels = MB if option.link and random.random() < 0.5 else None
         direct = direct if random.random() < 0.3 else ()
-        return replace(option, direct=direct, sources_nbytes=sources, travels=travels)
+        return replace(option, direct=direct, beside_nbytes=sources, travels=travels)
 
     items = []
     for item in problem.items:
@@ -663,7 +663,7 @@ def test_no_choice_comes_below_the_least_levels(some: Some) -> None:
 
 def test_what_an_input_is_made_of_may_stand_elsewhere_than_at_its_need() -> None:
     """A region that starts from it has it made earlier; then nothing stands beside it later."""
-    made = Option("rebuild", 0, sources_nbytes=8 * MB)
+    made = Option("rebuild", 0, beside_nbytes=8 * MB)
     item = Item(MB, 0, 0, ((6, 6),), 6, (Option("keep", MB), made))
     inner = Item(MB, 1, 1, ((5, 5),), 5, (Option("keep", MB),))
     region = Region("a", (1,), (0,), 1e-3, 0, 0, born=1, start=5)

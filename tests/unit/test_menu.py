@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.codecs import Codec, Dither, Facts, Group, codecs, register, registry
+from elbowroom.codecs import Codec, Dither, Facts, Group, codecs, register, registry, workspace
 from elbowroom.codecs.base import FLOATS, Buffers, Encoded, Expected, Layout
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import _RECORDED, broken_promise, measured, quality_of
@@ -164,6 +164,8 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test registers into a copy, and rates anew."""
     codecs()
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    # What `Signs` keeps aside would be all the memory that it saves, and more.
+    monkeypatch.setattr(workspace, "_measured", lambda codec: workspace.Workspace(0.0, 0.0))
     caches = registered._honest, broken_promise, measured, preset_named
     for one in caches:
         one.cache_clear()

@@ -85,7 +85,7 @@ def _recorded(codec: Codec) -> tuple[float, float, float, bool] | None:
 def measured(codec: Codec, *, maps: bool) -> Quality:
     """Measures the quality of one setting; once per process."""
     with unset_fake_temporarily(), torch.no_grad():
-        x = _normal(MAPS if maps else ROWS).to(dtypes_of(codec)[0])
+        x = normal(MAPS if maps else ROWS).to(dtypes_of(codec)[0])
         codes = [codec.encode(x, seed) for seed in (1, 2)]
         x = x.double()
         one, other = (code.decode().double() - x for code in codes)
@@ -128,9 +128,9 @@ def broken_promise(codec: Codec, *, is_planned: bool = True) -> str:
 def _broken_promises(codec: Codec) -> Iterator[str]:
     for dtype in dtypes_of(codec):
         for shape in (MAPS, ROWS, _ODD, (5001,)):
-            x = _normal(shape).to(dtype)
+            x = normal(shape).to(dtype)
             code = codec.encode(x, 3)
-            if not torch.equal(x, _normal(shape).to(dtype)):
+            if not torch.equal(x, normal(shape).to(dtype)):
                 yield "it changes the tensor that it encodes"
             if any(b.untyped_storage()._cdata == x.untyped_storage()._cdata for b in code.buffers):
                 yield "its code lies in the memory of the tensor, which is then never freed"
@@ -192,14 +192,14 @@ def _broken_forms(codec: Codec) -> Iterator[str]:
     for dtype in () if form is None else dtypes_of(codec):
         for n in (prod(ROWS), 5001):
             assert form is not None
-            x = _normal((n,)).to(dtype)
+            x = normal((n,)).to(dtype)
             layout, allowed = (
                 codec._layout(n, dtype, NOTHING),
                 _error(codec.encode(x, 3).decode(), x),
             )
             buffers, out = form.quantize(x, 3), torch.empty_like(x)
             yield from _broken_layout(layout, buffers)
-            if not torch.equal(x, _normal((n,)).to(dtype)):
+            if not torch.equal(x, normal((n,)).to(dtype)):
                 yield "its form for graphs changes the tensor that it encodes"
             form.dequantize(buffers, 3, out)
             yield from _broken_error(_error(out, x), allowed)
@@ -239,7 +239,7 @@ def states_of(encoded: Encoded) -> list[tuple[int, int]]:
     return [(one._version, one.untyped_storage().nbytes()) for one in encoded.buffers]
 
 
-def _normal(shape: tuple[int, ...]) -> Tensor:
+def normal(shape: tuple[int, ...]) -> Tensor:
     """Returns a normal tensor. It is not cached, because it would add to the peak of a step."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(prod(shape), generator=generator).view(shape)

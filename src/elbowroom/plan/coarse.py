@@ -5,19 +5,23 @@ but if the factor's code has 4 levels, and a reader of the product needs 16, the
 product a code of its own (`runtime/sites.py`), and the step takes more than was promised. Likewise
 for `lean`'s code of a norm's input, which needs the mask of a ReLU that keeps its output as it is.
 So what a solver has chosen is checked by the same rules; tensors that would not be held as it says
-are set apart, with codes of their own, and it solves again.
+are set apart, with codes of their own, and it solves again. The plan says which these are, as the
+runtime would rebuild them once their sources have finer codes in the end.
+
+In a chain of such tensors each round finds the next one. So after a few rounds all that is left is
+decided at once: it is set apart, or nothing that it is made of has a code too coarse for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from elbowroom.plan.build_problem import BuiltProblem, as_planned
 from elbowroom.plan.composed import gated, is_lean
 from elbowroom.plan.menu import KEEP, Chosen, is_made_of, preset_named
-from elbowroom.plan.problem import Choice, Problem, Solution, held_options
+from elbowroom.plan.problem import Choice, Option, Problem, Solution, cost, held_options
 from elbowroom.plan.profile import Profile
 
-_MAX_ROUNDS = 4  # after which all that could be rebuilt from codes is set apart
+_MAX_ROUNDS = 4
 
 
 def solve_apart(
@@ -36,8 +40,41 @@ def solve_apart(
             return built, found
         apart |= wrong
     made = (i for i, storage in enumerate(profile.storages) if storage.made_of)
-    built = build(apart=apart.union(made))
-    return built, solve(built.problem)
+    ways = build(apart=apart.union(made)), with_fine_sources(profile, build(apart=apart))
+    last = [(built, solve(built.problem)) for built in ways]
+    right = (one for one in last if not made_of_coarse(profile, one[0], one[1].choice))
+    return min(right, key=_rank, default=last[0])
+
+
+def _rank(one: tuple[BuiltProblem, Solution]) -> tuple[bool, float]:
+    """Sorts solutions: those that fit by their cost, and before others, by their peak."""
+    built, found = one
+    return not found.feasible, cost(built.problem, found.choice) if found.feasible else found.peak
+
+
+def with_fine_sources(profile: Profile, built: BuiltProblem) -> BuiltProblem:
+    """Returns the problem without codes that are too coarse for what is rebuilt from them."""
+    profile, norms = as_planned(profile, built.apart, exact=False), gated(profile)
+    norms = {i: made for i, made in norms.items() if i not in built.apart}
+    items = dict(zip(built.storages, built.problem.items, strict=True))
+
+    def ways(index: int) -> Iterator[tuple[Option, Chosen]]:
+        storage, is_gated = profile.storages[index], index in norms
+        for option in items[index].options[1:]:
+            yield option, (storage, preset_named(option.name), is_gated)
+
+    for index in built.storages:
+        makes = [chosen for _, chosen in ways(index)]
+        for source in items.keys() & set(profile.storages[index].made_of):
+            fine = [
+                option
+                for option, held in ways(source)
+                if all(is_made_of(profile, chosen, [held]) for chosen in makes)
+            ]
+            kept = items[source].options[0]
+            items[source] = replace(items[source], options=(kept, *fine))
+    problem = replace(built.problem, items=tuple(items[index] for index in built.storages))
+    return replace(built, problem=problem)
 
 
 def checked(profile: Profile, built: BuiltProblem, found: Solution) -> Solution:

@@ -329,7 +329,8 @@ def _sites(
             storage = profile.storages[index]
             for save in storage.saves:
                 known = _known(presets[index], storage, save.site)
-                yield save.site.name, replace(known, shared=index in shared)
+                apart = index in built.apart
+                yield save.site.name, replace(known, shared=index in shared, apart=apart)
     for r in choice.recomputed:
         call = profile.modules[built.modules[r]]
         for nth, index in enumerate(call.inputs):

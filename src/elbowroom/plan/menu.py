@@ -35,6 +35,7 @@ from elbowroom.plan.prices import (
     levels_of,
     look_s,
     seconds_of,
+    taken_nbytes,
 )
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
@@ -215,7 +216,9 @@ def option(
         else 0.0,
         shared=() if preset.exact else _shared(profile, storage),
         restore_s=held.restore_s if is_whole else 0.0,
-        sources_nbytes=_sources_nbytes(profile, storage) if held.rebuilt else 0,
+        beside_nbytes=_sources_nbytes(profile, storage)
+        if held.rebuilt
+        else _taken(storage, held)[1],
         travels=held.travels,
     )
 
@@ -310,9 +313,19 @@ def _as_encoded(storage: Storage, held: _Held) -> Iterator[tuple[int, int]]:
 
     A code of logits is one of log-probabilities, which are made for it as a whole.
     """
+    nbytes, _ = _taken(storage, held)
     is_code = held.value == "lossy" and held.codec is not None
     if is_code and any(save.site.formula is Formula.LOG_PROBABILITY for save in storage.saves):
-        yield storage.born, storage.nbytes
+        nbytes += storage.nbytes
+    if nbytes:
+        yield storage.born, nbytes
+
+
+def _taken(storage: Storage, held: _Held) -> tuple[int, int]:
+    """Returns the bytes that encoding and decoding take beside tensor and code."""
+    if held.codec is None or held.rebuilt:
+        return 0, 0
+    return taken_nbytes(held.codec, storage.nbytes)
 
 
 def options(

@@ -25,7 +25,15 @@ from elbowroom.plan.policy import Lean, OffloadRest
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
-from elbowroom.plan.site import FINE, NO_MODULE, RECOMPUTE, Site, SiteName, prefix
+from elbowroom.plan.site import (
+    FINE,
+    NO_MODULE,
+    RECOMPUTE,
+    Rebuildable,
+    Site,
+    SiteName,
+    prefix,
+)
 from elbowroom.units import budget_argument, show_nbytes, show_percent, show_seconds
 
 VERSION = 1
@@ -61,6 +69,7 @@ class PlanEntry:
     preset  the name of a preset (`menu.preset_named`)
     curved  see `Site`
     shared  once it is rebuilt or decoded, it waits for its next reader (`shared.py`)
+    apart   it has a code of its own even where it could be rebuilt (`coarse.py`)
     """
 
     preset: str
@@ -68,6 +77,7 @@ class PlanEntry:
     nbytes: int
     curved: bool = False
     shared: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -391,7 +401,8 @@ def _action_by(preset: Preset | None, site: Site, known: PlanEntry | None) -> Ac
     if known is None:
         return policy(site)
     # Whatever a fine formula reads is made of here is known to be, and has a code for that.
-    return policy(replace(site, curved=known.curved or site.formula in FINE))
+    site = replace(site, curved=known.curved or site.formula in FINE)
+    return policy(replace(site, rebuildable=Rebuildable.NO) if known.apart else site)
 
 
 def _matches(known: PlanEntry, site: Site) -> bool:

@@ -1,7 +1,7 @@
-"""The prices of an option: seconds of encoding and decoding, and the gradient variance of a code.
+"""The prices of an option: seconds and memory of encoding and decoding, and the gradient variance.
 
-Both come from a profile. Rates of a codec that the profile lacks are measured when they are asked
-for, if they can be; noise that was not measured is estimated by the size of tensors.
+Seconds and variance come from a profile. Rates of a codec that the profile lacks are measured when
+they are asked for, if they can be; noise that was not measured is estimated by the size of tensors.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from elbowroom.codecs import Codec, Dither, Sided
 from elbowroom.codecs.dropped import drop
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import is_own, quality_of
+from elbowroom.codecs.workspace import workspace_of
 from elbowroom.plan.composed import levels_of_upper
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import Need, Site
@@ -42,6 +43,18 @@ def seconds_of(
         rate = _UNMEASURED
         drop(type(codec), f"it fails: {type(error).__name__}: {error}")
     return profile.fixed_s.get(fixed, 0.0) + nbytes / rate
+
+
+def taken_nbytes(codec: Codec, nbytes: int) -> tuple[int, int]:
+    """Returns the bytes that encoding and decoding such a tensor take beside it and its code."""
+    try:
+        encode, decode = workspace_of(codec)
+    except Exception as error:
+        if is_own(type(codec)):
+            raise
+        drop(type(codec), f"it fails: {type(error).__name__}: {error}")
+        return 0, 0
+    return int(encode * nbytes), int(decode * nbytes)
 
 
 def look_s(profile: Profile, name: str, nbytes: int) -> float:

@@ -5,7 +5,7 @@ backward; what is held changes only there. A storage (an `Item`) held by an opti
 
                  born ... used          used ... freed          each need
     keep         nbytes                 nbytes                  nbytes
-    else         nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes + a.sources_nbytes
+    else         nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes + a.beside_nbytes
                                                                 (a.nbytes + its own, a.direct)
     code away    nbytes + a.nbytes      a.nbytes                nbytes + a.nbytes + a.travels
     recomputed   nbytes                 0                       nbytes, from the start of its region
@@ -47,7 +47,8 @@ class Option:
     levels      of the dithered code that all its values come back from, or of one with the same
                 error; 0 where they do not, or are exact
     restore_s   seconds of each time that it is made again or decoded as a whole; 0 if it is not
-    sources_nbytes  of what it is made of, which stand with it each time that it is rebuilt
+    beside_nbytes  that stand with it each time that it is restored: what it is made of, and what
+                   decoding takes
     shared      numbers of `Problem.shared_s`: seconds besides, that several options add together
     direct      needs for which it is not restored, since backward reads what is held: the first
                 moment of each, and the bytes that its op takes then beyond `base`: less than
@@ -68,7 +69,7 @@ class Option:
     levels: float = 0.0
     shared: tuple[int, ...] = ()
     restore_s: float = 0.0
-    sources_nbytes: int = 0
+    beside_nbytes: int = 0
     travels: int | None = None
 
     @property
@@ -255,8 +256,8 @@ def option_spans(item: Item, option: int, starts: Collection[int] = ()) -> list[
     if chosen.travels is not None:
         held += [(first, last, chosen.travels) for first, last in _back(item, chosen, starts)]
     whole = _whole(item, chosen, starts)
-    if chosen.sources_nbytes:
-        held += [(first, first, chosen.sources_nbytes) for first, _ in whole]
+    if chosen.beside_nbytes:
+        held += [(first, first, chosen.beside_nbytes) for first, _ in whole]
     return held + [(first, last, item.nbytes) for first, last in whole]
 
 

@@ -236,6 +236,17 @@ class Recipe:
         """True if a linear layer runs again to make it, or one of the saved tensors on the way."""
         return bool(self.op.products) or any(map(_is_of_product, self.links))
 
+    def kept(self) -> Slot | None:
+        """Returns the slot of the output, if that is kept as it is: nothing need run to make it.
+
+        A ReLU whose output is kept has no bits, without which it makes nothing of a code.
+        """
+        slot = None if self.output is None else self.output()
+        if slot is None or slot.waits or slot.base != self.made:
+            return None
+        kept = slot.value
+        return slot if isinstance(kept, KeepHandle) and not kept.was_changed else None
+
     def _has_changed(self) -> bool:
         """Returns whether a parameter was changed since, or is known to be until backward."""
         fixed = self.op.fixed
@@ -504,7 +515,7 @@ def link_to(source: "Slot | Link") -> "Link":
 def followed(link: "Link") -> "Slot | Ready | None":
     """Returns the target of a link; None if that was freed, or is not saved."""
     if isinstance(link, Recipe):
-        return link.ready()
+        return link.kept() or link.ready()
     slot = link()
     if slot is not None and slot.value is not None:
         return slot
