@@ -3,7 +3,7 @@
 import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -30,10 +30,11 @@ from elbowroom.plan.plan import Line
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.prices import levels_of
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.registered import all_settings, settings_of, weighed
+from elbowroom.plan.registered import all_settings, quicker, settings_of, weighed
 from elbowroom.plan.site import Formula, Need, Site
 from elbowroom.units import show_nbytes
 
+VERBS = ("encode", "decode")
 solve_module, auto_module, rates_module = map(
     importlib.import_module,
     ("elbowroom.plan.solve", "elbowroom.plan.solve.auto", "elbowroom.measure.rates"),
@@ -596,3 +597,49 @@ def test_codes_in_the_place_of_those_that_are_named_are_said(profile: Profile) -
     )
     assert told.substitution in told.explain()
     assert replace(least(profile), lines=(keep,)).substitution == ""
+
+
+# --- by seconds
+
+
+def fast(codec: Codec) -> float:
+    """Seconds of a group code: a half of any other's."""
+    return 1.0 if isinstance(codec, Group) else 2.0
+
+
+def quick(seconds: Callable[[Codec], float], **facts: bool) -> set[str]:
+    found = quicker(all_settings(), torch.float32, Facts(**facts), maps=True, seconds=seconds)
+    return {setting_name(codec) for codec in found}
+
+
+def test_what_is_faster_is_weighed_beside_what_is_smaller() -> None:
+    groups = {"group, bits=6", "group, bits=3", "group"}
+    assert groups <= quick(fast)
+    assert groups <= quick(fast, has_zeros=True)
+    # As fast as a dither that is as small and as fine, or unknown: it would win nowhere.
+    assert not groups & quick(lambda codec: 1.0)
+    assert not groups & quick(lambda codec: inf)
+
+
+def test_no_speed_is_asked_for_that_no_plan_needs() -> None:
+    asked = set()
+
+    def seconds(codec: Codec) -> float:
+        asked.add(codec.id)
+        return fast(codec)
+
+    quick(seconds)
+    assert asked == {"dither", "group"}
+
+
+def test_a_plan_takes_a_larger_code_that_is_faster(profile: Profile) -> None:
+    rates = {name: rate for name, rate in profile.rates.items() if "group" not in name}
+    names = [f"{verb} {setting_name(codec)}" for codec in settings_of("group") for verb in VERBS]
+    fixed = {f"{verb} group": 0.0 for verb in VERBS}
+    for rate, is_taken in ((1e12, True), (1e8, False)):
+        known = {**rates, **dict.fromkeys(names, rate)}
+        one = replace(profile, rates=known, fixed_s={**profile.fixed_s, **fixed})
+        items = build_problem(one, exact=False).problem.items
+        options = [option for item in items for option in item.options]
+        larger = [one for one in options if one.name in ("group, bits=6", "group, bits=3")]
+        assert bool(larger) is is_taken

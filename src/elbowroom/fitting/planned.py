@@ -279,7 +279,7 @@ def _give_up(state: FitState, least: Taken) -> Step:
     )
 
 
-_LARGEST_TENSORS = 5  # upper estimate of the additional memory of a watched step
+_LARGEST_TENSORS = 6  # upper estimate of the additional memory of a watched step
 
 
 def room_nbytes(plan: "Plan") -> int:

@@ -100,7 +100,7 @@ def _built(
             apart=apart,
         )
         return _with_regions(alone, as_planned(profile, apart, exact=exact))
-    menu = Menu(() if exact else codecs, _tier(profile, offload), whole=whole)
+    menu = Menu(profile, () if exact else codecs, _tier(profile, offload), whole=whole)
     planned = [i for i, storage in enumerate(profile.storages) if is_planned(storage)]
     again = _made_from(profile, exact=exact)
     norms = set() if exact else gated(profile).keys() - apart

@@ -60,8 +60,11 @@ def is_composed(preset: Preset) -> bool:
     return is_moved or is_lean(preset)
 
 
-def is_no_worse(one: Option, other: Option, storage: Storage) -> bool:
-    """Returns whether one option is as good as another in every way."""
+def is_no_worse(one: Option, other: Option, storage: Storage, *, slower: float = 1.0) -> bool:
+    """Returns whether one option is as good as another in every way.
+
+    slower: times the other's seconds, which count as equal
+    """
     first, second = (
         (
             option.nbytes,
@@ -71,7 +74,7 @@ def is_no_worse(one: Option, other: Option, storage: Storage) -> bool:
         )
         for option in (one, other)
     )
-    return all(a <= b for a, b in zip(first, second, strict=True))
+    return all(a <= b * by for a, b, by in zip(first, second, (1, 1, slower, 1), strict=True))
 
 
 def levels_of_upper(codec: Sided) -> float:

@@ -11,14 +11,14 @@ does it serve the next op?
     both      a code that is moved there: "dither, 16 levels, to file"
     lean      of a norm's input, the code that serves the norm, its ReLU and the next layer
 
-All registered codecs are weighed (`registered.py`).
+All registered codecs are weighed by their bytes, their error and their seconds (`registered.py`).
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from math import prod
+from functools import cache, partial
+from math import inf, prod
 
 from elbowroom.codecs import BitMask, Codec, Dither, Sided
 from elbowroom.codecs.names import setting_name, setting_named
@@ -34,12 +34,13 @@ from elbowroom.plan.prices import (
     error_of,
     levels_of,
     look_s,
+    rate_name,
     seconds_of,
     taken_nbytes,
 )
 from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
-from elbowroom.plan.registered import all_settings, expected_nbytes, weighed
+from elbowroom.plan.registered import SLOWER, all_settings, expected_nbytes, quicker, weighed
 from elbowroom.plan.restored import MAPS, times_restored, workspace
 from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site
 
@@ -49,6 +50,7 @@ OFFLOAD: dict[Tier, Preset] = {
     "file": Preset("offload to file", OffloadRest("file"), exact=True),
     "host": Preset("offload to host", OffloadRest("host"), exact=True),
 }
+_TYPICAL_NBYTES = 1 << 20
 _AHEAD = 4  # moments: about one tensor is back before it is asked for (runtime/prefetcher.py)
 _FIXED = {preset.name: preset for preset in (KEEP, *EXACT_MENU, *OFFLOAD.values())}
 _TO: dict[Tier, str] = {"file": ", to file", "host": ", to host"}
@@ -85,7 +87,10 @@ class Menu:
     whole   tensors may be moved as they are, not only their codes
     """
 
-    def __init__(self, codecs: tuple[Codec, ...] | None, tier: Tier | None, *, whole: bool) -> None:
+    def __init__(
+        self, profile: Profile, codecs: tuple[Codec, ...] | None, tier: Tier | None, *, whole: bool
+    ) -> None:
+        self._profile = profile
         self._codecs, self._tier, self._named = codecs, tier, codecs is not None
         self._places = () if tier is None or not whole else (OFFLOAD[tier],)
         self._known: dict[tuple[object, ...], tuple[Preset, ...]] = {}
@@ -103,7 +108,12 @@ class Menu:
             settings = all_settings() if self._codecs is None else self._codecs
             taken = weighed(settings, site.dtype, site.facts, maps=kind[1], named=self._named)
             # Of masks and indices no code is made: any setting does the same with them.
-            presets = presets_for(taken or settings[:1]) + self._places
+            presets = presets_for(taken or settings[:1])
+            if not self._named:
+                seconds = partial(self._seconds, has_zeros=kind[2])
+                quick = quicker(settings, site.dtype, site.facts, maps=kind[1], seconds=seconds)
+                presets += presets_for(tuple(codec for codec in quick if codec not in taken))
+            presets += self._places
             if self._tier is not None:
                 # Their bytes here are nearly none, so a few errors to choose from are enough.
                 few = dict.fromkeys(taken[n] for n in (0, len(taken) // 2, -1)) if taken else ()
@@ -112,6 +122,19 @@ class Menu:
                 presets += tuple(preset_named(f"lean, {n} levels") for n in LEAN_LEVELS)
             self._known[kind] = presets
         return self._known[kind]
+
+    def _seconds(self, codec: Codec, *, has_zeros: bool) -> float:
+        """Returns the seconds in which a tensor of typical size is encoded and decoded.
+
+        inf: its speed was not measured, as in a profile from a file
+        """
+        verbs, profile = ("encode", "decode"), self._profile
+        taken_s = (
+            seconds_of(profile, verb, codec, _TYPICAL_NBYTES, has_zeros=has_zeros) for verb in verbs
+        )
+        total_s = sum(taken_s)
+        is_known = all(rate_name(verb, codec) in profile.rates for verb in verbs)
+        return total_s if is_known else inf
 
 
 @dataclass
@@ -338,22 +361,23 @@ def options(
 ) -> dict[str, Option]:
     """Returns the presets that hold fewer bytes than all milder ones; to keep it comes first.
 
-    Of composed ones, all that are better in some way than each other preset: in the bytes that are
+    Of other codes, those that are faster by a tenth than all that are as small and as fine; of
+    composed ones, all that are better in some way than each other preset: in the bytes that are
     held or travel, in time, or in noise.
 
     again, is_gated: as in `option`.
     """
     found = {KEEP.name: Option(KEEP.name, storage.nbytes)}
-    composed = {}
+    beside = {}
     for preset in presets:
         made = option(profile, storage, preset, again=again, is_gated=is_gated)
-        if is_composed(preset):
-            composed[preset.name] = made
-        elif made.nbytes < min(known.nbytes for known in found.values()):
+        if not is_composed(preset) and made.nbytes < min(one.nbytes for one in found.values()):
             found[preset.name] = made
-    for name, made in composed.items():
-        if not any(is_no_worse(other, made, storage) for other in found.values()):
-            worse = [n for n in composed if n in found and is_no_worse(made, found[n], storage)]
+        elif not preset.exact and made.nbytes < storage.nbytes:
+            beside[preset.name] = made, 1 if is_composed(preset) else SLOWER
+    for name, (made, slower) in beside.items():
+        if not any(is_no_worse(other, made, storage, slower=slower) for other in found.values()):
+            worse = [n for n in beside if n in found and is_no_worse(made, found[n], storage)]
             found = {n: other for n, other in found.items() if n not in worse}
             found[name] = made
     return found

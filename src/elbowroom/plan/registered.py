@@ -4,15 +4,16 @@ A planner considers the settings that take fewer bytes than every milder one, th
 with a smaller error on normal data (`codecs/quality.py`). Sizes are those for tensors of one kind:
 maps or rows, of this dtype, with zeros or not. A setting of another codec than `dither` must take
 3 % less, and no smaller setting may have nearly its error, because settings that are nearly the
-same make problems larger and no plan better. Biased settings are left out, because an error that
-does not average out cannot be counted as noise.
+same make problems larger and no plan better. Of the codecs that take part so, settings that are
+faster by a tenth than all that are as small and as fine take part, too (`quicker`). Biased settings
+are left out, because an error that does not average out cannot be counted as noise.
 
 If the user names codecs, all of their settings that take fewer bytes than every milder one are
 considered, also biased ones. A codec whose declared size or error is wrong is named in one warning,
 and left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from math import ceil, prod
 
@@ -26,6 +27,7 @@ from elbowroom.errors import PlanError
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
 _LESS = 0.97  # of the bytes of the milder settings
 _NEAR = 1.25  # times the error: counts as equally fine
+SLOWER = 1.1  # times the seconds: what is as small and as fine is no reason to leave one out
 _MORE = 1.25  # of the bytes for normal data: allowance if a size depends on the values
 
 # What two policies of `er.saving` fix is chosen here for each tensor: of `lean` the levels of a
@@ -170,9 +172,7 @@ def _weighed(
     for codec in by_error(settings, maps=maps):
         quality = quality_of(codec, maps=maps)
         if (named or quality.unbiased) and dtype in codec.dtypes:
-            size = expected_nbytes(codec, shape, dtype, facts)
-            without_zeros = facts.has_zeros and not codec.keeps_zeros
-            sizes[codec] = size + (prod(shape) // 8 if without_zeros else 0)
+            sizes[codec] = _nbytes(codec, shape, dtype, facts)
     least, found = prod(shape) * dtype.itemsize, []
     for codec, size in sizes.items():
         if size < least * (1 if named or isinstance(codec, Dither) else _LESS):
@@ -181,6 +181,46 @@ def _weighed(
     if named:
         return tuple(found)
     return tuple(codec for codec in found if not _is_needless(codec, sizes, maps=maps))
+
+
+def quicker(
+    settings: Sequence[Codec],
+    dtype: torch.dtype,
+    facts: Facts,
+    *,
+    maps: bool,
+    seconds: Callable[[Codec], float],
+) -> tuple[Codec, ...]:
+    """Returns the settings that are faster by a tenth than all that are about as small and as fine.
+
+    They are those of other packages, and of codecs of which a setting takes part by its size in
+    tensors without zeros: no kernel is compiled, and no speed measured, that no plan needs anyway.
+    """
+    shape = _SHAPES[maps]
+    by_size = weighed(settings, dtype, Facts(), maps=maps, named=False)
+    classes = {*map(type, by_size), *(cls for cls in map(type, settings) if not is_own(cls))}
+    known = {
+        codec: (_nbytes(codec, shape, dtype, facts), quality_of(codec, maps=maps).error)
+        for codec in by_error([one for one in settings if type(one) in classes], maps=maps)
+        if dtype in codec.dtypes and quality_of(codec, maps=maps).unbiased
+    }
+    found = []
+    for codec, (nbytes, error) in known.items():
+        as_good = [
+            other
+            for other, (its_nbytes, its_error) in known.items()
+            if other != codec and _LESS * its_nbytes <= nbytes and its_error <= _NEAR * error
+        ]
+        is_faster = all(SLOWER * seconds(codec) < seconds(other) for other in as_good)
+        if is_faster and nbytes < prod(shape) * dtype.itemsize:
+            found.append(codec)
+    return tuple(found)
+
+
+def _nbytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts) -> int:
+    """Returns the bytes of a code, and of the bitmap of zeros that has to stand beside it."""
+    size = expected_nbytes(codec, shape, dtype, facts)
+    return size + (prod(shape) // 8 if facts.has_zeros and not codec.keeps_zeros else 0)
 
 
 def _is_needless(codec: Codec, sizes: dict[Codec, int], *, maps: bool) -> bool:
