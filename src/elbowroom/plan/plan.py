@@ -165,7 +165,7 @@ class Plan:
 
     def _preset_for(self, site: Site, known: PlanEntry | None) -> Preset | None:
         """Returns the setting that decides for a site; None for a site that is not in the plan."""
-        if known is not None and _matches(known, site):
+        if known and site.nbytes <= known.nbytes and f"torch.{known.dtype}" == str(site.dtype):
             return preset_named(known.preset)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
@@ -397,16 +397,12 @@ def _preset(plan: Plan, name: SiteName) -> str:
 
 def _action_by(preset: Preset | None, site: Site, known: PlanEntry | None) -> Action:
     """Returns the action for a site. preset, known: what the plan has for it."""
-    policy = EXACT_MENU[0].policy if preset is None else preset.policy
+    policy = (preset or EXACT_MENU[0]).policy
     if known is None:
         return policy(site)
     # Whatever a fine formula reads is made of here is known to be, and has a code for that.
-    site = replace(site, curved=known.curved or site.formula in FINE)
-    return policy(replace(site, rebuildable=Rebuildable.NO) if known.apart else site)
-
-
-def _matches(known: PlanEntry, site: Site) -> bool:
-    return site.nbytes <= known.nbytes and f"torch.{known.dtype}" == str(site.dtype)
+    again = Rebuildable.NO if known.apart else site.rebuildable
+    return policy(replace(site, curved=known.curved or site.formula in FINE, rebuildable=again))
 
 
 def _plan(data: dict[str, Any]) -> Plan:
