@@ -50,6 +50,8 @@ def test_is_torchs_own(inner_is_one):
     batch, channels, inner = 6, 10, 50
     shape = (batch * inner, channels, 1) if inner_is_one else (batch, channels, inner)
     grad, factor, inner, xhat = case(shape)
+    xhat = xhat.view(shape)
+    xhat = (xhat - xhat.mean((0, 2), keepdim=True)).flatten()  # as a norm has it
     zero, one = torch.zeros(channels), torch.ones(channels)
     expected = torch.ops.aten.native_batch_norm_backward(
         *(grad.view(shape), xhat.clone().view(shape), factor, None, None, zero, one, True, 0.0),
@@ -58,6 +60,17 @@ def test_is_torchs_own(inner_is_one):
     sums = numba.batch_norm_backward(grad, factor, inner, xhat)
     for a, b in zip((xhat.view(shape), *sums), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 128, 1), (9, 8, 490)])
+def test_the_gradient_sums_to_nothing_over_a_channel_whatever_the_mean(shape):
+    """The layer below multiplies the sum by the mean of its input, which may be large."""
+    grad, factor, inner, xhat = case(shape)
+    offset = xhat + 0.3
+    numba.batch_norm_backward(grad, factor, inner, xhat)
+    numba.batch_norm_backward(grad, factor, inner, offset)
+    assert_near(offset, xhat)
+    assert offset.view(shape).double().mean((0, 2)).abs().max() < 1e-6
 
 
 def test_no_bit_depends_on_how_many_threads_there_are():

@@ -403,7 +403,7 @@ ROWS = {
             "headroom": Headroom(500, None, 550),
             "attempts": KNOWN.attempts.after(LOSSY, 900),
         },
-        (said(LOSSY, 900), MakeRoomToWatch(20 + 50)),
+        (said(LOSSY, 900), MakeRoomToWatch(20 + 60)),
     ),
     "there is room to watch": Row(
         following(PLAN, was_watched=True),
@@ -439,7 +439,7 @@ ROWS = {
         VERIFYING,
         RoomToWatch(None, predicts=False),
         {"phase": P.SETTLED},
-        (say(Line.UNKNOWN, why="the budget leaves no room to look"),),
+        (say(Line.UNKNOWN, why="the budget leaves no room to look", plan=PLAN.plan),),
     ),
     "a step is watched": Row(WATCHING, step(900), {}),
     "a watched step takes the whole budget": Row(WATCHING, step(1000), {}),

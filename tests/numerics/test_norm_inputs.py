@@ -267,3 +267,21 @@ def test_the_output_of_a_norm_is_decoded_from_its_normalized_input(kind, monkeyp
         for p, right in zip(model.parameters(), plain, strict=True):
             assert (p.grad - right).norm() <= 0.02 * right.norm() + 1e-6
     assert not undone
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0, 300.0])
+def test_a_batch_norm_behind_a_layer_whose_input_has_an_offset(offset):
+    """The layer multiplies the sum of its gradient over the batch by it: torch's sum is 0."""
+
+    def gradients(context):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 8))
+        x = torch.randn(128, 64) + offset
+        with context:
+            loss = net(x).square().sum()
+        loss.backward()
+        return net[0].weight.grad
+
+    exact = gradients(nullcontext())
+    coded = gradients(er.saving("dither", levels=16, seed=2, min_nbytes=1024))
+    assert (coded - exact).square().sum() / exact.square().sum() < 0.05

@@ -1,5 +1,7 @@
 """Messages as somebody new reads them: what happened, in numbers, and what to do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,3 +75,13 @@ def test_lines_name_functions_and_relaxations_name_attributes():
     assert len(relaxed) == 7
     context = vars(Context())
     assert all(type(context[name]) is bool for one in relaxed for name, _ in one.changes)
+
+
+@pytest.mark.parametrize(("noise", "level"), [(0.6, "WARNING"), (0.01, "INFO")])
+def test_noise_that_cannot_be_watched_is_said_by_sizes(noise, level, caplog):
+    caplog.set_level("INFO", "elbowroom")
+    plan = SimpleNamespace(noise=noise)
+    messages.say_unknown(FitOptions(1000), "the budget leaves no room to look", plan)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert f"By the sizes of tensors alone it is {show_percent(noise)}" in record.message

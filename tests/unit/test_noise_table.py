@@ -87,3 +87,12 @@ def test_batches_that_are_all_the_same_are_known(varies):
         gradient.reads(weight * step)  # what a step makes is no input of it
         gradient.end_step(last=False)
     assert gradient.is_one_batch is not varies
+
+
+def test_no_hook_stays_where_a_step_is_left_before_it_ends():
+    """As by `er.release` while steps are watched."""
+    weight, variance = torch.nn.Parameter(torch.zeros(1)), GradientVariance()
+    variance.listen(weight)
+    assert weight._backward_hooks
+    del variance
+    assert not weight._backward_hooks

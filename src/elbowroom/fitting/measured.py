@@ -357,7 +357,7 @@ def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
     limited, and plans are made by it; else it is only said, if that takes no more than the budget.
     """
     if seen.plan is None and not seen.predicts and state.options.noise is None:
-        unknown = say(Line.UNKNOWN, why="the budget leaves no room to look")
+        unknown = say(Line.UNKNOWN, why="the budget leaves no room to look", plan=state.plan)
         return replace(state, phase=Phase.SETTLED), (unknown,)
     if seen.plan is None:
         return replace(state, phase=Phase.WATCHING, resumes=state.phase), (StartMeter(True),)

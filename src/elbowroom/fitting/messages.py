@@ -219,14 +219,26 @@ def warn_unplanned(options: FitOptions, error: BaseException) -> None:
     _log.debug("why the step could not be planned", exc_info=error)
 
 
-def say_unknown(options: FitOptions, why: str) -> None:
-    """Logs that the noise of codes is not known, at WARNING if a limit was given."""
+def say_unknown(options: FitOptions, why: str, plan: Plan | None = None) -> None:
+    """Logs that the noise of codes is not known, and what it is by the sizes of a plan's tensors.
+
+    That is at WARNING above a tenth of that of mini-batches, or if a limit was given.
+    """
+    is_small = plan is None or plan.noise <= _UNNOTICED
+    by_sizes = (
+        ""
+        if plan is None
+        else f". By the sizes of tensors alone it is {show_percent(plan.noise)} of the variance "
+        "that mini-batches add anyway; noise=0.1 keeps it below a tenth of that, or says which "
+        "budget that needs"
+    )
     _log.log(
-        logging.INFO if options.noise is None else logging.WARNING,
+        logging.INFO if options.noise is None and is_small else logging.WARNING,
         "budget %s: what codes add to the gradient is not measured, because %s; with a larger "
-        "budget or a smaller batch it can be",
+        "budget or a smaller batch it can be%s",
         show_nbytes(options.budget_nbytes),
         why,
+        by_sizes,
     )
 
 

@@ -20,6 +20,7 @@ Not done: the difference of the gradients of two halves of one batch, which no w
 disturbs. BatchNorm ties the halves to each other, and it came out 2 to 7 times too large.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -52,6 +53,8 @@ class GradientVariance:
         self._now: dict[Key, Tensor] = {}
         self._places: dict[Key, Tensor] = {}
         self._hooks: dict[int, tuple[Key, Any]] = {}  # by id
+        # A run may be left before its step ends, as by `er.release`: no hook stays then.
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self.share = self.size = 0.0
         self.draws = 0
         self._inputs: list[int] = []  # hashes of a few elements each
@@ -79,17 +82,22 @@ class GradientVariance:
         return self._hooks[id(weight)][0]
 
     def _reader(self, key: Key) -> Callable[[Tensor], None]:
+        ours = weakref.ref(self)  # a parameter has the hook, and must not keep this alive
+
         def read(grad: Tensor) -> None:
-            if grad.layout is not torch.strided or second_pass.runs:
-                return
-            flat = (torch.view_as_real(grad) if grad.is_complex() else grad).detach().reshape(-1)
-            if key not in self._places:
-                self._places[key] = _sample(flat.numel(), self._entries).to(grad.device)
-            places = self._places[key]
-            part = flat[places].float() * (flat.numel() / len(places)) ** 0.5
-            self._now[key] = part if key not in self._now else self._now[key] + part
+            variance = ours()
+            if variance is not None and grad.layout is torch.strided and not second_pass.runs:
+                variance._read(key, grad)
 
         return read
+
+    def _read(self, key: Key, grad: Tensor) -> None:
+        flat = (torch.view_as_real(grad) if grad.is_complex() else grad).detach().reshape(-1)
+        if key not in self._places:
+            self._places[key] = _sample(flat.numel(), self._entries).to(grad.device)
+        places = self._places[key]
+        part = flat[places].float() * (flat.numel() / len(places)) ** 0.5
+        self._now[key] = part if key not in self._now else self._now[key] + part
 
     @property
     def size_now(self) -> float:
@@ -114,9 +122,7 @@ class GradientVariance:
             self._batches.add(hash(tuple(self._inputs)))
             self._batched += 1
             self._inputs = []
-        for _, hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         size = self.size_now
         if added is not None and isfinite(size) and size > 0:
             self.size, self._added = size, added / size
@@ -156,6 +162,12 @@ class GradientVariance:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.share, self.draws, self.size = state["share"], state["draws"], state["size"]
         self._added, self._steps = state["added"], list(state["steps"])
+
+
+def _remove(hooks: dict[int, tuple[Key, Any]]) -> None:
+    for _, hook in hooks.values():
+        hook.remove()
+    hooks.clear()
 
 
 def _sample(numel: int, entries: int) -> Tensor:

@@ -38,31 +38,36 @@ def batch_norm_backward(
         _backward_at(grad.data_ptr(), n, factor.data_ptr(), C, inner, x.data_ptr(), *sums_at)
         return weight, bias
     items = max(1, min(MOST_ITEMS, -(-tiles(n) // CHUNK)))
-    sums = np.zeros((items, 2, C))
+    sums = np.zeros((items, 3, C))
     source, made = words(grad), words(x)[0]
     _sums(*source, inner, made, sums)
-    both = torch.from_numpy(sums.sum(0))
+    bias, weight, values = torch.from_numpy(sums.sum(0))
     count = n / C
-    by_value, shift = (-both.float() / count * factor).flip(0)
-    _gradient(*source, array(factor), array(by_value), array(shift), inner, made)
-    return both[1].float(), both[0].float()
+    weight -= values / count * bias
+    by_value = -weight / count * factor
+    shift = -bias / count * factor - by_value * values / count
+    _gradient(*source, array(factor), array(by_value.float()), array(shift.float()), inner, made)
+    return weight.float(), bias.float()
 
 
 @summing
 def _add_run(dy, x, sums, c):
-    total, product = f32(0), f32(0)
+    total, product, values = f32(0), f32(0), f32(0)
     for o in range(dy.shape[0]):
         total += dy[o]
         product += dy[o] * x[o]
+        values += x[o]
     sums[0, c] += total
     sums[1, c] += product
+    sums[2, c] += values
 
 
 @jit
-def _add_each(dy, x, total, product):
+def _add_each(dy, x, sums, c):
     for o in range(dy.shape[0]):
-        total[o] += dy[o]
-        product[o] += dy[o] * x[o]
+        sums[0, c + o] += dy[o]
+        sums[1, c + o] += dy[o] * x[o]
+        sums[2, c + o] += x[o]
 
 
 @jit
@@ -78,11 +83,11 @@ def _add_runs(dy, x, start, inner, sums):
 
 @jit
 def _add_neighbors(dy, x, start, sums, part):
-    """Adds sums as `_add_runs` does for inner = 1; part [2, C] float32 is scratch."""
+    """Adds sums as `_add_runs` does for inner = 1; part [3, C] float32 is scratch."""
     n, C = x.shape[0], sums.shape[1]
     c = start % C
     rest = min((C - c) % C, n)
-    _add_each(dy[:rest], x[:rest], sums[0, c:], sums[1, c:])
+    _add_each(dy[:rest], x[:rest], sums, c)
     R = (n - rest) // C
     rows_dy = dy[rest : rest + R * C].reshape(R, C)
     rows_x = x[rest : rest + R * C].reshape(R, C)
@@ -91,10 +96,12 @@ def _add_neighbors(dy, x, start, sums, part):
         for o in range(C):
             part[0, o] += rows_dy[i, o]
             part[1, o] += rows_dy[i, o] * rows_x[i, o]
+            part[2, o] += rows_x[i, o]
     for o in range(C):
         sums[0, o] += part[0, o]
         sums[1, o] += part[1, o]
-    _add_each(dy[rest + R * C :], x[rest + R * C :], sums[0], sums[1])
+        sums[2, o] += part[2, o]
+    _add_each(dy[rest + R * C :], x[rest + R * C :], sums, 0)
 
 
 @parallel
@@ -104,7 +111,7 @@ def _sums(grad, kind, inner, x, sums):
     each = (T + sums.shape[0] - 1) // sums.shape[0]
     for i_c in prange(sums.shape[0]):
         b_x, b_dy = np.empty(TILE, f32), np.empty(TILE, f32)
-        part = np.empty((2, sums.shape[2]), f32)
+        part = np.empty((3, sums.shape[2]), f32)
         for i_t in range(i_c * each, min(i_c * each + each, T)):
             start = i_t * TILE
             n = min(TILE, N - start)
@@ -180,11 +187,13 @@ def _backward_at(grad, N, factor, C, inner, x, weight, bias):
     dy, made = array_at(grad, N, i32), array_at(x, N, i32)
     of_channel = array_at(factor, C, f32)
     of_weight, of_bias = array_at(weight, C, f32), array_at(bias, C, f32)
-    sums, by_value, shift = np.zeros((1, 2, C)), np.empty(C, f32), np.empty(C, f32)
+    sums, by_value, shift = np.zeros((1, 3, C)), np.empty(C, f32), np.empty(C, f32)
     _sums_serial(dy, 0, inner, made, sums)
-    count = f32(N / C)
+    count = N / C
     for c in range(C):
-        of_bias[c], of_weight[c] = f32(sums[0, 0, c]), f32(sums[0, 1, c])
-        by_value[c] = -of_weight[c] / count * of_channel[c]
-        shift[c] = -of_bias[c] / count * of_channel[c]
+        bias, mean = sums[0, 0, c], sums[0, 2, c] / count
+        weight = sums[0, 1, c] - mean * bias
+        of_bias[c], of_weight[c] = f32(bias), f32(weight)
+        by_value[c] = -weight / count * of_channel[c]
+        shift[c] = -bias / count * of_channel[c] - by_value[c] * mean
     _gradient_serial(dy, 0, of_channel, by_value, shift, inner, made)

@@ -1,8 +1,12 @@
 """Backward of a batch norm on its normalized input xhat, which the gradient overwrites.
 
 by channel, over its M elements:
-grad_bias = sum(grad);   grad_weight = sum(grad * xhat)
-grad_x    = factor * (grad - grad_bias / M - xhat * grad_weight / M)     factor = weight * rstd
+centred   = xhat - mean(xhat)
+grad_bias = sum(grad);   grad_weight = sum(grad * centred)
+grad_x    = factor * (grad - grad_bias / M - centred * grad_weight / M)     factor = weight * rstd
+
+xhat has mean 0, and what its code is decoded to has not quite. Without centring, grad_x would not
+sum to 0 over a channel, and the layer below multiplies that sum by the mean of its own input.
 """
 
 from torch import Tensor
@@ -17,6 +21,7 @@ def batch_norm_backward(
     """
     shape = -1, len(factor), inner
     dy, xhat = grad.double().view(shape), x.double().view(shape)
+    xhat = xhat - xhat.mean((0, 2), keepdim=True)
     bias, weight = dy.sum((0, 2)), (dy * xhat).sum((0, 2))  # [C]
     mean = (bias[:, None] + xhat * weight[:, None]) * len(factor) / grad.numel()
     x.copy_(((dy - mean) * factor[:, None]).view(-1))

@@ -6,6 +6,8 @@ What is encoded is xhat = (x - mean) * rstd (`runtime/normal.py`), and that is a
     grad_weight = sum(grad * xhat);   grad_bias = sum(grad)
 
 So what is decoded becomes the gradient in place: torch's own needs the input and another tensor.
+What is decoded is centred first, so that the gradient of the input sums to 0 over each channel, as
+that of torch does.
 """
 
 from typing import Any
