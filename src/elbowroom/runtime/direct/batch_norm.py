@@ -18,7 +18,8 @@ from torch import Tensor
 from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.held import normalized_of, packed, wanted
+from elbowroom.runtime.direct.held import normalized_of, packed, view_of, wanted
+from elbowroom.runtime.handles import EncodeHandle
 from elbowroom.runtime.node import Node
 
 _Grads = tuple[Tensor | None, ...]
@@ -74,13 +75,24 @@ class _BatchNorm(Node):
         (grad,) = grads
         if grad is None:
             return (None,) * 6
-        found = None if torch.is_grad_enabled() else _on_code(ctx, grad)
+        is_first = not torch.is_grad_enabled()
+        found = _on_code(ctx, grad) if is_first else None
         if found is None:
+            is_coded = is_first and _is_coded(ctx)
             x, weight, mean, rstd = ctx.saved_tensors
+            if is_coded:
+                mean = x.mean((0, *range(2, x.dim())), dtype=mean.dtype)
             found = torch.ops.aten.native_batch_norm_backward(
                 *(grad, x, weight, None, None, mean, rstd, True, ctx.eps, ctx.needs_input_grad[:3])
             )
         return *found, None, None, None
+
+
+def _is_coded(ctx: Any) -> bool:
+    """Returns whether the input is restored from a lossy code, whose mean is another."""
+    view = view_of(ctx._raw_saved_tensors[0])
+    held = None if view is None else view.slot.value
+    return isinstance(held, EncodeHandle) and not held.exact and held.is_needed()
 
 
 def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
