@@ -86,3 +86,12 @@ def test_a_plan_says_what_a_step_takes_with_such_a_codec(monkeypatch):
     step(following)
     measured = profile.static + er.peak(lambda: step(following))
     assert measured == pytest.approx(plan.peak, rel=0.03)
+
+
+def test_a_codec_of_no_floats_has_none():
+    @dataclass(frozen=True)
+    class Whole(Written):
+        id: ClassVar[str] = "whole"
+        dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int64,)
+
+    assert workspace_of(Whole()) == (0.0, 0.0)

@@ -1,7 +1,7 @@
 """The memory that a codec takes while it encodes and decodes, beside its code and the tensor.
 
 A kernel that is written for a code needs next to none. One that is written in tensor operations has
-a temporary for each of these, so that a step which holds 70 KiB in place of 256 may take 768 KiB
+a temporary for each of these, so that a step which holds 70 KiB in place of 256 may take 704 KiB
 more at the moment at which they are encoded. Plans count that.
 """
 
@@ -40,8 +40,11 @@ def workspace_of(codec: Codec) -> Workspace:
 
 @cache
 def _measured(codec: Codec) -> Workspace:
+    dtypes = dtypes_of(codec)
+    if not dtypes:  # no plan weighs a code of integers by its error
+        return _NONE
     with unset_fake_temporarily(), torch.no_grad():
-        x = normal(ROWS).to(dtypes_of(codec)[0])
+        x = normal(ROWS).to(dtypes[0])
         with _Alive() as encoding:
             code = codec.encode(x, 1)
         with _Alive() as decoding:

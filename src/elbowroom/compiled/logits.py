@@ -22,7 +22,7 @@ InsertCall = Callable[..., fx.Node]
 
 
 class AsLogit(Enum):
-    """What is held as a logit: a probability, or its logarithm."""
+    """Marks a value that is held as a logit: a probability, or its logarithm."""
 
     PROBABILITY = "probability"
     LOGARITHM = "logarithm"

@@ -22,7 +22,7 @@ _MAX_TRIALS = 6
 
 
 class Budgeted(Protocol):
-    """What is tried with other budgets."""
+    """Compiled model that can be planned within other budgets."""
 
     options: FitOptions
 
