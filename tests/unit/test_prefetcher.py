@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from elbowroom.runtime.prefetcher import Prefetcher
+from elbowroom.runtime.prefetcher import Orders, Prefetcher
 
 
 class Handle:
@@ -32,7 +32,7 @@ class Handle:
 
 @pytest.fixture
 def prefetcher():
-    return Prefetcher(max_tensors=2, max_nbytes=100)
+    return Prefetcher(max_tensors=2, max_nbytes=100, orders=Orders())
 
 
 def put(prefetcher: Prefetcher, names: str, nbytes: int = 10) -> dict[str, Handle]:
@@ -59,6 +59,12 @@ def test_an_order_is_learned(prefetcher):
     assert first != "adbec"
     for _ in range(3):
         assert backward(put(prefetcher, "abcdef"), order) == "adbec"
+
+
+def test_the_next_prefetcher_knows_the_order():
+    order = "fadbec"
+    backward(put(Prefetcher(), "abcdef"), order)
+    assert backward(put(Prefetcher(), "abcdef"), order) == "adbec"
 
 
 def test_a_tensor_that_is_asked_for_twice(prefetcher):
@@ -120,7 +126,7 @@ def test_retained_graphs(prefetcher):
     for _ in range(100):
         for name in "dcba":
             handles[name].ask()
-    assert max(map(len, prefetcher._orders.values())) <= 16
+    assert max(map(len, prefetcher._orders._known.values())) <= 16
 
 
 def test_nothing_is_held(prefetcher):
@@ -134,7 +140,7 @@ def test_nothing_is_held(prefetcher):
         assert [ref() for ref in weak] == [None] * 4
         for i in range(200):
             backward(put(prefetcher, f"a{i}"[:1] + chr(200 + i)), "a")
-        assert len(prefetcher._orders) <= 32
+        assert len(prefetcher._orders._known) <= 32
         assert len(prefetcher._early) == 0
     finally:
         gc.enable()

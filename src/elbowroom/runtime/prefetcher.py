@@ -3,7 +3,7 @@
 Tensors that are offloaded before one of them is requested form a round: usually one forward. In the
 next round of the same sites, they are requested in the same order, so each request starts those
 that came next. Before that, or where the order differs, the guess is autograd's usual order: last
-in, first out.
+in, first out. (An op's own tensors come first in, first out: all of attention's would be missed.)
 
     put      a b c d          a round; it ends with the first request
     asked    d b c a          remembered under the sites of a b c d
@@ -69,7 +69,7 @@ class Round:
         return self.count - 1
 
     def begin(self, guess: list[int]) -> list[int]:
-        """Begins with the first request; the list that is given will hold the order."""
+        """Begins with the first request; returns the list that will hold the order."""
         self._guess, self.asked = guess, []
         return self.asked
 
@@ -94,17 +94,41 @@ class Place:
     index: int
 
 
+class Orders:
+    """Orders of requests in earlier rounds, by the signature of a round."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, list[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, around: Round) -> None:
+        """Begins the requests of a round: their order is known for the next one of these sites."""
+        with self._lock:
+            guess = self._known.pop(around.signature, [])
+            self._known[around.signature] = around.begin(guess)
+            while len(self._known) > _MAX_ORDERS:
+                self._known.popitem(last=False)
+
+
+ORDERS = Orders()  # of the process: a context with a seed of its own may last for one step
+
+
 class Prefetcher:
-    """Prefetcher of one training: the orders it has learned, and the tensors prefetched at present.
+    """Prefetcher of one training: the tensors that are prefetched at present.
 
     found, missed   requests for what was back early, or on its way; and for what was not
     """
 
-    def __init__(self, max_tensors: int = MAX_TENSORS, max_nbytes: int = MAX_NBYTES) -> None:
+    def __init__(
+        self,
+        max_tensors: int = MAX_TENSORS,
+        max_nbytes: int = MAX_NBYTES,
+        orders: Orders = ORDERS,
+    ) -> None:
         self.max_tensors, self.max_nbytes = max_tensors, max_nbytes
         self.found = self.missed = 0
         self._round = Round()
-        self._orders: OrderedDict[int, list[int]] = OrderedDict()
+        self._orders = orders
         self._early: WeakValueDictionary[int, Movable] = WeakValueDictionary()
         self._busy = threading.Lock()  # if it is taken, nothing is started
 
@@ -133,11 +157,7 @@ class Prefetcher:
     def _note(self, place: Place) -> None:
         around = place.round
         if around.asked is None:
-            guess = self._orders.get(around.signature, [])
-            self._orders[around.signature] = around.begin(guess)
-            self._orders.move_to_end(around.signature)
-            if len(self._orders) > _MAX_ORDERS:
-                self._orders.popitem(last=False)
+            self._orders.begin(around)
         if around.asked is not None and len(around.asked) < _MAX_PASSES * around.count:
             around.asked.append(place.index)
 
