@@ -87,6 +87,11 @@ class Budgeted:
         self.look()
         return self.summary is None or self.summary.steps > 0
 
+    def note_warned(self) -> None:
+        """Notes that a warning has said that nothing calls the model, so that `fit` does not."""
+        if self._fitting is not None:
+            self._fitting.is_called = True
+
     def end(self, warns: bool = True) -> None:
         """Ends the training: releases the model, and logs whether the budget was kept.
 

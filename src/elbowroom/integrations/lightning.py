@@ -83,6 +83,8 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
                     'that it calls, as in Budget("6 GiB", network="net")',
                     ", ".join(self._budgeted),
                 )
+                for one in self._budgeted.values():
+                    one.note_warned()
         if trainer.loggers and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             highest = self._highest()
             if highest is not None:
