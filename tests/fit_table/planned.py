@@ -481,6 +481,18 @@ ROWS = {
         },
         (CheckPlan(), MAKE, Then(NoiseUsed(is_measured=True))),
     ),
+    # A forward alone tells too much to refuse what was measured to fit: smaller plans are measured.
+    "noise is predicted and limited, and the step was planned from a forward alone": Row(
+        replace(WATCHING, options=LIMITED, from_rehearsal=True),
+        NoiseMeasured("shares", predicted=True),
+        {
+            "phase": P.VERIFYING,
+            "profile": Profile(noise="shares"),
+            "attempts": Attempts().knowing(Profile(noise="shares")),
+            "predicts_noise": True,
+        },
+        (MAKE, Then(NoiseUsed(is_measured=True))),
+    ),
     "another budget is given where noise is predicted: there may be room now": Row(
         replace(SETTLED, options=LIMITED, profile=Profile(noise=()), predicts_noise=True),
         OptionsChanged(LIMITED),

@@ -1,6 +1,6 @@
 """What `fit` has learned, as values: the room of a forward, and the plans that were attempted."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -250,6 +250,29 @@ def test_a_plan_of_a_measured_step_leaves_as_much_free_as_it_can_of_three_margin
     profile = SimpleNamespace(static=300, seconds=1.0)
     assert PlannerSettings(OPTIONS).exact_plan(profile) is made
     assert margins[-1] == margin
+
+
+@pytest.mark.parametrize("comes_as_low", [False, True])
+def test_the_smallest_plan_is_there_where_the_search_comes_as_low_only_once(
+    comes_as_low, monkeypatch
+):
+    """The second search had other tensors set apart, and no plan: the budget was refused then."""
+
+    @dataclass(frozen=True)
+    class Made:
+        peak: int
+        seconds: float
+        budget: int = 0
+
+    def make(self, profile, margin, *, exact, recompute=True, takes_least=False):
+        assert self.options.budget_nbytes == (1 if takes_least else 70)
+        if not (takes_least or comes_as_low):
+            raise BudgetTooSmall("no", least_nbytes=72)
+        return Made(70, 2.0 if takes_least else 1.0)
+
+    monkeypatch.setattr(PlannerSettings, "make", make)
+    found = PlannerSettings(OPTIONS).smallest_plan("profile", exact=None)
+    assert found == Made(70, 1.0 if comes_as_low else 2.0, OPTIONS.budget_nbytes)
 
 
 def test_the_largest_call_alone_is_one_that_came():

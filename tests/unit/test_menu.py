@@ -370,6 +370,17 @@ def test_the_least_budget_is_searched_for_only_where_it_is_named(
     assert "relaxed" not in asked
 
 
+@pytest.mark.parametrize("exact", [True, None])
+def test_who_takes_the_least_gets_the_plan_of_the_budget_that_a_refusal_names(
+    profile: Profile, exact: bool | None
+) -> None:
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(profile, 1, exact=exact)
+    least = make_plan(profile, 1, exact=exact, takes_least=True)
+    assert least.peak == least.budget == refused.value.least_nbytes
+    assert least.exact is bool(exact)
+
+
 def test_who_asks_for_a_plan_only_is_not_told_what_would_help(
     profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

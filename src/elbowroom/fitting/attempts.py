@@ -135,13 +135,13 @@ class Attempts:
 
     def next_smallest(
         self,
-        make: "Callable[[Profile, bool], Chosen | None]",
+        make: "Callable[[Profile, bool], Chosen]",
         bound: "Callable[[Profile, bool], float]",
     ) -> tuple[Self, Smallest | None]:
         """Returns a smallest plan that was not measured yet; none is made that is not needed.
 
-        make: returns the smallest plan of a profile, if one is found; its flag says whether modules
-        may be recomputed. bound: returns a peak in bytes below which that plan hardly comes.
+        make: returns the smallest plan of a profile; its flag says whether modules may be
+        recomputed. bound: returns a peak in bytes below which that plan hardly comes.
 
         Once a step was profiled, estimates without recomputed modules are no longer used. A plan
         that is predicted to need much more memory than another is tried later, because its forward
@@ -168,9 +168,7 @@ class Attempts:
             at = next(n for n, nbytes in enumerate(bounds) if nbytes <= enough)
             step, again = unmade.pop(at)
             del bounds[at]
-            chosen = make(step.profile, again)
-            if chosen is not None:
-                made.append(Smallest(chosen, step.from_rehearsal))
+            made.append(Smallest(make(step.profile, again), step.from_rehearsal))
 
 
 def _peak_nbytes(one: Taken) -> int:

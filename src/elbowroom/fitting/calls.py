@@ -20,7 +20,6 @@ another structure than the one known at its place does not replace that if the p
 import sys
 from dataclasses import dataclass, replace
 
-from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.signature import Signature
@@ -255,10 +254,5 @@ def plan_rest(step: Profile, settings: PlannerSettings) -> Plan | None:
 
 def least_rest(step: Profile, settings: PlannerSettings, *, exact: bool | None) -> Plan:
     """Returns the plan of the least peak."""
-    finest = settings.options.budget_nbytes >> 8
-    none = replace(settings, options=settings.options.within(1), finest=finest)
-    try:
-        return none.make(step, 0, exact=exact)
-    except BudgetTooSmall as error:
-        least = settings.options.within(error.least_nbytes)
-    return replace(settings, options=least).make(step, 0, exact=exact)
+    finer = replace(settings, finest=settings.options.budget_nbytes >> 8)
+    return finer.smallest_plan(step, exact=exact)

@@ -145,7 +145,7 @@ def _planned(
                 return NoPlan(messages.without_frames(error), fallbacks_of(planner), again)
             return PlanMade(*_taken(planner, chosen), fits)
         case CheckPlan():
-            _chosen(planner, estimated=False)
+            _chosen(planner, settings_of(planner, names_least=True), estimated=False)
             return None
         case TakePlan(chosen):
             return PlanTaken(*_taken(planner, chosen))
@@ -234,8 +234,11 @@ def fallbacks_of(planner: "Planner") -> Fallbacks:
     )
 
 
-def settings_of(planner: "Planner") -> PlannerSettings:
-    """Returns the planner settings for this kind of forward."""
+def settings_of(planner: "Planner", *, names_least: bool = False) -> PlannerSettings:
+    """Returns the planner settings for this kind of forward.
+
+    names_least: a refusal is raised, so that the least budget is searched for in any case
+    """
     state = planner.state
     helps_anyway = _helps_anyway(planner)
     return PlannerSettings(
@@ -245,7 +248,7 @@ def settings_of(planner: "Planner") -> PlannerSettings:
         state.recompute_margin_nbytes,
         helps_anyway or state.options.lossy_helps,
         bool(helps_anyway),
-        finest=inf if state.corrects else state.options.budget_nbytes >> 8,
+        finest=inf if state.corrects and not names_least else state.options.budget_nbytes >> 8,
     )
 
 
@@ -271,11 +274,13 @@ def step_of(
     return with_backward(forward_profile, *born, care, turns=turns)
 
 
-def _chosen(planner: "Planner", *, estimated: bool | None = None) -> Chosen:
+def _chosen(
+    planner: "Planner", settings: PlannerSettings | None = None, *, estimated: bool | None = None
+) -> Chosen:
     assert planner.profile is not None
     estimated = planner.state.from_rehearsal if estimated is None else estimated
     return planner.model_state.states.choose(
-        planner.profile, planner, settings_of(planner), estimated=estimated
+        planner.profile, planner, settings or settings_of(planner), estimated=estimated
     )
 
 

@@ -388,7 +388,9 @@ def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
         # From here on no plan or preset may be fallen back to that was chosen without the limit.
         attempts = Attempts().knowing(profile)
         state = replace(state, attempts=attempts, predicts_noise=seen.predicted)
-        return state, (CheckPlan(), *plans)
+        # What is known from a forward alone is too careful to refuse a training that has fitted:
+        # where no plan is within the limit by that, the smallest ones are measured.
+        return state, plans if state.from_rehearsal else (CheckPlan(), *plans)
     return state, plans
 
 

@@ -124,10 +124,29 @@ class PlannerSettings:
         """Returns the settings for a caller that needs no least budget."""
         return replace(self, finest=inf)
 
+    def smallest_plan(
+        self, profile: Profile, *, exact: bool | None, recompute: bool = True
+    ) -> Plan:
+        """Returns the plan of the least predicted peak, whatever the budget is."""
+        none = replace(self, options=self.options.within(1))
+        least = none.make(profile, 0, exact=exact, recompute=recompute, takes_least=True)
+        # Within that peak there are faster plans, if the search comes as low again.
+        enough = replace(self, options=self.options.within(least.peak))
+        faster = enough.plan_for(profile, 0, exact=exact, recompute=recompute)
+        return replace(faster or least, budget=self.options.budget_nbytes)
+
     def make(
-        self, profile: Profile, margin: int, *, exact: bool | None, recompute: bool = True
+        self,
+        profile: Profile,
+        margin: int,
+        *,
+        exact: bool | None,
+        recompute: bool = True,
+        takes_least: bool = False,
     ) -> Plan:
         """Returns a plan that leaves `margin` bytes free. Raises BudgetTooSmall.
+
+        takes_least: where none does, returns the one of the least predicted peak
 
         A limit of noise holds for every plan, also for one that is only tried. Until the noise of
         codes is known, it is predicted from the sizes of tensors.
@@ -149,6 +168,7 @@ class PlannerSettings:
             helps_anyway=self.helps_anyway,
             least_is=self.least_is,
             finest=self.finest,
+            takes_least=takes_least,
         )
         if self.ratio == 1:
             return make(budget_nbytes, margin=margin)

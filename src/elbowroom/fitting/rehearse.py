@@ -155,7 +155,7 @@ def plan_by_forward(
     if leaves_room and settings.options.exact is not False:
         exactly = replace(settings, options=replace(settings.options, exact=True))
         smallest = states.smallest(steps(CAREFUL), owner, exactly)
-        if smallest is not None and smallest.plan.peak <= settings.options.budget_nbytes:
+        if smallest.plan.peak <= settings.options.budget_nbytes:
             return smallest
     for one in _tries(settings.options.exact):
         profile = steps(one.care)
@@ -165,8 +165,8 @@ def plan_by_forward(
                 if one.care != CAREFUL:
                     _warn_optimistic(settings, owner)
                 return Chosen(candidate, plan)
-    smallest = states.smallest(steps(LEAST), owner, settings) if measures else None
-    if smallest is not None:
+    if measures:
+        smallest = states.smallest(steps(LEAST), owner, settings)
         profile, budget_nbytes = smallest.candidate.profile, settings.options.budget_nbytes
         free = budget_nbytes - profile.static
         might = _SURE * (smallest.plan.peak - profile.static) <= free

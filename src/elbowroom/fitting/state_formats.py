@@ -118,27 +118,15 @@ class States:
 
     def smallest(
         self, profile: Profile, owner: object, settings: PlannerSettings, *, recompute: bool = True
-    ) -> Chosen | None:
+    ) -> Chosen:
         """Returns the plan of the least predicted peak, for the user's budget.
-
-        None: not found in time.
 
         recompute: modules may be recomputed
         """
         one, exact = self._least(profile, owner, settings), settings.options.exact
-        try:
-            # It is measured, so the search for the least peak is near enough.
-            finest = settings.options.budget_nbytes
-            replace(settings, options=settings.options.within(1), finest=finest).make(
-                one.profile, 0, exact=exact, recompute=recompute
-            )
-        except BudgetTooSmall as error:
-            least = settings.options.within(error.least_nbytes)
-        made = replace(settings, options=least)
-        plan = made.plan_for(one.profile, 0, exact=exact, recompute=recompute)
-        if plan is None:
-            return None
-        return Chosen(one, replace(plan, budget=settings.options.budget_nbytes))
+        # It is measured, so the search for the least peak is near enough.
+        near = replace(settings, finest=settings.options.budget_nbytes)
+        return Chosen(one, near.smallest_plan(one.profile, exact=exact, recompute=recompute))
 
     def bound(
         self, profile: Profile, owner: object, settings: PlannerSettings, *, recompute: bool

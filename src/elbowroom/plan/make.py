@@ -55,6 +55,7 @@ def make_plan(
     helps_anyway: bool = False,
     least_is: str = AT_LEAST,
     finest: float = 1,
+    takes_least: bool = False,
 ) -> Plan:
     """The plan that adds the fewest seconds within `budget` bytes.
 
@@ -68,6 +69,7 @@ def make_plan(
     codecs     the settings of codes that are allowed; None: all that are registered
     finest     precision, in bytes, of the search for the smallest sufficient budget where no plan
                fits; inf: no search is made, and the error names no budget and no remedy
+    takes_least  where no plan fits, the one of the smallest sufficient budget is returned
 
     Raises BudgetTooSmall, which names the smallest sufficient budget, described by `least_is`. With
     exact=True it adds `lossy_helps`, which says what to allow, if codes could help; and
@@ -111,6 +113,8 @@ def make_plan(
         raise unplanned(budget, found.peak + margin)
     refusal = _Refusal(profile, built, bool(exact), noise, solver, helps_anyway)
     least_nbytes, found = refusal.least(found, variance, max(int(finest), 1))
+    if takes_least:
+        return _plan(profile, built, found, found.peak + in_flight, in_flight, variance)
     codes_do = exact and (helps_anyway or codes_help(profile, built, found.choice, codecs=codecs))
     ways = (lossy_helps,) if codes_do else ()
     raise refusal.error(found, budget, least_nbytes + margin, least_is, ways)
