@@ -766,7 +766,7 @@ def test_a_second_start_finds_its_graphs_in_the_cache(tmp_path, monkeypatch) -> 
             train(convolutions, lambda gm, given: elbowroom(gm, given, options=options), steps=1)
         return found
 
-    assert len(run()) == 1
+    assert run()  # more than one where the code of the first plan takes too much
     counters.clear()
     assert run() == []  # nothing was decided a second time
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1

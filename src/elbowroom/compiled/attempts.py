@@ -9,6 +9,8 @@ The simulation of a plan may be wrong; what counts is the code that Inductor wri
 The last two are the same whatever the room is. So the least that a refusal names, which is the
 lower one of theirs, is held where it is given. Where none fits, and a plan that was predicted to
 fit takes a little too much, the one that came nearest stays.
+
+A later start begins with the attempt that fitted (`later_starts.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elbowroom.compiled.decision import too_small
+from elbowroom.compiled.later_starts import Attempt, LaterStarts
 from elbowroom.compiled.simulated import remembering
 from elbowroom.compiled.written import Check
 from elbowroom.errors import BudgetTooSmall
@@ -53,25 +56,30 @@ class _Missed:
 
 
 def fitting(
-    compile_plan: CompilePlan, settings: "Settings", room: int | None
+    compile_plan: CompilePlan, settings: "Settings", room: int | None, starts: LaterStarts
 ) -> tuple[Compiled, Check]:
     """Returns a compiled region whose code fits, with what is known of it.
 
-    Raises BudgetTooSmall if there is none.
+    Raises BudgetTooSmall if there is none. starts: where the attempt that fits is found again
     """
     attempts = _Attempts(compile_plan, settings, room)
     if room is None:
-        compiled = attempts.run(None)
-        assert not isinstance(compiled, _Missed)
-        return compiled, attempts.check
-    ways = (attempts.filled, attempts.corrected, attempts.surely, attempts.nearest)
+        made = attempts.run(None)
+        assert not isinstance(made, _Missed)
+        return made, attempts.check
+    known = starts.load()
     with remembering():
-        compiled = next(found for way in ways if (found := way(room)) is not None)
+        compiled = None if known is None else attempts.again(known)
+        if compiled is None:
+            ways = (attempts.filled, attempts.corrected, attempts.surely, attempts.nearest)
+            compiled = next(found for way in ways if (found := way(room)) is not None)
+            if attempts.number > 1 or known is not None:
+                starts.save(attempts.last)
     return compiled, attempts.check
 
 
 class _Attempts:
-    """The attempts at one region. check: of the last one."""
+    """The attempts at one region. last, check: the last one; number: of all in their order."""
 
     def __init__(self, compile_plan: CompilePlan, settings: "Settings", room: int | None) -> None:
         self._compile, self._settings, self._room = compile_plan, settings, room
@@ -79,6 +87,7 @@ class _Attempts:
         self._refused: _Missed | None = None
         self._sure: list[_Missed] = []  # at plans that are the same for each room
         self.check = self._checked()
+        self.last, self.number = Attempt(room), 0
 
     def _checked(self, *, raises: bool = True, waits: bool = False) -> Check:
         settings = self._settings
@@ -95,6 +104,7 @@ class _Attempts:
     ) -> Compiled | _Missed:
         """Compiles a plan for this room. waits: for the code of backward, too, before it judges."""
         self.check = check = self._checked(raises=raises, waits=waits)
+        self.last, self.number = Attempt(tight, fills, raises, waits), self.number + 1
         try:
             return self._compile(tight, check, fills=fills)
         except BudgetTooSmall as error:
@@ -108,6 +118,13 @@ class _Attempts:
         inputs = self.check.made[-1].inputs_nbytes if self._settings.counts_inputs else 0
         given = {"parameters and inputs": inputs}
         return _Missed(over_nbytes, tight, self.check.planned_nbytes, given)
+
+    def again(self, known: Attempt) -> Compiled | None:
+        """Makes the attempt that has fitted in an earlier start."""
+        made = self.run(known.tight, fills=known.fills, raises=known.raises, waits=known.waits)
+        self.number = 0
+        is_above = known.raises and self.check.above_nbytes()  # which its graphs may be in a cache
+        return None if isinstance(made, _Missed) or is_above else made
 
     def filled(self, room: int) -> Compiled | None:
         """Tries plans that save as much in codes as fits."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -32,10 +32,14 @@ from elbowroom.compiled.attempts import fitting
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, Loaded, too_small
 from elbowroom.compiled.deferred import Deferred
+from elbowroom.compiled.later_starts import LaterStarts
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError
 from elbowroom.units import show_nbytes, show_percent
+
+if TYPE_CHECKING:
+    from elbowroom.compiled.partition import Partitioner
 
 _log = logging.getLogger("elbowroom")
 # Share of the squared gradient that codes are estimated to add, above which a warning says it: of
@@ -249,7 +253,9 @@ def _corrected(
     def compile_plan(tight: int | None, check: Check, *, fills: bool) -> Callable[..., Any]:
         return _compiled(gm, example_inputs, settings, tight, held, options, check, fills=fills)
 
-    compiled, check = fitting(compile_plan, settings, room)
+    planned = _partitioner(example_inputs, settings, room, held, fills=False)
+    starts = LaterStarts(gm, example_inputs, planned.uuid(), options)
+    compiled, check = fitting(compile_plan, settings, room, starts)
     _accept(check, room, regions)
     return compiled
 
@@ -281,24 +287,10 @@ def _compiled(
     """Compiles a region by a plan for this room."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from elbowroom.compiled.partition import Partitioner, listening
+    from elbowroom.compiled.partition import listening
     from elbowroom.compiled.scheduling import in_order
 
-    partitioner = Partitioner(
-        room,
-        settings.counts_inputs,
-        settings.exact,
-        settings.codes,
-        settings.min_nbytes,
-        held,
-        settings.noise,
-        settings.offloads,
-        settings.menu,
-        fills,
-        settings.standing_nbytes,
-        () if room is None else _hints_of(example_inputs),
-    )
-
+    partitioner = _partitioner(example_inputs, settings, room, held, fills=fills)
     early = Early()
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
@@ -332,6 +324,33 @@ def _compiled(
     check.load(loaded)
     check.raises = False  # what is compiled later must not end a training
     return compiled  # type: ignore[no-any-return]
+
+
+def _partitioner(
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    room: int | None,
+    held: int | None,
+    *,
+    fills: bool,
+) -> "Partitioner":
+    """Returns what plans a region for this room."""
+    from elbowroom.compiled.partition import Partitioner
+
+    return Partitioner(
+        room,
+        settings.counts_inputs,
+        settings.exact,
+        settings.codes,
+        settings.min_nbytes,
+        held,
+        settings.noise,
+        settings.offloads,
+        settings.menu,
+        fills,
+        settings.standing_nbytes,
+        () if room is None else _hints_of(example_inputs),
+    )
 
 
 def _hints_of(example_inputs: Sequence[Any]) -> tuple[int, ...]:
