@@ -1,5 +1,6 @@
 """C++ kernels of a region are compiled once its code is known to fit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,23 @@ def test_rates_are_measured_as_a_compiled_model_is_fitted(monkeypatch):
     model = er.fit(torch.compile(torch.nn.Linear(4, 4)), budget="1 GiB", exact=True)
     er.release(model)
     assert measured == [{"lossy": False, "moves": False}]
+
+
+def test_a_second_refusal_compiles_nothing_though_forward_is_in_the_cache(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    said = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        step = torch.compile(net, backend=elbowroom, options={"budget": 1000, "exact": True})
+        with pytest.raises(er.errors.BudgetTooSmall) as caught:
+            step(torch.randn(256, 64)).sum().backward()
+        said.append(str(caught.value))
+        assert not compiled
+    assert counters["inductor"]["fxgraph_cache_hit"]
+    assert said[0] == said[1]

@@ -33,18 +33,17 @@ def cache(tmp_path, monkeypatch) -> Path:
 class Region:
     """A region whose code takes 1.2 of what is predicted, in plans from 500 bytes up."""
 
-    def __init__(self, more: float = 1.2) -> None:
+    def __init__(self, more: float = 1.2, plain_nbytes: int = 3 * ROOM) -> None:
         self.tried: list[int | None] = []
-        self._more = more
+        self._more, self._plain_nbytes = more, plain_nbytes
 
     def compile(self, tight, check, *, fills):
         self.tried.append(tight)
         if tight is not None and tight < 500:
             raise BudgetTooSmall("this region needs 500 bytes", least_nbytes=500, parts={})
-        planned = 3 * ROOM if tight is None else tight
-        check.made.append(
-            Decision(planned, 0, 3 * ROOM, inputs_nbytes=0, recomputed=0, is_plain=tight is None)
-        )
+        planned = self._plain_nbytes if tight is None else tight
+        made = Decision(planned, 0, self._plain_nbytes, 0, recomputed=0, is_plain=tight is None)
+        check.made.append(made)
         check.peak_nbytes = int(self._more * planned)
         if check.raises and check.peak_nbytes > ROOM:
             check.over_nbytes = check.peak_nbytes - ROOM
@@ -106,3 +105,13 @@ def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch) 
     (tmp_path / "elbowroom").write_text("no folder")
     region = Region()
     assert region.fit(starts()) == region.fit(starts()) == 800
+
+
+@pytest.mark.parametrize(("plain_nbytes", "tried"), [(1600, [500]), (1400, [500, None])])
+def test_plain_code_is_written_for_a_refusal_only_where_it_may_be_lower(
+    cache, plain_nbytes, tried
+) -> None:
+    region = Region(2.4, plain_nbytes)  # the code of the lowest plan takes 1200 bytes
+    with pytest.raises(BudgetTooSmall):
+        region.fit(starts())
+    assert region.tried[-len(tried) :] == tried

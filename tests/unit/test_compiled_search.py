@@ -5,17 +5,20 @@ import random
 import networkx
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from elbowroom.codecs import Dither
-from elbowroom.compiled import liveness
+from elbowroom.compiled import decide, liveness
 from elbowroom.compiled.collect import facts_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import without
 from elbowroom.compiled.joint import Joint
 from elbowroom.compiled.liveness import Kernel, curve_of
+from elbowroom.compiled.partition import Partitioner
 from elbowroom.compiled.rewrite import Coded, Rewriting
 from elbowroom.compiled.scheduling import SHARED
+from uncompiled import nothing_compiled as nothing_compiled
+from uncompiled import without_codegen
 
 INFINITY = float("inf")
 
@@ -235,3 +238,39 @@ def test_sources_of_a_value_that_runs_again_are_looked_for_once() -> None:
     required = {node for node in gm.graph.nodes if node.op == "call_function" and node <= last}
     joint = Joint(gm.graph, required, [source], 1)
     assert without(joint, {last}, {last}) == {source}
+
+
+class Residual(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.last, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (y.view(8, 64, 4, 8).transpose(1, 2) for y in self.qkv(self.norm(x)).split(32, 2))
+        y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.last(x))))
+
+
+def test_the_lowest_plan_of_many_blocks_is_not_searched_block_by_block(monkeypatch) -> None:
+    looked: list[int] = []
+    real = decide._changes_at_peak
+
+    def look(joint: Joint, step: decide.Step):
+        looked.append(step.peak_nbytes)
+        return real(joint, step)
+
+    monkeypatch.setattr(decide, "_changes_at_peak", look)
+    rounds = {}
+    for depth in (2, 6):
+        looked.clear()
+        net, x = nn.Sequential(*(Residual() for _ in range(depth))), torch.randn(8, 64, 32)
+        partition = without_codegen(Partitioner(1000, exact=True))
+        with pytest.raises(Exception, match="this compiled region needs at least"):
+            torch.compile(net, backend=partition)(x).sum().backward()
+        rounds[depth] = len(looked)
+        torch._dynamo.reset()
+    assert 0 < rounds[6] <= rounds[2] + 2

@@ -4,7 +4,7 @@ The simulation of a plan may be wrong; what counts is the code that Inductor wri
 
 1.  with exact=False, two plans that save as much in codes as fits
 2.  three plans, each predicted to take less by what was too much
-3.  the plan with the lowest peak, and then the one of plain torch.compile
+3.  the plan with the lowest peak, and then the one of plain torch.compile, if it may be lower
 
 The last two are the same whatever the room is. So the least that a refusal names, which is the
 lower one of theirs, is held where it is given. Where none fits, and a plan that was predicted to
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from elbowroom.compiled.decision import too_small
 from elbowroom.compiled.later_starts import Attempt, LaterStarts
 from elbowroom.compiled.simulated import remembering
-from elbowroom.compiled.written import Check
+from elbowroom.compiled.written import SURE, Check
 from elbowroom.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class _Attempts:
             self._refused = nothing if isinstance(nothing, _Missed) else None
         lowest = [] if self._refused is None else [self._refused.planned]
         for tight in (*lowest, None):
-            if self._sure and self.check.made and self.check.made[-1].is_plain:
-                break  # the lowest plan was that of torch.compile
+            if self._sure and self._plain_is_higher(room):
+                break
             made = self.run(tight, waits=True)
             if isinstance(made, _Missed):
                 self._sure.append(made)
@@ -170,6 +170,16 @@ class _Attempts:
             elif self.check.is_complete or (tight is not None and tight <= room):
                 return made  # else its code cannot be read, and is predicted not to fit
         return None
+
+    def _plain_is_higher(self, room: int) -> bool:
+        """Returns whether plain torch.compile needs no less than the lowest plan for certain."""
+        if not self.check.made:
+            return False
+        lowest, known = self.check.made[-1], self._sure[-1]
+        if lowest.is_plain or known.over_nbytes is None:
+            return bool(lowest.is_plain)
+        inputs = lowest.inputs_nbytes if self._settings.counts_inputs else 0
+        return bool(SURE * lowest.plain_nbytes + inputs > room + known.over_nbytes)
 
     def nearest(self, room: int) -> Compiled:
         """Returns the plan that takes a little too much. Raises BudgetTooSmall if none does."""

@@ -30,7 +30,7 @@ from torch import fx
 
 from elbowroom.compiled.attempts import fitting
 from elbowroom.compiled.collect import known_size
-from elbowroom.compiled.decision import OTHERS, Decision, Loaded, too_small
+from elbowroom.compiled.decision import OTHERS, Decision, Loaded, stored_peak, too_small
 from elbowroom.compiled.deferred import Deferred
 from elbowroom.compiled.later_starts import LaterStarts
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
@@ -298,12 +298,18 @@ def _compiled(
         if decision is None:
             return compile_fx_inner(*args, **kwargs)
 
+        is_backward = bool(kwargs.get("is_backward"))
+
         def run() -> Any:
             order = in_order(fuses_alike=decision.fuses_alike)
+            before = stored_peak(is_backward=is_backward)
             with nullcontext() if decision.is_plain else order, watching(check):
-                return compile_fx_inner(*args, **kwargs)
+                compiled = compile_fx_inner(*args, **kwargs)
+            now = stored_peak(is_backward=is_backward)
+            check.found(now - before, is_backward=is_backward)
+            return compiled
 
-        return early.compile(run) if kwargs.get("is_backward") else run()
+        return early.compile(run) if is_backward else run()
 
     patches = {**options, "custom_partitioner_fn": partitioner}
     if room is not None and device_of_inputs(example_inputs).type == "cpu":

@@ -9,9 +9,9 @@ the objective:
 1.  what plain torch.compile would save, if it fits: then nothing is changed
 2.  else the min-cut at several budgets, alone and with the ends of blocks saved (`narrow_places`):
     the fastest that fits, or the lowest if none does
-3.  from there, single changes: at the place of the peak, save values that were recomputed early, or
-    recompute values that were saved, as long as that lowers the peak; then save more, where that is
-    faster and still fits
+3.  from there, changes: at the place of the peak, save values that were recomputed early, or
+    recompute values that were saved, as long as that lowers the peak, and the like in other blocks;
+    then save more, one by one, where that is faster and still fits
 """
 
 import operator
@@ -188,7 +188,12 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
-    """Makes single changes at the place of the peak, as long as they lower it."""
+    """Makes changes at the place of the peak, as long as they lower it.
+
+    Of those found there the best one is made, then each other one that lowers the peak further, and
+    then the same changes in all blocks of a net: these have peaks of about the same height, and one
+    after another would be looked at as a whole again.
+    """
     for _ in range(_CHANGES):
         if step.peak_nbytes <= room_nbytes:
             return step
@@ -197,11 +202,52 @@ def _lower(search: Search, step: Step, room_nbytes: int) -> Step:
             for saved in _changes_at_peak(search.joint, step)
             if (changed := search.judge(saved, below_nbytes=step.peak_nbytes)) is not None
         ]
-        best = min(found, key=lambda one: (one.peak_nbytes, one.seconds), default=None)
-        if best is None or best.peak_nbytes >= step.peak_nbytes:
+        found.sort(key=lambda one: (one.peak_nbytes, one.seconds))
+        if not found or found[0].peak_nbytes >= step.peak_nbytes:
             return step
-        step = best
+        step = _made_everywhere(search, step, _together(search, step, found))
     return step
+
+
+def _together(search: Search, step: Step, found: Sequence[Step]) -> Step:
+    """Makes the first of these changes of a step, and each other one that lowers the peak more."""
+    before, best = set(step.saved), found[0]
+    for one in found[1:]:
+        after = set(one.saved)
+        saved = set(best.saved) - (before - after) | (after - before)
+        lower = search.judge(saved, below_nbytes=best.peak_nbytes)
+        if lower is not None and lower.peak_nbytes < best.peak_nbytes:
+            best = lower
+    return best
+
+
+def _made_everywhere(search: Search, before: Step, after: Step) -> Step:
+    """Saves and drops what is like the values that a change has saved and dropped."""
+    joint, saved = search.joint, set(after.saved)
+
+    def alike(nodes: Iterable[fx.Node], others: Iterable[fx.Node]) -> set[fx.Node]:
+        kinds = {_kind_of(n, joint) for n in others}
+        return {n for n in nodes if is_tensor(n) and _kind_of(n, joint) in kinds}
+
+    more = saved | alike(after.again, saved - set(before.saved))
+    dropped = {n for n in alike(after.saved, set(before.saved) - saved) if may_run_again(n)}
+    ways = [more] if more != saved else []
+    if dropped:
+        ways = [
+            fewer
+            for runs_calls in (False, True)
+            if (fewer := without(joint, more, dropped, runs_calls=runs_calls)) is not None
+        ]
+    made = (search.judge(one) for one in ways)
+    lower = (one for one in made if one is not None and one.peak_nbytes <= after.peak_nbytes)
+    return next(lower, after)
+
+
+def _kind_of(node: fx.Node, joint: Joint) -> tuple[object, ...]:
+    """Returns what a value has in common with those at the same place of other blocks."""
+    sources = tuple(str(n.target) for n in node.all_input_nodes if n.op == "call_function")
+    readers = tuple(sorted(str(n.target) for n in node.users))
+    return str(node.target), joint.facts[node].nbytes, sources, readers
 
 
 def _changes_at_peak(joint: Joint, step: Step) -> Iterator[set[fx.Node]]:

@@ -104,6 +104,11 @@ def store(decision: Decision, peak_nbytes: int | None, *, is_backward: bool) -> 
         counters[_PREFIX + name] += round(getattr(decision, name) / _UNIT.get(name, 1))
 
 
+def stored_peak(*, is_backward: bool) -> int:
+    """Returns the sum of what was stored, with graphs compiled or loaded until now, as peaks."""
+    return int(_counters()[f"{_PREFIX}{'backward' if is_backward else 'forward'}"])
+
+
 class Loaded:
     """Context that reads what was stored with the graphs compiled or loaded inside of it.
 

@@ -29,7 +29,7 @@ from elbowroom.compiled.decision import HeldAtBackward, Loaded, store
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
-_SURE = 0.8  # of the room: a plain region that is predicted to take less is not checked
+SURE = 0.8  # of a prediction for plain code: so much it takes at least, and 1 / SURE at most
 
 
 @contextmanager
@@ -169,7 +169,7 @@ class Check:
         decision = self.made[-1] if self.made else None
         if decision is None or self._room_nbytes is None:
             return False
-        return not decision.is_plain or self._over(decision.peak_nbytes / _SURE) > 0
+        return not decision.is_plain or self._over(decision.peak_nbytes / SURE) > 0
 
     def __call__(self, lines: Sequence[Any], graph: Any) -> None:
         if not self.made:
@@ -179,10 +179,20 @@ class Check:
         if peak is not None and not graph.is_backward:
             peak += self._standing_nbytes
         store(self.made[-1], peak, is_backward=graph.is_backward)
-        if peak is None:
-            return
+        if peak is not None:
+            self._judge(peak, is_backward=bool(graph.is_backward))
+
+    def found(self, peak_nbytes: int, *, is_backward: bool) -> None:
+        """Takes the peak of the code of one graph, which may have come from the cache; 0: none.
+
+        Inductor caches forward as soon as that is compiled, whatever is then found of backward.
+        """
+        if peak_nbytes and is_backward not in self._seen and self.is_needed():
+            self._judge(peak_nbytes, is_backward=is_backward)
+
+    def _judge(self, peak: int, *, is_backward: bool) -> None:
         self.peak_nbytes = max(self.peak_nbytes, peak)
-        self._seen.add(bool(graph.is_backward))
+        self._seen.add(is_backward)
         over = int(self._over(self.peak_nbytes if self._waits else peak))
         if over > 0 and self.raises and (self.is_complete or not self._waits):
             self.over_nbytes = over
