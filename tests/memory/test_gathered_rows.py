@@ -1,6 +1,7 @@
 """A graph network within a budget that is smaller than the messages of one layer."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -190,3 +191,41 @@ def test_codes_take_no_more_than_what_is_exact():
         return peak(lambda: step(**way))
 
     assert settled(policy="dither", levels=16) <= settled()
+
+
+class Means(nn.Module):
+    """Layers of means over neighbors, with messages that come in one or two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [32, 128, 128, 10]
+        self.own = nn.ModuleList(nn.Linear(*size) for size in pairwise(sizes))
+        self.others = nn.ModuleList(nn.Linear(*size) for size in pairwise(sizes))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        count = torch.bincount(edges[1], minlength=len(x)).clamp(min=1).view(-1, 1)
+        for own, others in zip(self.own, self.others, strict=True):
+            rows = x.index_select(0, edges[0])
+            at = edges[1].view(-1, 1).expand_as(rows)
+            mean = rows.new_zeros(len(x), rows.shape[1]).scatter_add_(0, at, rows) / count
+            x = torch.relu(own(x) + others(mean))
+        return x
+
+
+def test_parts_of_few_rows_are_estimated_as_what_they_take():
+    torch.manual_seed(0)
+    x, edges = torch.randn(500, 32), torch.randint(500, (2, 3000))
+    model = Means()
+    weights = sum(p.nbytes for p in model.parameters())
+
+    def step() -> None:
+        model(x, edges).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    room = peak(step) - weights
+    budget = 2 * weights + int(0.5 * room)
+    er.fit(model, budget=budget)
+    for _ in range(6):
+        step()
+    assert weights + peak(step) <= budget

@@ -99,19 +99,7 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
             raise _measured_refusal(planner, least)
         case RefusePresets(saving):
             assert saving is not None
-            transient_nbytes, memory = planner.state.headroom.transient_nbytes, planner.memory
-            later_nbytes = 0  # where nothing was measured, those to come are part of the estimate
-            if transient_nbytes is not None:
-                later_nbytes = max(planner.state.gradient_nbytes - memory.gradient_nbytes, 0)
-            raise messages.refusal(
-                saving,
-                planner.options,
-                planner.model_state,
-                memory,
-                transient_nbytes,
-                later_nbytes,
-                estimated=planner.state.is_estimated,
-            )
+            raise _refused_forward(planner, saving)
         case Raise(error):
             raise error
         case Then(observation):
@@ -297,10 +285,14 @@ def _memory_of(planner: "Planner") -> MemoryState:
     return replace(memory, outputs_nbytes=before.outputs_nbytes)
 
 
-def chosen_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> tuple[Chosen, Step]:
+def chosen_by_forward(
+    planner: "Planner", forward_profile: ForwardProfile, *, refuses: bool = False
+) -> tuple[Chosen, Step]:
     """Returns a plan for a step whose first forward was rehearsed, and that step by its care.
 
-    Raises BudgetTooSmall where no plan is worth a measurement.
+    refuses: a plan that is estimated to exceed the budget is not worth a measurement
+
+    Raises BudgetTooSmall where no plan is.
     """
     forward_profile = forward_profile.with_co_resident(planner.state.co_resident_nbytes)
     parts, resident = planner.calls.parts(forward_profile), planner.model_state.resident_bytes()
@@ -319,8 +311,8 @@ def chosen_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> tu
         planner.model_state.states,
         planner,
         settings_of(planner),
-        measures=not may_gain,
-        names_least=not goes_on,
+        measures=not (may_gain or refuses),
+        names_least=refuses or not goes_on,
         leaves_room=planner.leaves_room,
         gradient_nbytes=planner.model_state.largest_gradient_nbytes(),
     )
@@ -363,6 +355,34 @@ def _measured_refusal(planner: "Planner", least: Taken) -> BudgetTooSmall:
     options = planner.options
     return messages.measured_refusal(
         options, planner.model_state, planner.memory, plan, nbytes, _lossy_helps(planner)
+    )
+
+
+def _refused_forward(planner: "Planner", saving: "FittedSaving") -> BudgetTooSmall:
+    """Returns the refusal of a forward that has held too much.
+
+    If its plan was estimated to exceed the budget, and was followed to be measured, no transients
+    are known of it. So what the rehearsal says is named, and not what was held until then.
+    """
+    state, plan, forward_profile = planner.state, planner.plan, planner.forward_profile
+    above = plan is not None and plan.peak > planner.options.budget_nbytes
+    if above and state.is_estimated and forward_profile is not None:
+        try:
+            chosen_by_forward(planner, forward_profile, refuses=True)
+        except BudgetTooSmall as error:
+            return messages.without_frames(error)
+    transient_nbytes, memory = state.headroom.transient_nbytes, planner.memory
+    later_nbytes = 0  # where nothing was measured, those to come are part of the estimate
+    if transient_nbytes is not None:
+        later_nbytes = max(state.gradient_nbytes - memory.gradient_nbytes, 0)
+    return messages.refusal(
+        saving,
+        planner.options,
+        planner.model_state,
+        memory,
+        transient_nbytes,
+        later_nbytes,
+        estimated=state.is_estimated,
     )
 
 

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from elbowroom.runtime.gathered import Gathered, here, is_in_parts, wait_for
 from elbowroom.runtime.node import itself
 from elbowroom.runtime.row_sources import (
-    PART_NUMEL,
     Added,
     Sources,
     assembled,
     check_versions,
+    part_nbytes,
     versions_of,
 )
 
@@ -327,10 +327,10 @@ class _Apply(torch.autograd.Function):
             for at, x in enumerate(args)
             if isinstance(x, Tensor)
         ]
-        ctx.workspace_nbytes = 3 * PART_NUMEL * first.itemsize
+        widest = next(x.shape for x in given if type(x) is Gathered)
+        ctx.workspace_nbytes = 3 * part_nbytes(widest, first.itemsize)
         if waits:
             return Gathered.empty(shape, first)
-        widest = next(x.shape for x in given if type(x) is Gathered)
         return assembled(computed, shape, widest)
 
     @staticmethod

@@ -37,11 +37,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.row_sources import (
-    PART_NUMEL,
     Added,
     Rows,
     Sources,
     assembled,
+    part_nbytes,
     parts,
     sources_of,
 )
@@ -439,8 +439,9 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Gathered:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(index)
-        ctx.shape, ctx.workspace_nbytes = x.shape, 3 * PART_NUMEL * x.itemsize
-        return Gathered.like(x, index)
+        made, ctx.shape = Gathered.like(x, index), x.shape
+        ctx.workspace_nbytes = 2 * part_nbytes(made.shape, x.itemsize)  # gathered, and scaled
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -462,8 +463,9 @@ class _ScaleRows(torch.autograd.Function):
     ) -> Gathered:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if factor.requires_grad else None, index, factor)
-        ctx.mark, ctx.workspace_nbytes = mark, 3 * PART_NUMEL * x.itemsize
-        return Gathered.like(x, index)
+        made, ctx.mark = Gathered.like(x, index), mark
+        ctx.workspace_nbytes = 3 * part_nbytes(made.shape, x.itemsize)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -120,10 +120,19 @@ def parts(index: Tensor, of: torch.Size) -> Iterator[slice]:
     A part ends where vectors of a CPU do, whatever a row has: kernels of the elements that are left
     may round in another way, and so no more are left than of the whole.
     """
-    most = max(PART_NUMEL // max(of[1:].numel(), 1), 1)
-    rows = -(-len(index) // max(-(-len(index) // most), 1))
-    rows = -(-rows // _VECTOR) * _VECTOR
+    rows = _rows_of_part(len(index), of)
     return (slice(start, start + rows) for start in range(0, len(index), rows))
+
+
+def part_nbytes(rows: torch.Size, itemsize: int) -> int:
+    """The bytes of the largest part of rows, whose shape is this as a whole."""
+    return min(_rows_of_part(rows[0], rows), rows[0]) * rows[1:].numel() * itemsize
+
+
+def _rows_of_part(count: int, of: torch.Size) -> int:
+    most = max(PART_NUMEL // max(of[1:].numel(), 1), 1)
+    rows = -(-count // max(-(-count // most), 1))
+    return max(-(-rows // _VECTOR), 1) * _VECTOR
 
 
 def assembled(rows: Rows, shape: torch.Size, widest: torch.Size) -> Tensor:
