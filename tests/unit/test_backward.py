@@ -481,14 +481,38 @@ OPS = {  # of values between 0.1 and 0.9 [4000, 16]
 }
 
 
+MATRICES = {
+    **{name: getattr(torch.linalg, name) for name in ("cholesky", "det", "inv", "pinv")},
+    "exponential": lambda x: 5e-3 * torch.matrix_exp(x - x.detach()),
+    "qr": lambda x: torch.linalg.qr(x)[0],
+    "lu": lambda x: torch.linalg.lu_factor(x)[0],
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "reflections": lambda x: torch.linalg.householder_product(x, torch.ones(len(x))),
+    "solve": lambda x: torch.linalg.solve(x, torch.eye(len(x))),
+    "triangle": lambda x: torch.linalg.solve_triangular(x, torch.eye(len(x)), upper=False),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_what_a_formula_makes_of_a_matrix_is_counted(name):
+    noise = 0.02 * torch.randn(200, 200) + torch.eye(200)
+    x = (noise @ noise.mT).requires_grad_()
+    counted, took = counted_and_taken(x, MATRICES[name](x))
+    assert 0.88 * took <= counted <= 1.12 * took, (took, counted)
+
+
+def counted_and_taken(x: Tensor, y: Tensor) -> tuple[int, int]:
+    """Returns the bytes that the backward of an op is thought to take, and those that it takes."""
+    counted = max(one.nbytes for one in run(graph_of([y])))
+    grad = torch.ones_like(y)
+    return counted, grad.nbytes + peak(lambda: torch.autograd.grad(y, x, grad, retain_graph=True))
+
+
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 @pytest.mark.parametrize("name", OPS)
 def test_what_a_formula_makes_beside_its_results_is_counted(name):
     x = (torch.rand(ROWS, WIDTH) * 0.8 + 0.1).requires_grad_()
-    y = OPS[name](x)
-    counted = max(one.nbytes for one in run(graph_of([y])))
-    grad = torch.ones_like(y)
-    took = grad.nbytes + peak(lambda: torch.autograd.grad(y, x, grad, retain_graph=True))
+    counted, took = counted_and_taken(x, OPS[name](x))
     assert 0.88 * took <= counted <= 1.12 * took, (took, counted)
 
 
