@@ -50,6 +50,7 @@ from elbowroom.fitting.observations import (
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.rehearse import Step, plan_by_forward
+from elbowroom.fitting.update_room import update_nbytes
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.reach import ReachMeter, watch_nbytes
 from elbowroom.measure.shares import STEPS, menu_meter, shares_of
@@ -259,7 +260,8 @@ def step_of(
     """Returns the whole step of a rehearsed forward: its backward is an estimate."""
     born = planner.model_state.unallocated_gradients(), planner.memory.unallocated_state_nbytes
     forward_profile = replace(forward_profile, profile=repeatable(planner, forward_profile.profile))
-    return with_backward(forward_profile, *born, care, turns=turns)
+    update = update_nbytes(planner.model_state.optimizers())
+    return with_backward(forward_profile, *born, care, turns=turns, update_nbytes=update)
 
 
 def _chosen(

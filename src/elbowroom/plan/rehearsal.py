@@ -161,10 +161,12 @@ def with_backward(
     care: Care = CAREFUL,
     *,
     turns: bool = False,
+    update_nbytes: int = 0,
 ) -> Profile:
     """A whole step, from a forward whose storages were all dropped.
 
     state_nbytes  of the optimizer's, which the step will create
+    update_nbytes  that its step takes besides, once backward has ended
     care          what is left for what the graph does not tell
     turns         plans know what convolutions spare by taking turns, which they do not in the first
                   step, for it is profiled
@@ -206,11 +208,15 @@ def with_backward(
     forward_s = profile.seconds
     step_s = 2 * forward_s / max(len(base), 1)
     level = (*profile.level, *_with(dropped, base, first))
+    floors = (*profile.floor, *(level[first + k] if n < 0 else n for k, n in enumerate(floor)))
+    if update_nbytes:
+        stays = profile.static + born
+        level, floors = (*level, stays + update_nbytes), (*floors, stays)
     return replace(
         profile,
         level=level,
-        floor=(*profile.floor, *(level[first + k] if n < 0 else n for k, n in enumerate(floor))),
-        starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(base)))),
+        floor=floors,
+        starts_s=(*profile.starts_s, *(forward_s + k * step_s for k in range(len(level) - first))),
         backward=min(first, len(level) - 1),
         seconds=3 * forward_s,
         storages=asked_storages,
