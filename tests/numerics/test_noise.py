@@ -11,7 +11,8 @@ import elbowroom as er
 from elbowroom.demo.tasks import task
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.gradient_variance import GradientVariance
-from elbowroom.plan import Encode, Keep, KeepAll, Lean, Lossy, Need
+from elbowroom.measure.reach import ReachMeter
+from elbowroom.plan import Encode, Keep, KeepAll, Lean, Lossy, Need, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.saving import Saving
 
@@ -299,3 +300,66 @@ def test_gradient_variance_skips_what_overflowed_and_removes_its_hooks():
         meter.end_step(last=False)
     assert (meter.draws, meter.share) == (0, 0.0)
     assert not weight._backward_hooks
+
+
+class Sums(nn.Module):
+    """A convolution reads x + tanh(f(x)) / 2, which is made again from the codes of x and tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 1)
+        self.inner = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.after = nn.Conv2d(16, 16, 3, padding=1)
+        self.last = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.after(x + torch.tanh(self.inner(x)) / 2)
+        return self.last(x.square().mean((2, 3)))
+
+
+class Alone(Lossy):
+    """Encodes what one module saves, and keeps the rest, but for what is made again."""
+
+    def __init__(self, codec, module, consumer):
+        super().__init__(codec)
+        self.named = module, consumer
+
+    def __call__(self, site):
+        action = super().__call__(site)
+        if isinstance(action, Encode) and (site.name.module, site.name.consumer) != self.named:
+            return Keep("kept for this test")
+        return action
+
+
+@pytest.mark.parametrize(("kind", "most"), [(NoiseMeter, 6), (ReachMeter, 9)])
+def test_each_code_adds_what_reads_a_sum_of_it(kind, most):
+    """The second code of a sum does, too, though its tensor is alive until the sum was saved.
+
+    The parts of a sum are those of the errors of its codes: half of tanh counts as all of it.
+    """
+    torch.manual_seed(0)
+    net, codec, meter = Sums(), er.codec("dither", levels=16), kind(4)
+    batches = [(torch.randn(8, 3, 16, 16), torch.randint(10, (8,))) for _ in range(4)]
+
+    def grads(policy, seed, observer=None):
+        x, y = batches[seed]
+        net.zero_grad()
+        with Saving(policy, min_nbytes=0, context=Context(seed), observer=observer):
+            loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in net.parameters()]).double()
+
+    true = [grads(KeepAll(), seed) for seed in range(4)]
+    for seed in range(4):
+        grads(Lossy(codec), seed, meter)
+    meter.harvest()
+    size = sum(float(one @ one) for one in true)
+    for named in (("inner", "conv2d"), ("Sums", "tanh")):
+        added = [grads(Alone(codec, *named), seed) - true[seed] for seed in range(4)]
+        measured = sum(float(one @ one) for one in added)
+        if kind is NoiseMeter:
+            predicted = 4 * meter.table.variance_of(SiteName(*named, 0))
+        else:
+            predicted = size * meter._sampling * meter.shares(1).of(SiteName(*named, 0), 1, 16)
+        assert 1 / 3 < predicted / measured < most, named

@@ -32,7 +32,7 @@ from elbowroom.measure.curvature import curvature
 from elbowroom.measure.gradient_variance import GradientVariance, Key
 from elbowroom.measure.probe import RESULT, arguments, keys_of
 from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
-from elbowroom.measure.watching import call_values, one_by_one
+from elbowroom.measure.watching import call_values, one_by_one, parts_of, roots_of
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.prices import levels_of
@@ -57,7 +57,8 @@ _PRODUCTS = frozenset(
 class _Op:
     """An op that reads tensors which may carry errors, or weights.
 
-    sources  the sites of these, and the node whose gradient has none of their error, or -1
+    sources  the sites of these, and the node whose gradient has none of their error, or -1; and
+             which part of the size of what is read each of them has
     folded   of the tensor that it reads beside its weight, if it is linear in that
     mean     of its squares, if it is not
     curved   part of that error, relative to its gradient, that it passes on; None: all of it
@@ -69,7 +70,7 @@ class _Op:
 
     form: Form | None = None
     is_norm: bool = False
-    sources: set[tuple[SiteName, int]] = field(default_factory=set)
+    sources: dict[tuple[SiteName, int], Tensor | float] = field(default_factory=dict)
     folded: Tensor | None = None
     mean: Tensor | None = None
     curved: Tensor | None = None
@@ -103,6 +104,7 @@ class ReachWatch:
             weakref.WeakKeyDictionary()
         )
         self._codes: dict[SiteName, float] = {}
+        self._sizes: weakref.WeakKeyDictionary[Slot, Tensor] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def saved(self, use: Use, x: Tensor) -> None:
@@ -114,7 +116,10 @@ class ReachWatch:
         elif op.form is None and op.mean is None and x.numel() > 0:
             op.mean = energy(x.detach()) / x.numel()
             op.curved = curvature(use.call, x.detach())
-        self._waiting.setdefault(use.view.slot, []).append((op, _without_error(x, use.call)))
+        slot = use.view.slot
+        if slot not in self._sizes and slot.root() is slot and x.is_floating_point():
+            self._sizes[slot] = energy(x.detach())
+        self._waiting.setdefault(slot, []).append((op, _without_error(x, use.call)))
 
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
         if codec is not None and not codec.lossless:
@@ -151,10 +156,18 @@ class ReachWatch:
     def _find_sources(self) -> None:
         """Names the tensors of which it is decided by now what holds them."""
         for slot, ops in list(self._waiting.items()):
-            root = slot.root()
-            if root.sites and not root.waits:
-                for op, spared in self._waiting.pop(slot, ops):
-                    op.sources.update((site.name, spared) for site in root.sites)
+            roots = roots_of(slot)
+            if any(root.waits for root in roots) or not any(root.sites for root in roots):
+                continue
+            known = [root for root in roots if root.sites]
+            sizes = [self._sizes[root] for root in known if root in self._sizes]
+            parts: Sequence[Tensor | float] = [1 / len(known)] * len(known)
+            if len(sizes) == len(known):
+                parts = parts_of(sizes)
+            for op, spared in self._waiting.pop(slot, ops):
+                for root, part in zip(known, parts, strict=True):
+                    for site in root.sites:
+                        op.sources[site.name, spared] = part
 
     def reached(self) -> tuple[dict[SiteName, float], float]:
         """Returns the reach of each site in this step, and what codes are predicted to add to it.
@@ -176,11 +189,11 @@ class ReachWatch:
                 }
             )
             for op, (matrices, vectors) in zip(self._ops, of_weights, strict=True):
-                for name, spared in op.sources:
+                for (name, spared), part in op.sources.items():
                     reach = matrices
                     if op.form is None:  # else its bias and what is below have no error
                         reach += self._past(op, vectors, spared, gains)
-                    found[name] += reach / total
+                    found[name] += float(part) * reach / total
         return dict(found), sum(_ERROR * found[name] * one for name, one in self._codes.items())
 
     def _past(self, op: _Op, vectors: float, spared: int, gains: dict[int, float]) -> float:

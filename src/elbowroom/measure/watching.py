@@ -102,11 +102,10 @@ class StepWatch:
         if not self._full:
             return
         op, slot = self._op(use), use.view.slot
-        if slot.value is not None and not slot.exact:
+        waits = slot.value is not None and self._waits(op, slot, x)
+        if not waits and slot.value is not None and not slot.exact:
             self._measure(op, slot, Geometry.of(x), x)
-        elif (root := slot.root()) is not slot and root.waits:
-            self._derived[root].append((op, slot, x, version_of(x)))
-        else:
+        elif not waits:
             self._pending.setdefault(slot, []).append((op, use.view.geometry))
         keys = keys_of(x, use.call)
         if not keys or not self._is_turn(op):
@@ -135,7 +134,7 @@ class StepWatch:
         for op, geometry in self._pending.pop(slot, ()):
             self._measure(op, slot, geometry, geometry.on(whole))
         for op, made, x, version in self._derived.pop(slot, ()):
-            if version_of(x) == version:
+            if version_of(x) == version and not self._waits(op, made, x):
                 self._measure(op, made, Geometry.of(x), x)
 
     def curved(self, slot: Slot) -> None:
@@ -188,16 +187,30 @@ class StepWatch:
             self._current = call, op
         return self._current[1]
 
+    def _waits(self, op: _Op, slot: Slot, x: Tensor) -> bool:
+        """Returns whether x is made from a tensor that waits; its error is measured after that."""
+        root = next((root for root in roots_of(slot) if root is not slot and root.waits), None)
+        if root is not None:
+            self._derived[root].append((op, slot, x, version_of(x)))
+        return root is not None
+
     def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
-        """Measures the error of x, which lies in the slot's tensor where `geometry` says."""
-        sites = slot.root().sites
-        if not sites:  # of what is read exactly, nothing is counted
+        """Measures the error of x, which lies in the slot's tensor where `geometry` says.
+
+        What x is made from has a part each, in proportion to the energy of its own error.
+        """
+        roots = [root for root in roots_of(slot) if root.sites]
+        if not roots:  # of what is read exactly, nothing is counted
             return
         restored = slot.restore_value(private=True)
         error = geometry.within(slot.base, restored) - x
         op.folded = None if op.form is None else op.form.fold(error)
-        source = sites[-1].name
-        op.energies[source] = op.energies.get(source, 0) + energy(error)
+        names = list(dict.fromkeys(root.sites[-1].name for root in roots))
+        coded = [name for name in names if name in self._held] or names[:1]
+        parts = parts_of([self._held[name].energy for name in coded if name in self._held])
+        total = energy(error)
+        for source, part in zip(coded, parts, strict=True):
+            op.energies[source] = op.energies.get(source, 0) + total * part
         if op.name.consumer in CHANNEL_NORMS:
             upper = slot.restore_side()
             upper = None if upper is None else geometry.within(slot.base, upper)
@@ -287,6 +300,35 @@ class StepWatch:
             measured = None if op.measured is None else (next(values), next(values))
             readings[op.name] = OpReading(energies, unit, strength, closed, measured, op.weight)
         return held, readings
+
+
+def roots_of(slot: Slot) -> list[Slot]:
+    """Returns all slots whose bytes a tensor comes from: its own, or those that it is made from."""
+    found: dict[Slot, None] = {}
+    seen, below = set(), [slot]
+    while below:
+        one = below.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        ready, source = getattr(one.value, "ready", None), getattr(one.value, "source", None)
+        if ready is not None:
+            below += reversed(ready.slots)
+        elif source is not None:
+            below.append(source)
+        else:
+            found[one] = None
+    return list(found)
+
+
+def parts_of(energies: Sequence[Tensor]) -> Sequence[Tensor | float]:
+    """Returns the part that each of several energies has of their sum; equal ones if that is 0."""
+    if len(energies) < 2:
+        return [1.0]
+    device = energies[0].device
+    each = torch.stack([energy.to(device) for energy in energies]).double()
+    total = each.sum()
+    return list(torch.where(total > 0, each / total, 1 / len(each)))
 
 
 def call_values(call: Call) -> tuple[Any, ...]:

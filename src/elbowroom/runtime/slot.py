@@ -432,6 +432,8 @@ class Slot:
         """The whole tensor for a recipe that only reads it, shared with views restored later."""
         if self.whole is not None:
             return self.whole
+        if not _in_backward():
+            return self.restore_value(private=isinstance(self.value, EncodeHandle))
         whole = self.restore_value()
         if self.shared is not None and self.waits_now and self._may_hold(whole):
             self.whole = whole
@@ -452,8 +454,7 @@ class Slot:
         """Returns whether the whole tensor is there, or will wait for views once it is restored."""
         if self.whole is not None or isinstance(self.value, KeepHandle):
             return True
-        # In forward only a watch restores what is a code, whose error it is to see.
-        return self.waits_now and torch._C._current_graph_task_id() != -1
+        return self.waits_now and _in_backward()
 
     def _may_hold(self, whole: Tensor) -> bool:
         """Returns whether a restored tensor is memory of its own, not that of its first owner."""
@@ -478,6 +479,14 @@ class Slot:
     def unpacked(self, bits: Tensor) -> Tensor:
         """1 where a bit is set, 0 elsewhere."""
         return unpacked(bits, self.base.shape, self.base.stride, self.dtype)
+
+
+def _in_backward() -> bool:
+    """Returns whether backward runs. In forward only a watch restores codes, to see their error.
+
+    So it takes no original of theirs that is still alive then.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 class CountedSlot(Slot):
