@@ -392,14 +392,16 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
     min_nbytes  as in `saving`
     seed        as in `saving`
 
-    If the plan changes nothing, no hooks are installed, and the ledger stays empty. Tensors that
-    the plan does not know (another shape, another branch) get exact actions, and are counted in
+    If the plan changes nothing, no hooks are installed, and the ledger stays empty: but where torch
+    composes attention of smaller ops, which save more than the plan knows. Tensors that the plan
+    does not know (another shape, another branch) get exact actions, and are counted in
     `plan.unknown_sites`.
     """
     check_min_nbytes(min_nbytes)
     if not isinstance(plan, Plan):
         raise PlanError(f"following takes a plan from er.plan(...); got {type(plan).__name__}")
     context = PROCESS if seed is None else Context(seed, learns=False)
+    idle = plan.changes_nothing and not plan.composes_attention
 
     def make(tracer: Tracer | None) -> Saving:
         return Saving(
@@ -407,11 +409,11 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
             min_nbytes=min_nbytes,
             context=context,
             recompute=plan.recompute,
-            idle=plan.changes_nothing,
+            idle=idle,
             tracer=tracer,
         )
 
-    setting = None if plan.changes_nothing else ("following", Identical(plan), min_nbytes)
+    setting = None if idle else ("following", Identical(plan), min_nbytes)
     return SavingContext(make, context, setting)
 
 

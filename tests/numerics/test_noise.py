@@ -332,7 +332,7 @@ class Alone(Lossy):
         return action
 
 
-@pytest.mark.parametrize(("kind", "most"), [(NoiseMeter, 6), (ReachMeter, 9)])
+@pytest.mark.parametrize(("kind", "most"), [(NoiseMeter, 2), (ReachMeter, 9)])
 def test_each_code_adds_what_reads_a_sum_of_it(kind, most):
     """The second code of a sum does, too, though its tensor is alive until the sum was saved.
 

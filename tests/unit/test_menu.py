@@ -539,6 +539,7 @@ def test_what_is_kept_though_it_could_be_smaller_has_room() -> None:
         ("division", PlanError, "it is a list"),
         (["bitmask"], PlanError, "takes all of cast, comet, dither"),
         ([3], UnknownCodec, "a string"),
+        ([["division"]], UnknownCodec, "a string"),
     ],
 )
 def test_menus_that_are_refused(given: Any, error: type, words: str, profile: Profile) -> None:

@@ -197,7 +197,7 @@ class StepWatch:
     def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
         """Measures the error of x, which lies in the slot's tensor where `geometry` says.
 
-        What x is made from has a part each, in proportion to the energy of its own error.
+        What x is made from has a part each (`_parts`).
         """
         roots = [root for root in roots_of(slot) if root.sites]
         if not roots:  # of what is read exactly, nothing is counted
@@ -205,11 +205,10 @@ class StepWatch:
         restored = slot.restore_value(private=True)
         error = geometry.within(slot.base, restored) - x
         op.folded = None if op.form is None else op.form.fold(error)
-        names = list(dict.fromkeys(root.sites[-1].name for root in roots))
-        coded = [name for name in names if name in self._held] or names[:1]
-        parts = parts_of([self._held[name].energy for name in coded if name in self._held])
         total = energy(error)
-        for source, part in zip(coded, parts, strict=True):
+        coded = [root for root in roots if root.sites[-1].name in self._held] or roots[:1]
+        for root, part in zip(coded, self._parts(slot, restored, coded), strict=True):
+            source = root.sites[-1].name
             op.energies[source] = op.energies.get(source, 0) + total * part
         if op.name.consumer in CHANNEL_NORMS:
             upper = slot.restore_side()
@@ -217,6 +216,24 @@ class StepWatch:
             known = None if slot.statistics is None else slot.statistics.rstd.flatten()
             rstd = known if known is not None and len(known) == x.shape[1] else None
             op.channels = channel_errors(error, x, upper, rstd)
+
+    def _parts(
+        self, slot: Slot, restored: Tensor, roots: Sequence[Slot]
+    ) -> Sequence[Tensor | float]:
+        """Returns which part of the error of `restored` comes from each of the roots.
+
+        Of several, each is made noisier by as much as its code is, and the slot restored again.
+        """
+        found: list[Tensor] = []
+        for root in roots if roots[1:] else ():
+            own, before = root.restore_value(private=True), root.whole
+            spread = (self._held[root.sites[-1].name].energy / max(own.numel(), 1)).sqrt()
+            noise = torch.empty(own.shape, device=own.device)
+            noise.normal_(generator=torch.Generator(own.device).manual_seed(len(found)))
+            root.whole = own.add_(noise.mul_(spread))
+            found.append(energy(slot.restore_value(private=True).sub_(restored)))
+            root.whole = before
+        return parts_of(found)
 
     def _is_turn(self, op: _Op) -> bool:
         """Returns whether this op is to be probed: the least probed one of its kind.

@@ -281,6 +281,7 @@ def _plan(
         standing=profile.standing,
         parted_nbytes=_parted_nbytes(profile, built, choice),
         unlisted_nbytes=profile.unlisted_nbytes,
+        composes_attention=profile.composes_attention,
         profiled_peak=_profiled_peak(built, choice) + in_flight,
     )
 

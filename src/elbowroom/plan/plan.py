@@ -97,6 +97,7 @@ class Plan:
     profiled_peak  the predicted peak of a profiled step, in bytes: torch's own ops read what is
                    restored
     unlisted_nbytes  bytes of kept tensors that have no line: see `Profile`
+    composes_attention  see `Profile`: `plain_peak` is too low then
     """
 
     budget: int
@@ -115,6 +116,7 @@ class Plan:
     parted_nbytes: int = field(default=0, compare=False, repr=False)
     profiled_peak: int = field(default=0, compare=False, repr=False)
     unlisted_nbytes: int = field(default=0, compare=False, repr=False)
+    composes_attention: bool = field(default=False, compare=False, repr=False)
 
     def __hash__(self) -> int:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict

@@ -247,6 +247,21 @@ class Profile:
         return found
 
     @cached_property
+    def composes_attention(self) -> bool:
+        """True if an attention ran without a kernel of torch's, each of which saves its result.
+
+        So torch composes it of smaller ops, which save matrices of all pairs, and elbowroom does
+        not. This step does not tell how many bytes these are.
+        """
+        reads = Counter(
+            save.site.reads
+            for storage in self.storages
+            for save in storage.saves
+            if save.site.consumer == ATTENTION and save.site.need is Need.LOSSY
+        )
+        return reads[Reads.RESTORED] > 3 * reads[Reads.GRADIENT]  # q, k and v, and the result
+
+    @cached_property
     def spared(self) -> dict[int, int]:
         """Bytes by moment that torch's op takes there, beyond those of the op that elbowroom runs.
 

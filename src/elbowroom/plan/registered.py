@@ -104,7 +104,8 @@ def chosen_settings(
                 )
             found |= dict.fromkeys((one,) if dtypes_of(one) else ())
         else:
-            found |= dict.fromkeys(_SYSTEMS.get(one) or settings_of(one))
+            system = _SYSTEMS.get(one) if isinstance(one, str) else None
+            found |= dict.fromkeys(system or settings_of(one))
     shown = [one if isinstance(one, str) else one.id for one in given]
     if exact or noise == 0:
         asked = "exact=True" if exact else "noise=0"
