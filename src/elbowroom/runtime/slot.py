@@ -432,10 +432,9 @@ class Slot:
         """The whole tensor for a recipe that only reads it, shared with views restored later."""
         if self.whole is not None:
             return self.whole
-        if not _in_backward():
-            return self.restore_value(private=isinstance(self.value, EncodeHandle))
-        whole = self.restore_value()
-        if self.shared is not None and self.waits_now and self._may_hold(whole):
+        watched = isinstance(self.value, EncodeHandle) and torch._C._current_graph_task_id() == -1
+        whole = self.restore_value(private=watched)  # of a code, whose error a watch is to see
+        if not watched and self.shared is not None and self.waits_now and self._may_hold(whole):
             self.whole = whole
             self.shared.note(self)
         return whole
@@ -454,7 +453,7 @@ class Slot:
         """Returns whether the whole tensor is there, or will wait for views once it is restored."""
         if self.whole is not None or isinstance(self.value, KeepHandle):
             return True
-        return self.waits_now and _in_backward()
+        return self.waits_now and torch._C._current_graph_task_id() != -1
 
     def _may_hold(self, whole: Tensor) -> bool:
         """Returns whether a restored tensor is memory of its own, not that of its first owner."""
@@ -479,14 +478,6 @@ class Slot:
     def unpacked(self, bits: Tensor) -> Tensor:
         """1 where a bit is set, 0 elsewhere."""
         return unpacked(bits, self.base.shape, self.base.stride, self.dtype)
-
-
-def _in_backward() -> bool:
-    """Returns whether backward runs. In forward only a watch restores codes, to see their error.
-
-    So it takes no original of theirs that is still alive then.
-    """
-    return torch._C._current_graph_task_id() != -1
 
 
 class CountedSlot(Slot):
