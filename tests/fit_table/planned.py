@@ -386,6 +386,12 @@ ROWS = {
         {"phase": P.LAST_RESORT, "plan": None, "attempts": LEFT, "headroom": Headroom(0)},
         (say(Line.UNCORRECTED, least_nbytes=1100, preset="exact", refuses=False),),
     ),
+    "none of the smallest is left, and no preset is known to add as little noise": Row(
+        replace(SMALLEST, options=LIMITED, profile=Profile(noise="shares")),
+        SmallestMade(LEFT, None),
+        {"phase": P.SETTLED, "attempts": LEFT},
+        (Refuse(MUCH),),
+    ),
     "no smallest is found, and no preset was seen to fit": Row(
         replace(VERIFYING, was_rehearsed=True, attempts=TRIED),
         SmallestMade(LEFT, None),

@@ -31,6 +31,7 @@ from elbowroom.fitting.commands import (
     MakeRoomToWatch,
     MakeSmallest,
     Raise,
+    Refuse,
     TakePlan,
     say,
 )
@@ -261,10 +262,14 @@ def _give_up(state: FitState, least: Taken) -> Step:
     """Falls back to a uniform preset, which holds little at all moments.
 
     If none was measured to fit before the first plan, this is the strictest preset. A preset that
-    was measured to fit may hold more than plans do.
+    was measured to fit may hold more than plans do. What presets add is bounded by no limit of
+    noise, so that the budget is refused where plans have to keep to one.
 
     least: the measured plan with the lowest peak
     """
+    profile = state.profile
+    if state.options.noise is not None and profile is not None and profile.noise is not None:
+        return replace(state, phase=Phase.SETTLED), (Refuse(least),)
     presets, preset, headroom = state.options.presets, state.preset, state.headroom.learned(0)
     if state.was_rehearsed:
         preset, headroom = len(presets) - 1, state.headroom
