@@ -15,7 +15,7 @@ CEILINGS = {
     "`er.saving()`, later steps: rebuilt": (4, 112),
     '`er.saving("dither", levels=16, rebuild=False)`, the first step: encoded': (14, 600),
     '`er.saving("dither", levels=16, rebuild=False)`, later steps: encoded': (4, 136),
-    "`er.fit`, a step that learns: rebuilt": (13, 594),
+    "`er.fit`, a step that learns: rebuilt": (13, 595),
     "`er.fit`, a settled step: rebuilt": (4, 112),
 }
 
