@@ -249,7 +249,9 @@ def test_each_way_to_compile_keeps_its_bits_at_a_smaller_peak(way: str, uncompil
         "reduce-overhead": {"triton.cudagraphs": True},
         "max-autotune": {"max_autotune": True, "triton.cudagraphs": True},
     }.get(way, {}).items():
-        assert all(options[option] is value for options in uncompiled)
+        for options in uncompiled:  # on a CPU, CUDA graphs would only cut the code of a plan
+            cuts = option == "triton.cudagraphs" and "custom_partitioner_fn" in options
+            assert options[option] is (value and not cuts)
 
 
 def test_under_autocast(uncompiled) -> None:
