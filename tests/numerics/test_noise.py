@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from elbowroom.demo.tasks import task
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.gradient_variance import GradientVariance
 from elbowroom.measure.reach import ReachMeter
+from elbowroom.measure.watching import StepWatch
 from elbowroom.plan import Encode, Keep, KeepAll, Lean, Lossy, Need, SiteName
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.saving import Saving
@@ -363,3 +365,24 @@ def test_each_code_adds_what_reads_a_sum_of_it(kind, most):
         else:
             predicted = size * meter._sampling * meter.shares(1).of(SiteName(*named, 0), 1, 16)
         assert 1 / 3 < predicted / measured < most, named
+
+
+def test_a_watch_that_fails_leaves_no_noisy_tensor_for_backward():
+    class Root:
+        whole = None
+
+        def __init__(self, name: str) -> None:
+            self.sites = [SimpleNamespace(name=name)]
+
+        def restore_value(self, *, private: bool) -> torch.Tensor:
+            return torch.ones(4)
+
+    class Sum:
+        def restore_value(self, *, private: bool) -> torch.Tensor:
+            raise RuntimeError("no memory")
+
+    roots = [Root("a"), Root("b")]
+    held = {name: SimpleNamespace(energy=torch.ones(())) for name in "ab"}
+    with pytest.raises(RuntimeError, match="no memory"):
+        StepWatch._parts(SimpleNamespace(_held=held), Sum(), torch.ones(4), roots)
+    assert [root.whole for root in roots] == [None, None]

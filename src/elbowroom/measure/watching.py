@@ -231,8 +231,10 @@ class StepWatch:
             noise = torch.empty(own.shape, device=own.device)
             noise.normal_(generator=torch.Generator(own.device).manual_seed(len(found)))
             root.whole = own.add_(noise.mul_(spread))
-            found.append(energy(slot.restore_value(private=True).sub_(restored)))
-            root.whole = before
+            try:
+                found.append(energy(slot.restore_value(private=True).sub_(restored)))
+            finally:  # backward must never read the noisy one
+                root.whole = before
         return parts_of(found)
 
     def _is_turn(self, op: _Op) -> bool:
