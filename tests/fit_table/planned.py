@@ -392,6 +392,15 @@ ROWS = {
         {"phase": P.SETTLED, "attempts": LEFT},
         (Refuse(MUCH),),
     ),
+    "the same, of a step that is an exception": Row(
+        replace(SMALLEST, options=LIMITED, profile=Profile(noise="shares"), varies=True),
+        SmallestMade(LEFT, None),
+        {"phase": P.SETTLED, "attempts": LEFT},
+        (
+            TakePlan(MUCH.chosen),
+            say(Line.ABOVE, peak_nbytes=1100, why="took no less within the limit of noise"),
+        ),
+    ),
     "no smallest is found, and no preset was seen to fit": Row(
         replace(VERIFYING, was_rehearsed=True, attempts=TRIED),
         SmallestMade(LEFT, None),

@@ -269,7 +269,12 @@ def _give_up(state: FitState, least: Taken) -> Step:
     """
     profile = state.profile
     if state.options.noise is not None and profile is not None and profile.noise is not None:
-        return replace(state, phase=Phase.SETTLED), (Refuse(least),)
+        state = replace(state, phase=Phase.SETTLED)
+        if not state.varies:
+            return state, (Refuse(least),)
+        why = "took no less within the limit of noise"  # an exception, which ends no training
+        above = say(Line.ABOVE, peak_nbytes=least.peak_nbytes, why=why)
+        return state, (TakePlan(least.chosen), above)
     presets, preset, headroom = state.options.presets, state.preset, state.headroom.learned(0)
     if state.was_rehearsed:
         preset, headroom = len(presets) - 1, state.headroom
