@@ -392,8 +392,8 @@ def following(plan: Plan, *, min_nbytes: int = 65536, seed: int | None = None) -
     min_nbytes  as in `saving`
     seed        as in `saving`
 
-    If the plan changes nothing, no hooks are installed, and the ledger stays empty: but where torch
-    composes attention of smaller ops, which save more than the plan knows. Tensors that the plan
+    If the plan changes nothing, no hooks are installed, and the ledger stays empty, unless torch
+    composes attention of smaller ops, which save more than the plan knows of. Tensors that the plan
     does not know (another shape, another branch) get exact actions, and are counted in
     `plan.unknown_sites`.
     """

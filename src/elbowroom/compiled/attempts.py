@@ -79,7 +79,12 @@ def fitting(
 
 
 class _Attempts:
-    """The attempts at one region. last, check: the last one; number: of all in their order."""
+    """The attempts at one region.
+
+    last    the arguments of the last one
+    check   what is known of its code
+    number  how many were made, without the one of an earlier start
+    """
 
     def __init__(self, compile_plan: CompilePlan, settings: "Settings", room: int | None) -> None:
         self._compile, self._settings, self._room = compile_plan, settings, room
@@ -123,7 +128,8 @@ class _Attempts:
         """Makes the attempt that has fitted in an earlier start."""
         made = self.run(known.tight, fills=known.fills, raises=known.raises, waits=known.waits)
         self.number = 0
-        is_above = known.raises and self.check.above_nbytes()  # which its graphs may be in a cache
+        # Graphs that come from a cache do not raise where they are above the room.
+        is_above = known.raises and self.check.above_nbytes()
         return None if isinstance(made, _Missed) or is_above else made
 
     def filled(self, room: int) -> Compiled | None:

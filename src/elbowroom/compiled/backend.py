@@ -340,7 +340,7 @@ def _partitioner(
     *,
     fills: bool,
 ) -> "Partitioner":
-    """Returns what plans a region for this room."""
+    """Returns the partitioner that plans a region for this room."""
     from elbowroom.compiled.partition import Partitioner
 
     return Partitioner(

@@ -222,7 +222,10 @@ def _together(search: Search, step: Step, found: Sequence[Step]) -> Step:
 
 
 def _made_everywhere(search: Search, before: Step, after: Step) -> Step:
-    """Saves and drops what is like the values that a change has saved and dropped."""
+    """Makes a change in all blocks: of the like of its values, all are saved, or none.
+
+    Returns the changed step if its peak is no higher, else `after`.
+    """
     joint, saved = search.joint, set(after.saved)
 
     def alike(nodes: Iterable[fx.Node], others: Iterable[fx.Node]) -> set[fx.Node]:

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-# What the step of a parameter makes, in its sizes; with `together`, for all parameters. Measured
+# Tensors of a parameter's size that its step makes, of one parameter after the other; measured
 # (`tests/unit/test_update_room.py`). Of other optimizers nothing is known.
 _MAKES = {optim.Adam: 2, optim.AdamW: 2, optim.Adamax: 1, optim.NAdam: 2, optim.RAdam: 2}
-_TOGETHER = 1
 
 
 def update_nbytes(optimizers: Iterable[Optimizer]) -> int:
@@ -31,7 +30,7 @@ def _group_nbytes(optimizer: Optimizer, group: dict[str, Any]) -> int:
     if not (sizes and makes) or group.get("fused"):
         return 0
     if _runs_together(group):
-        return _TOGETHER * sum(sizes)
+        return sum(sizes)  # one tensor of each
     return makes * max(sizes)
 
 
