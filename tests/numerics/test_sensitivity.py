@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from elbowroom.measure.sensitivity import form_of
+from elbowroom.measure.sensitivity import energy, form_of
 from elbowroom.runtime.consumers import Call
 
 
@@ -57,6 +57,55 @@ def test_the_variance_is_the_weight_gradient_of_squares(name):
     out = module(error.square())
     (squares,) = torch.autograd.grad(out, module.weight, grad.square())
     torch.testing.assert_close(predicted, squares.sum(), rtol=1e-4, atol=0)
+
+
+SAMPLED = {
+    "tokens": (nn.Linear(32, 16), (64, 64, 32)),
+    "rows": (nn.Linear(32, 16), (4096, 32)),
+    "conv2d": (nn.Conv2d(24, 8, 3, padding=1), (64, 24, 16, 16)),
+    "1x1": (nn.Conv2d(64, 8, 1), (64, 64, 16, 16)),
+    "one picture": (nn.Conv2d(24, 8, 3), (24, 80, 80)),
+    "stride, groups": (nn.Conv2d(24, 8, 3, stride=2, groups=2), (32, 24, 33, 33)),
+    "conv1d": (nn.Conv1d(24, 8, 5), (16, 24, 512)),
+    "transposed": (nn.ConvTranspose2d(24, 8, 2, stride=2), (32, 24, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_some_places_tell_of_all(name, layout):
+    """Each sequence's first token is 4 times as large, and some samples have nearly all of it."""
+    module, shape = SAMPLED[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    if len(shape) > 2 and "picture" not in name:
+        x *= 10 ** torch.linspace(-0.7, 0.7, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+    if name == "tokens":
+        x[:, 0] *= 4
+    if layout == "channels_last" and len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    grad = torch.randn_like(module(x)) * (module(x) * 0 + 1)
+    if len(shape) > 2 and "picture" not in name:
+        grad = grad * 10 ** torch.linspace(-0.7, 0.7, shape[0]).reshape(-1, *[1] * (grad.dim() - 1))
+    exact, some = form_of(call(module, x)), form_of(call(module, x), most=512)
+    of_all = exact.variance(exact.fold(x), grad)
+    folded = some.fold(x)
+    assert folded.numel() <= 1024
+    assert 0.6 < some.variance(folded, grad) / of_all < 1.7
+    # What is made of parts of it is folded in their place.
+    doubled = some.variance(some.fold(x, lambda part: 2 * part), grad)
+    assert 0.5 < doubled / some.variance(folded, grad) / 4 < 2
+
+
+def test_energies_along_a_dimension():
+    x = torch.randn(3, 5, 7, 11)
+    for odd in (x, x[:, :, ::2], x.to(memory_format=torch.channels_last), x[:0], x.half()):
+        for dim in (1, 2, 3, -1):
+            torch.testing.assert_close(
+                energy(odd, dim), odd.float().square().sum(dim), rtol=1e-4, atol=1e-5
+            )
+    large = torch.randn(1, 40, 5000)
+    torch.testing.assert_close(energy(large, 1), large.square().sum(1))
 
 
 def test_no_closed_form_beside_a_weight_that_is_not_trained():

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from elbowroom.codecs import Dither
 from elbowroom.measure.gradient_variance import GradientVariance
+from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.noise import NoiseTable, OpReading
-from elbowroom.plan import SiteName
+from elbowroom.measure.reach import ReachMeter
+from elbowroom.plan import Lossy, SiteName
+from elbowroom.runtime.saving import Saving
 
 CONV, NORM = SiteName("c", "conv2d", 0), SiteName("n", "batch_norm", 0)
 X = SiteName("c", "conv2d", 1)
@@ -87,6 +91,19 @@ def test_batches_that_are_all_the_same_are_known(varies):
         gradient.reads(weight * step)  # what a step makes is no input of it
         gradient.end_step(last=False)
     assert gradient.is_one_batch is not varies
+
+
+def test_running_statistics_and_counters_do_not_tell_batches_apart():
+    """They change in each step, so a net with a batch norm seemed never to see a batch again."""
+    norm, x = torch.nn.BatchNorm2d(4), torch.randn(8, 4, 5, 5)
+    for observer in (NoiseMeter(probes=0), ReachMeter(3)):
+        for _ in range(3):
+            with Saving(Lossy(Dither(levels=16)), observer=observer, min_nbytes=0):
+                loss = norm(x).square().sum()
+            loss.backward()
+        observer.harvest()
+        found = observer.table.gradient if isinstance(observer, NoiseMeter) else observer._gradient
+        assert found.is_one_batch
 
 
 def test_no_hook_stays_where_a_step_is_left_before_it_ends():

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elbowroom.runtime.consumers import Call, is_buffer
 from elbowroom.runtime.second_pass import second_pass
 
 _ENTRIES = 512  # of each parameter, or all that it has
@@ -61,10 +62,12 @@ class GradientVariance:
         self._batches: set[int] = set()
         self._batched = 0  # steps
 
-    def reads(self, x: Any) -> None:
-        """Notes what an op reads, if that is an input of the step."""
+    def reads(self, x: Any, call: Call | None = None) -> None:
+        """Notes what an op reads, if that is an input of the step, and no running statistic."""
         is_input = isinstance(x, Tensor) and x.is_leaf and not x.requires_grad and x.numel() > 0
-        if is_input and len(self._inputs) < _INPUTS and x.layout is torch.strided:
+        if not is_input or len(self._inputs) >= _INPUTS or is_buffer(x, call):
+            return
+        if x.layout is torch.strided:
             few = x.detach().reshape(-1)[:: max(x.numel() // _ELEMENTS, 1)]
             self._inputs.append(hash(tuple(few.tolist())))
 

@@ -1,16 +1,24 @@
 """Predicts the gradient variance that codes add where no memory is left to measure it.
 
-    share(site, levels) = 2.2 * reach / sampling / (levels - 1) ** 2
+    share(site, levels) = error * reach / sampling / (levels - 1) ** 2
+    error      squared error of a code of two levels, relative to the tensor: tried on a sample
     reach      variance that an error as large as the tensor would add, over |g|^2
     sampling   the variance of mini-batches / |g|^2 (`gradient_variance.py`)
 
 Of an op that is linear in x, it is sum_t |dY_t|^2 |x_t|^2, the formula of `sensitivity.py` with x
 in the place of its error. |dW|^2 would not do: the gradients of tokens add up in it, and errors do
 not (0.03 to 8 times as much). Any other op passes an error on that is as large, relative to its
-gradient, as that of what it reads; `Paths` says what arrives at the weights. A norm passes on a
-twentieth, and adds what its own weights get. A smooth function passes on what the curve of it says,
+gradient, as that of what it reads; `Paths` says what arrives at the weights. A norm adds what its
+own weights get, and passes on a twentieth, or a batch norm of N elements a channel what its own
+gradients tell. With r the correlation of dY and xhat in a channel, and |dw|^2 that of its weight,
+
+    dx = w / s (dY - mean dY - xhat mean(dY xhat))        passed on: r^2 = |dw|^2 / (N |dY|^2)
+
+ A smooth function passes on what the curve of it says,
 at some thousand values (`curvature.py`): a GELU of values far below 1 is nearly linear, a
-twentieth, too. The 2.2 is the squared error of a code of two levels, relative to x, and a margin.
+twentieth, too. What is large beside how it varies has small errors for its size (results of a ReLU
+behind a sum: a tenth of those of a normal tensor). Norms take the mean off, so the error of what
+they read is that of a normal tensor, with a margin.
 
 No tensor is held for it: one number each of some thousand tokens or places is until backward, and a
 few elements of each weight's gradient are from step to step.
@@ -27,11 +35,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from elbowroom.codecs import Codec
+from elbowroom.codecs import Codec, Dither
 from elbowroom.measure.curvature import curvature
 from elbowroom.measure.gradient_variance import GradientVariance, Key
 from elbowroom.measure.probe import RESULT, arguments, keys_of
-from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
+from elbowroom.measure.sensitivity import PART, Form, energy, form_of, is_weight
 from elbowroom.measure.watching import call_values, one_by_one, parts_of, roots_of
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import ATTENTION
@@ -44,10 +52,15 @@ from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Slot
 
 _MIN = 1e-6  # of |g|^2
-_PLACES = 512  # of which one number is held, for each op; of maps those of one sample at least
+_PLACES = 512  # of which numbers are held, for each op
 _ENTRIES = 64  # of the gradient of each parameter
 _BELOW_NORM = 0.05  # of the error of what a norm reads goes on below, relative to its gradient
-_ERROR = 2.2  # squared error of a code of two levels, relative to x: 1.85 of a normal, and a margin
+# Plans encode where the prediction is lowest, so it has a margin.
+_MARGIN = 1.2
+_ERROR = _MARGIN * 1.85  # squared error of a code of two levels, relative to a normal tensor
+_TRIED = Dither(levels=16)
+_RUNS, _RUN = 16, 256  # of elements on which it is tried
+_LEAST_ERROR = _ERROR / 32  # a sample may miss what varies
 _PRODUCTS = frozenset(
     ("mul", "__mul__", "__rmul__", "multiply", "matmul", "__matmul__", "mm", "bmm", ATTENTION)
 )
@@ -58,38 +71,40 @@ class _Op:
     """An op that reads tensors which may carry errors, or weights.
 
     sources  the sites of these, and the node whose gradient has none of their error, or -1; and
-             which part of the size of what is read each of them has
-    folded   of the tensor that it reads beside its weight, if it is linear in that
+             which part of the size of what is read each of them has, times the relative error
+    folded   of the tensor that it reads beside its weight, if it is linear in that, and of the
+             errors that a code of two levels would make of it
     mean     of its squares, if it is not
     curved   part of that error, relative to its gradient, that it passes on; None: all of it
     node     the number of its last node in the graph
     nodes    the numbers of all of them
-    closed   variance that an error as large as the tensor adds to the gradient of the weight
+    scale    of a batch norm: the key of its weight and N, elements of a channel
+    closed   variance that errors as large as the tensor, and those of the code, add to the
+             gradient of the weight
     weights  the keys of weights, and whether each is a vector
     """
 
     form: Form | None = None
     is_norm: bool = False
+    scale: tuple[Key, float] | None = None
     sources: dict[tuple[SiteName, int], Tensor | float] = field(default_factory=dict)
-    folded: Tensor | None = None
+    folded: tuple[Tensor, Tensor] | None = None
     mean: Tensor | None = None
     curved: Tensor | None = None
     node: int = -1
     nodes: frozenset[int] = frozenset()
-    closed: Tensor | None = None
+    closed: tuple[Tensor, Tensor] | None = None
     weights: tuple[tuple[Key, bool], ...] = ()
 
 
 def watch_nbytes(shapes: Sequence[tuple[int, ...]]) -> int:
     """Returns about the bytes that a watched step holds more, where such tensors are saved.
 
-    That is a number each of their places, and of a few steps the entries of as many gradients.
+    That is two numbers each of their places, of a few steps the entries of as many gradients, and
+    a part of one tensor, its code and what that is decoded to.
     """
-    places = sum(
-        min(prod(shape[:-1]), max(_PLACES, prod(shape[2:]) if len(shape) > 3 else 0))
-        for shape in shapes
-    )
-    return 4 * (places + 3 * _ENTRIES * len(shapes))
+    places = sum(min(prod(shape[:-1]), 2 * _PLACES) for shape in shapes)
+    return 4 * (2 * places + 3 * _ENTRIES * len(shapes) + 4 * PART)
 
 
 class ReachWatch:
@@ -105,6 +120,7 @@ class ReachWatch:
         )
         self._codes: dict[SiteName, float] = {}
         self._sizes: weakref.WeakKeyDictionary[Slot, Tensor] = weakref.WeakKeyDictionary()
+        self._errors: weakref.WeakKeyDictionary[Slot, Tensor | float] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def saved(self, use: Use, x: Tensor) -> None:
@@ -112,13 +128,15 @@ class ReachWatch:
             self._current = use.call, _Op(form_of(use.call, most=_PLACES), use.call.name in NORMS)
         op = self._current[1]
         if op.form is not None and op.folded is None:
-            op.folded = op.form.fold(x.detach())
+            of = _errors_by(use.view.slot, x)
+            op.folded = op.form.fold(x.detach()), op.form.fold(x.detach(), of)
         elif op.form is None and op.mean is None and x.numel() > 0:
             op.mean = energy(x.detach()) / x.numel()
             op.curved = curvature(use.call, x.detach())
         slot = use.view.slot
         if slot not in self._sizes and slot.root() is slot and x.is_floating_point():
             self._sizes[slot] = energy(x.detach())
+            self._errors[slot] = _relative_error(x.detach(), _errors_by(slot, x))
         self._waiting.setdefault(slot, []).append((op, _without_error(x, use.call)))
 
     def held(self, slot: Slot, whole: Tensor, site: Site, codec: Codec | None) -> None:
@@ -131,11 +149,15 @@ class ReachWatch:
     def ended(self, call: Call, out: Any) -> None:
         given = list(one_by_one(call_values(call)))
         for arg in given:
-            self._gradient.reads(arg)
+            if arg is not out:  # which a module counts in, as batch norm its batches
+                self._gradient.reads(arg, call)
         op = _Op()
         if self._current is not None and self._current[0] is call:
             op, self._current = self._current[1], None
         op.weights = tuple((self._gradient.listen(w), w.dim() < 2) for w in given if is_weight(w))
+        if call.name == "batch_norm" and is_weight(scale := call.arg(3, "weight")):
+            x = call.arg(0, "input")
+            op.scale = self._gradient.listen(scale), x.numel() / max(len(scale), 1)
         for made in one_by_one((out,)):
             if isinstance(made, Tensor) and made.grad_fn is not None:
                 self._follow(op, made)
@@ -166,13 +188,16 @@ class ReachWatch:
                 parts = parts_of(sizes)
             for op, spared in self._waiting.pop(slot, ops):
                 for root, part in zip(known, parts, strict=True):
+                    error = _ERROR if op.is_norm else self._errors.get(root, _ERROR)
+                    if op.form is not None:  # what it folds is the error itself
+                        error = 1.0
                     for site in root.sites:
-                        op.sources[site.name, spared] = part
+                        op.sources[site.name, spared] = part * error
 
     def reached(self) -> tuple[dict[SiteName, float], float]:
-        """Returns the reach of each site in this step, and what codes are predicted to add to it.
+        """Returns what codes of two levels would add in this step, and what codes have added.
 
-        That is a share of |g|^2, too. Call this when backward is over.
+        That is for each site, and of all, as predicted, over |g|^2. Call this after backward.
         """
         self._find_sources()
         self._paths.end()
@@ -190,16 +215,23 @@ class ReachWatch:
             )
             for op, (matrices, vectors) in zip(self._ops, of_weights, strict=True):
                 for (name, spared), part in op.sources.items():
-                    reach = matrices
-                    if op.form is None:  # else its bias and what is below have no error
-                        reach += self._past(op, vectors, spared, gains)
+                    if op.form is not None:  # its bias and what is below have no error
+                        reach = _ERROR * matrices if op.closed is None else float(op.closed[1])
+                    else:
+                        reach = matrices + self._past(op, vectors, spared, gains, sizes)
                     found[name] += float(part) * reach / total
-        return dict(found), sum(_ERROR * found[name] * one for name, one in self._codes.items())
+        return dict(found), sum(found[name] * one for name, one in self._codes.items())
 
-    def _past(self, op: _Op, vectors: float, spared: int, gains: dict[int, float]) -> float:
+    def _past(
+        self, op: _Op, vectors: float, spared: int, gains: dict[int, float], sizes: dict[Key, float]
+    ) -> float:
         """Returns what an error as large as what an op reads adds to vectors and to all below."""
         below = self._paths.sent_on(op.nodes, gains, spared)
         passed_on = _BELOW_NORM if op.is_norm else 1.0 if op.curved is None else float(op.curved)
+        received = self._paths.received(op.node)
+        if op.scale is not None and received > 0:
+            key, each = op.scale
+            passed_on = (sizes.get(key, 0.0) / received + 1) / each
         return vectors + passed_on * below
 
     def _of_weights(self, op: _Op, sizes: dict[Key, float]) -> tuple[float, float]:
@@ -208,12 +240,40 @@ class ReachWatch:
         That is to matrices, and to vectors.
         """
         if op.closed is not None:
-            matrices = float(op.closed)
+            matrices = float(op.closed[0])
         else:  # as if the gradients of all tokens were orthogonal
             matrices = sum(sizes.get(key, 0.0) for key, is_vector in op.weights if not is_vector)
         each = 1.0 if op.is_norm or op.form is not None or op.mean is None else float(op.mean)
         vectors = sum(is_vector for _, is_vector in op.weights)
+        vectors = min(vectors, 1) if op.is_norm else vectors  # the bias's gradient does not read x
         return matrices, vectors * each * self._paths.received(op.node)
+
+
+def _errors_by(slot: Slot, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns what gives the errors of a code of two levels, by a finer one."""
+    facts = slot.sites[-1].facts if slot.sites else None
+    if x.dtype not in _TRIED.dtypes:
+        return lambda part: part * _ERROR**0.5
+
+    def errors(part: Tensor) -> Tensor:
+        part = part.contiguous()
+        code = _TRIED.encode(part, 0) if facts is None else _TRIED.encode(part, 0, facts)
+        return code.decode().sub_(part).mul_((_TRIED.levels - 1) * _MARGIN**0.5)
+
+    return errors
+
+
+def _relative_error(x: Tensor, errors_of: Callable[[Tensor], Tensor]) -> Tensor | float:
+    """Returns the squared error of a code of two levels, relative to x: of a sample."""
+    dense = x if x.is_contiguous() or x.dim() < 3 else x.movedim(1, -1)
+    if not dense.is_contiguous() or not x.numel():
+        return _ERROR
+    flat = dense.view(-1)
+    if len(flat) > _RUNS * _RUN:
+        each = len(flat) // _RUN
+        flat = torch.cat([flat[i * each // _RUNS * _RUN :][:_RUN] for i in range(_RUNS)])
+    error = energy(errors_of(flat)) / energy(flat)
+    return error.nan_to_num(_ERROR).clamp(min=_LEAST_ERROR)
 
 
 def _without_error(x: Tensor, call: Call) -> int:
@@ -232,7 +292,8 @@ def _reader(op: _Op, output: int) -> Callable[[Sequence[Tensor | None]], None]:
     def read(grads: Sequence[Tensor | None]) -> None:
         grad, form, folded = grads[output], op.form, op.folded
         if grad is not None and form is not None and folded is not None and is_dense(grad):
-            op.closed = form.variance(folded, grad)
+            size, error = (form.variance(one, grad) for one in folded)
+            op.closed = size, error
 
     return read
 
@@ -296,7 +357,7 @@ class ReachMeter:
         saved_nbytes: what plain training saves; by it goes what no op was seen to read
         """
         counted, sampling = max(self._counted, 1), self._sampling
-        each = _ERROR / sampling / counted
+        each = 1 / sampling / counted
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()
         )

@@ -152,7 +152,8 @@ class StepWatch:
     def ended(self, call: Call, out: Any) -> None:
         """Records that the op has its node in the graph now."""
         for arg in one_by_one(call_values(call)):
-            self._table.gradient.reads(arg)
+            if arg is not out:
+                self._table.gradient.reads(arg, call)
             if is_weight(arg) and id(arg) not in self._weights:
                 self._weights[id(arg)] = weakref.ref(arg)
                 self._table.gradient.listen(arg)
