@@ -405,13 +405,20 @@ def _names_of(cls: Any, forward: Any) -> frozenset[str]:
 
 def _is_walked(x: Any) -> bool:
     """Returns whether the attributes of this instance are walked."""
-    if isinstance(x, _WALKED_OF_STDLIB):
+    kind: Any = type(x)
+    return is_walked_kind(kind)
+
+
+@functools.lru_cache(4096)
+def is_walked_kind(kind: Any) -> bool:
+    """Returns whether the attributes of instances of this class are walked."""
+    if issubclass(kind, _WALKED_OF_STDLIB):
         return True
-    if isinstance(
-        x, type | types.ModuleType | types.BuiltinFunctionType | collections.abc.Iterator
+    if issubclass(
+        kind, type | types.ModuleType | types.BuiltinFunctionType | collections.abc.Iterator
     ):
         return False
-    return not _is_of_library(type(x).__module__)
+    return not _is_of_library(kind.__module__)
 
 
 @functools.lru_cache(4096)

@@ -32,13 +32,14 @@ from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
 from elbowroom.runtime.arguments import Arguments
+from elbowroom.runtime.attributes import Attributes, are_same
 from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.modules import cut_short
 from elbowroom.runtime.opened_checkpoints import as_now
 from elbowroom.runtime.rerun import Region
-from elbowroom.runtime.rewind import Attributes, Generators, are_same, modules_of
+from elbowroom.runtime.rewind import Generators, modules_of
 from elbowroom.runtime.storage import version_of, versions_of
 from elbowroom.runtime.unread import leave_out_unread, noting_unread
 
@@ -122,7 +123,7 @@ class State:
         self._training = [child.training for child in self._modules]
         parameters: list[Any] = [p for child in self._modules if (p := child._parameters)]
         buffers: list[Any] = [b for child in self._modules if (b := child._buffers)]
-        children: list[Any] = [m for child in self._modules if (m := child._modules)]
+        children: list[Any] = [child._modules for child in self._modules]  # some may be added
         # Those of TorchScript are no dictionaries, and cannot get other tensors.
         tables = parameters + buffers + children
         self._tables = [table for table in tables if isinstance(table, dict)]
@@ -171,11 +172,12 @@ class State:
         """Context around a second run: all is as it was, and nothing that it changes is seen."""
         now, wants = [child.training for child in self._modules], self.parameters.wants
         others = self._others()
-        buffers = [held[name] for held, name in self._buffers]
+        buffers: list[Tensor | None] = []
         try:
             self.parameters.lend()
-            for tensors, name, x, _ in others:
-                tensors[name] = x
+            for table, _, before in others:
+                _fill(table, before)
+            buffers = [held[name] for held, name in self._buffers]
             self._set_training(self._training)
             lent = copies_of(self._before) if buffers else []
             versions = versions_of(lent)
@@ -198,27 +200,34 @@ class State:
                 self.changed_buffer = next(large, "")
         finally:
             self._set_training(now)
-            for (held, name), buffer in zip(self._buffers, buffers, strict=True):
+            for (held, name), buffer in zip(self._buffers, buffers, strict=bool(buffers)):
                 held[name] = buffer
-            for tensors, name, _, x in others:
-                tensors[name] = x
+            for table, current, _ in others:
+                _fill(table, current)
             self.parameters.take_back(wants)
 
-    def _others(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """Returns parameters, buffers and children that are others now: where, it was, it is."""
+    def _others(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        """Returns tables of parameters, buffers and children that are others now.
+
+        Each as it is, a copy of that, and as it was.
+        """
         if are_same(self._read, self._tables):
             return []
         return [
-            (tensors, name, x, tensors[name])
-            for tensors, before in zip(self._tables, self._read, strict=True)
-            for name, x in before.items()
-            if name in tensors and tensors[name] is not x
+            (table, table.copy(), before)
+            for table, before in zip(self._tables, self._read, strict=True)
+            if not are_same([before], [table])
         ]
 
     def _set_training(self, flags: list[bool]) -> None:
         for child, training in zip(self._modules, flags, strict=True):
             if child.training != training:
                 child.training = training
+
+
+def _fill(table: dict[str, Any], contents: dict[str, Any]) -> None:
+    table.clear()
+    table.update(contents)
 
 
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,8 @@ where that enters 25. A call saves the same tensors in the same order whenever i
     Region   one call. The first Dropped that backward asks for runs it again, which fills all that
              are alive; the run ends with the last of them. Each is given out once, so that nothing
              outlives its use. A second backward (`retain_graph`) runs the call again: parameters
-             may have changed since
+             may have changed since. A few bytes of every other tensor are compared with those of
+             forward, except on a GPU: the call may read more than is known of it
     Ambient  torch's own state that the call depends on: autocast, the default device, and the
              default generators of random numbers
 
@@ -18,6 +19,7 @@ may run inside of the call, on what it has saved so far.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_char
 from functools import cache
 from typing import Any
 
@@ -32,6 +34,7 @@ from elbowroom.runtime.own_hooks import OwnHooks
 
 _backward_now = torch._C._current_graph_task_id
 _NO_BACKWARD = -1
+_Sample = c_char * 32  # bytes
 
 
 class Dropped:
@@ -52,7 +55,10 @@ class Region:
     backward: number of the one for which it ran again last
     """
 
-    __slots__ = ("_again", "_ambient", "_current", "_dropped", "_inputs", "_name", "backward")
+    __slots__ = (
+        *("_again", "_ambient", "_current", "_dropped", "_inputs", "_name", "_samples"),
+        "backward",
+    )
 
     def __init__(
         self,
@@ -68,8 +74,9 @@ class Region:
         self._name, self._again, self._current = name, again, current
         self._ambient = Ambient(_default_generators(inputs))
         self._inputs = save(inputs)
-        self._dropped: list[tuple[Any, torch.Size, torch.dtype, torch.device]] = []
+        self._dropped: list[tuple[Any, torch.Size, torch.dtype, torch.device, bytes | None]] = []
         self.backward = _NO_BACKWARD
+        self._samples = False  # of every other tensor, from the second on
 
     def first(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls it for the first time, and drops what it saves."""
@@ -84,7 +91,9 @@ class Region:
     def _drop(self, x: Tensor) -> Dropped:
         held = Dropped()
         held.region, held.tensor = self, None
-        self._dropped.append((weakref.ref(held), x.shape, x.dtype, x.device))
+        sample = _sample_of(x) if self._samples else None
+        self._samples = not self._samples
+        self._dropped.append((weakref.ref(held), x.shape, x.dtype, x.device, sample))
         return held
 
     def make(self, wanted: Dropped) -> Tensor:
@@ -97,18 +106,24 @@ class Region:
         def fill(x: Tensor) -> Tensor:
             nonlocal at
             at += 1
+            sample = None if at > last or dropped[at][-1] is None else _sample_of(x)
             x = self._current(x)
             if x.requires_grad:  # without this run's graph, which would hold itself by its results
                 x = x.detach()
             if at > last:  # the exception below was caught
                 raise _AllMade
-            ref, shape, dtype, device = dropped[at]
+            ref, shape, dtype, device, before = dropped[at]
             held = ref()
             if held is not None:
                 if x.shape != shape or x.dtype is not dtype or x.device != device:
                     now, then = (x.shape, x.dtype, x.device), (shape, dtype, device)
                     raise self._differs(f"the tensor {at} is {_words(*now)}, not {_words(*then)}")
                 held.tensor = x
+            if sample != before:
+                raise self._differs(
+                    f"the tensor {at} has other values, so something has changed since that it "
+                    "reads besides its inputs and attributes (a global, a class, a closure)"
+                )
             if at == last:
                 raise _AllMade
             return x
@@ -169,6 +184,20 @@ def _unpack(held: Dropped) -> Tensor:
 def _given(x: Tensor) -> Tensor:
     """Returns x to a backward that runs inside of the second run, on its graph."""
     return x
+
+
+def _sample_of(x: Tensor) -> bytes | None:
+    """Returns a few bytes of a tensor; None where it is no result, or the host would wait.
+
+    What an op has made for its own backward may have parts that it did not write.
+    """
+    if not x.is_cpu or type(x) is not Tensor or x.is_leaf or x.layout is not torch.strided:
+        return None
+    nbytes = x.nbytes
+    if nbytes < 64 or not x.is_contiguous():
+        return None
+    sample: bytes = _Sample.from_address(x.data_ptr() + nbytes // 2).raw
+    return sample
 
 
 def _words(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:

@@ -1,9 +1,6 @@
 """Record of what a forward changes besides its outputs, so that it can run again identically.
 
 Rewind      all of it, of a module and its arguments
-Attributes  attributes of modules: counters, schedules, the state of the last call, None. They
-are names and the objects behind them, and the hooks that forward installs; changes inside an object
-(a list that is appended to) are handled in `reach.py`
 Generators  random numbers besides those of PyTorch's default generators: from Python's
 `random`, from NumPy's global state, and from generators among the arguments, or that are attributes
 of the module or of one inside it (torch.Generator, random.Random, NumPy's Generator and
@@ -18,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain, repeat
-from operator import is_, itemgetter, methodcaller
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
 from elbowroom.runtime.changed_parameters import ChangedParameters
-from elbowroom.runtime.contents import attributes_of, set_attributes
 from elbowroom.runtime.reach import (
     LARGE,
     SMALL,
@@ -161,85 +156,6 @@ def _set_versions(tensors: list[tuple[Tensor, int]]) -> None:
     torch._C._autograd._unsafe_set_version_counter(
         tuple(x for x, _ in counted), tuple(version for _, version in counted)
     )
-
-
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
-_TABLES, _VALUES = itemgetter(*_HOOKS), methodcaller("values")
-
-
-class _Held(NamedTuple):
-    """Record of a module: its `vars`, a copy of them, and copies of its hooks."""
-
-    held: dict[str, Any]
-    values: dict[str, Any]
-    hooks: dict[str, dict[int, Any]]
-
-    @property
-    def has_changed(self) -> bool:
-        """True if an attribute or a hook is another object, or has another place, than before."""
-        held, values = self.held, self.values
-        if held.keys() != values.keys() or not all(map(is_, held.values(), values.values())):
-            return True
-        return _hooks_of(held) != self.hooks
-
-    def restore(self) -> None:
-        """Sets the attributes and hooks as they were."""
-        set_attributes(self.held, attributes_of(self.values))
-        for name in _HOOKS:
-            hooks = self.hooks.get(name, {})
-            if self.held[name] != hooks:
-                self.held[name].clear()
-                self.held[name].update(hooks)
-
-
-def _read(held: dict[str, Any]) -> _Held:
-    return _Held(held, held.copy(), _hooks_of(held))
-
-
-def _hooks_of(held: dict[str, Any]) -> dict[str, dict[int, Any]]:
-    return {name: dict(held[name]) for name in _HOOKS if held[name]}
-
-
-class Attributes:
-    """Attributes of modules, as they are now."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        held = [module.__dict__ for module in modules]
-        hooks = map(_hooks_of, held) if _has_hooks(held) else repeat({})
-        self._values = [*map(_Held, held, map(dict.copy, held), hooks)]
-
-    @property
-    def have_changed(self) -> bool:
-        """True if one is another object now: the forward has set it, or the program since."""
-        held, values, hooks = zip(*self._values, strict=True)
-        if any(hooks) or _has_hooks(held):
-            return any(one.has_changed for one in self._values)
-        return not are_same(held, values)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Sets the attributes as they were recorded, and on exit back to what they are now."""
-        changed = [one for one in self._values if one.has_changed]
-        now = [_read(one.held) for one in changed]
-        for one in changed:
-            one.restore()
-        try:
-            yield
-        finally:
-            for one in now:
-                one.restore()
-
-
-def _has_hooks(held: Iterable[dict[str, Any]]) -> bool:
-    """Returns whether a module has a forward hook. held: the `vars` of each."""
-    return any(chain.from_iterable(map(_TABLES, held)))
-
-
-def are_same(some: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> bool:
-    """Returns whether dictionaries have the same names, in order, for the same objects."""
-    one, other = (chain.from_iterable(map(_VALUES, each)) for each in (some, others))
-    names = [[*chain.from_iterable(each)] for each in (some, others)]
-    return names[0] == names[1] and all(map(is_, one, other))
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
