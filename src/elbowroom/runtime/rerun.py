@@ -9,8 +9,8 @@ where that enters 25. A call saves the same tensors in the same order whenever i
              outlives its use. A second backward (`retain_graph`) runs the call again: parameters
              may have changed since. A few bytes of every other tensor are compared with those of
              forward, except on a GPU: the call may read more than is known of it
-    Ambient  torch's own state that the call depends on: autocast, the default device, and the
-             default generators of random numbers
+    Ambient  torch's own state that the call depends on: autocast, the default device, what chooses
+             kernels, and the default generators of random numbers
 
 The inputs are saved through the hooks around the call. So regions may lie in checkpoints of the
 user's and these in regions: the inner one's inputs are tensors that the outer one saves. Backward
@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_char
 from functools import cache
+from operator import call
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils._device import DeviceContext
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.calls import dynamo_looks
 from elbowroom.runtime.compiler import eagerly
+from elbowroom.runtime.kernel_settings import OF_MODULES, set_kernels
 from elbowroom.runtime.own_hooks import OwnHooks
 
 _backward_now = torch._C._current_graph_task_id
@@ -227,21 +229,23 @@ def save(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 class Ambient:
     """State of torch that a call depends on, as it is now."""
 
-    __slots__ = ("_autocast", "_device", "_random")
+    __slots__ = ("_autocast", "_device", "_kernels", "_random")
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._random = [(one, one.get_state()) for one in generators]
-        self._autocast = _autocast()
+        self._autocast, self._kernels = _autocast(), tuple(map(call, OF_MODULES))
         self._device: torch.device | None = None
         if torch._C._len_torch_function_stack():
             lowest = torch._C._get_function_stack_at(0)  # where torch puts the default device
             self._device = lowest.device if isinstance(lowest, DeviceContext) else None
 
     def replace(self) -> "Ambient":
-        """Sets random numbers and autocast as they are here; returns what was there before."""
+        """Sets random numbers, autocast and kernels as they are here; returns what was before."""
         before = Ambient(one for one, _ in self._random)
         for one, state in self._random:
             one.set_state(state)
+        if self._kernels != before._kernels:
+            set_kernels(self._kernels)
         if self._autocast != before._autocast:
             caches, *kinds = self._autocast
             torch.set_autocast_cache_enabled(caches)

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
+from operator import call
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -46,6 +47,7 @@ from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.handles.encode import Parts
 from elbowroom.runtime.handles.from_codes import decoded, parts_of, replace_outside
 from elbowroom.runtime.handles.lending import lend, with_copies
+from elbowroom.runtime.kernel_settings import OF_OPS, kernels_as
 from elbowroom.runtime.normal import OfNormal, flat_of
 from elbowroom.runtime.slot import Geometry, KeepHandle, Slot, same_order
 from elbowroom.runtime.storage import (
@@ -554,13 +556,13 @@ def _depth_of(source: "Slot | Ready") -> int:
 class RebuildHandle:
     """Holds a ready recipe, and the geometry of `base`, a dense view of all the recipe makes."""
 
-    __slots__ = ("_base", "_dtype", "ready")
+    __slots__ = ("_base", "_dtype", "_kernels", "ready")
 
     label = "rebuild"
     nbytes = 0
 
     def __init__(self, ready: Ready, base: Tensor) -> None:
-        self.ready = ready
+        self.ready, self._kernels = ready, tuple(map(call, OF_OPS))
         self._base, self._dtype = Geometry.of(base), base.dtype
 
     @classmethod
@@ -603,8 +605,8 @@ class RebuildHandle:
 
         The result is fresh memory, or memory that its caller may overwrite.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if torch.is_grad_enabled() or self._kernels != tuple(map(call, OF_OPS)):
+            with torch.no_grad(), kernels_as(self._kernels):
                 x = self.ready.make()
         else:
             x = self.ready.make()

@@ -15,8 +15,8 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from operator import attrgetter, call
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.handles import EncodeHandle, Handle
 from elbowroom.runtime.handles.encode import is_normalized, normalized, say_raw
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, laid_out
+from elbowroom.runtime.kernel_settings import OF_OPS, kernels_as
 from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
 from elbowroom.runtime.normal import Normalized
 from elbowroom.runtime.replay.script import (
@@ -91,12 +92,21 @@ class How(NamedTuple):
 
 
 class Rebuilt(
-    tuple[How, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], Token | None, Fingerprints]
+    tuple[
+        How,
+        tuple[Kept, ...],
+        tuple[Tensor, ...],
+        tuple[int, ...],
+        Token | None,
+        Fingerprints,
+        tuple[Any, ...],
+    ]
 ):
     """A tensor that is recomputed from others, which are kept.
 
     How; its sources; statistics of this forward; versions of the parameters that are read; what
-    lives as long as anything that is held so; and the fingerprints of the parameters.
+    lives as long as anything that is held so; the fingerprints of the parameters; and the settings
+    by which torch chooses kernels (`kernel_settings.py`).
     """
 
     __slots__ = ()
@@ -106,7 +116,10 @@ class Rebuilt(
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.restore()
-        (run, fixed, base, view, dtype), sources, given, versions, _, fingerprints = self
+        (run, fixed, base, view, dtype), sources, given, versions, _, fingerprints, kernels = self
+        if kernels != tuple(map(call, OF_OPS)):
+            with kernels_as(kernels):
+                return self.restore()
         device = sources[0][0].device.type
         if torch.is_autocast_enabled(device):  # which would run other kernels than forward did
             with torch.autocast(device, enabled=False):
@@ -344,7 +357,8 @@ def _rebuild(recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: Sav
         versions = tuple(map(version, fixed))
         if fixed:
             replay.fingerprints.note(fixed)
-        return Rebuilt((how, sources, given, versions, replay.token, replay.fingerprints))
+        held = how, sources, given, versions, replay.token, replay.fingerprints, replay.kernels
+        return Rebuilt(held)
 
     return rebuild
 

@@ -36,6 +36,7 @@ from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.kernel_settings import settings_of_ops
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.recompute import recomputed
@@ -134,6 +135,7 @@ class Replay(Observing):
     bounded   it may save no more elements than those that its script was written from,
               and `spare` more
     lasts     as long as the model is fitted, other replays will follow
+    kernels   settings by which torch chooses kernels, as it began
     began     autograd's number of the node that the call that runs would have made first
     """
 
@@ -168,10 +170,12 @@ class Replay(Observing):
         self.token: Token | None = None
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
+        self.kernels: tuple[Any, ...] = ()
         self._outside = 0  # modules that were called around the model
         self._calls: Interception | None = None
 
     def __enter__(self) -> Self:
+        self.kernels = settings_of_ops()
         self._outside = len(modules.on_stack())
         self.follow(self.script)
         with ExitStack() as opening:
