@@ -8,12 +8,13 @@ import torch
 from torch import fx, nn
 
 from elbowroom.codecs import Dither
-from elbowroom.compiled import decide, liveness
+from elbowroom.compiled import decide, fusion
 from elbowroom.compiled.collect import facts_of
 from elbowroom.compiled.cut import minimum_cut
 from elbowroom.compiled.decide import without
+from elbowroom.compiled.fusion import Kernel
 from elbowroom.compiled.joint import Joint
-from elbowroom.compiled.liveness import Kernel, curve_of
+from elbowroom.compiled.liveness import curve_of
 from elbowroom.compiled.partition import Partitioner
 from elbowroom.compiled.rewrite import Coded, Rewriting
 from elbowroom.compiled.scheduling import SHARED
@@ -118,15 +119,15 @@ def fused_slowly(kernels: list[Kernel], facts) -> list[Kernel]:
 
     pairs = []
     for one in range(len(kernels)):
-        for two in range(one + 1, min(len(kernels), one + liveness._FAR + 1)):
+        for two in range(one + 1, min(len(kernels), one + fusion._FAR + 1)):
             a, b = kernels[one], kernels[two]
             if not (a.is_fused and b.is_fused and a.writes and b.writes):
                 continue
             shared = sum(facts[s].nbytes for s in {*a.reads, *a.writes} & {*b.reads, *b.writes})
-            loops = [{liveness.loop_of(facts[n]) for n in k.nodes} for k in (a, b)]
+            loops = [{fusion.loop_of(facts[n]) for n in k.nodes} for k in (a, b)]
             given = [s for s in a.writes if s in b.reads] + [s for s in b.writes if s in a.reads]
             cut = any(facts[s].blocks for s in given)
-            if shared >= liveness._MIN_SHARED and loops[0] & loops[1] and not cut:
+            if shared >= fusion._MIN_SHARED and loops[0] & loops[1] and not cut:
                 pairs.append((-shared, one, two))
     for negative, first, second in sorted(pairs):
         one, two = home[first], home[second]
@@ -144,7 +145,7 @@ def fused_slowly(kernels: list[Kernel], facts) -> list[Kernel]:
         waits = any(at in above[late] for at in calls)
         if not follows and (waits or (calls and -negative < SHARED * written)):
             continue
-        liveness._merge(kernels, one, two)
+        fusion._merge(kernels, one, two)
         latest[one] = max(latest[one], latest[two])
         home = [one if at == two else at for at in home]
     return [kernel for at, kernel in enumerate(kernels) if home[at] == at]
@@ -162,7 +163,7 @@ def test_loops_are_fused_as_the_slow_form_fuses_them(seed: int, monkeypatch) -> 
         return curve.levels, [(k.nodes, k.reads, k.writes, k.order) for k in curve.kernels]
 
     fast = simulated()
-    monkeypatch.setattr(liveness, "_fused", fused_slowly)
+    monkeypatch.setattr(fusion, "_fused", fused_slowly)
     assert fast == simulated()
 
 

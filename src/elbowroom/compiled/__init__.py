@@ -1,7 +1,8 @@
 """The second engine: budgets inside torch.compile, where the graph says who reads what.
 
     collect.py     a joint graph -> facts of each node: storage, bytes, kind of work
-    liveness.py    a schedule of kernels -> bytes alive at each of them
+    fusion.py      a graph -> the kernels that Inductor will make of it
+    liveness.py    these kernels -> bytes alive at each of them
     cost.py        ... -> seconds, to compare two schedules
     joint.py       a choice of saved values -> forward and backward, judged by these
     simulated.py   ... only once, where a region is planned several times

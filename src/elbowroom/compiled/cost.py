@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from elbowroom.compiled.collect import Facts, Kind, elements_of, is_away, known_size, nbytes_of
-from elbowroom.compiled.liveness import Kernel
+from elbowroom.compiled.fusion import Kernel
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Bytes that the code which Inductor has written for a graph takes, before any of it is compiled.
 
-The simulation (`liveness.py`) predicts what Inductor will fuse and when it will free. Where it is
-wrong, the code says so: its lines take memory, hand it over and free it, one after another.
+The simulation predicts what Inductor will fuse (`fusion.py`) and when it will free (`liveness.py`).
+Where it is wrong, the code says so: its lines take memory, hand it over and free it, one after
+another.
 
     backward starts with        what is held (`HeldAtBackward`), and the gradients of the outputs
     buf1 = empty(...)           + bytes
