@@ -163,3 +163,17 @@ def test_forwards_of_a_fitted_model_that_no_backward_follows_do_not_pile_up() ->
     gc.collect()
     er.release(model)
     assert not any(x() is not None for x in inputs[:-1])
+
+
+def test_a_module_that_runs_again_from_a_code_is_not_compared() -> None:
+    module, x = Reads(), torch.randn(8, 16, requires_grad=True)
+    context = torch.autograd.graph.saved_tensors_hooks(lambda y: y.detach(), lambda y: y + 0.01)
+    with context:
+        given = (x * 1,)
+        y = recomputed(module, module, given, {}, Arguments(given, {}), is_exact=False)
+    y.sum().backward()
+    with context:
+        given = (x * 1,)
+        y = recomputed(module, module, given, {}, Arguments(given, {}))
+    with pytest.raises(RestoreError, match="has other values"):
+        y.sum().backward()

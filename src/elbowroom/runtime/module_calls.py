@@ -50,6 +50,10 @@ class ModuleCalls(ABC):
     _reading: list[ParametersAsRead]  # of modules that run again
 
     @abstractmethod
+    def is_exact(self) -> bool:
+        """Returns whether no code adds errors."""
+
+    @abstractmethod
     def _is_innermost(self) -> bool:
         """Returns whether this context gets what is saved now: its hooks are the innermost."""
 
@@ -91,8 +95,8 @@ class ModuleCalls(ABC):
         self._listener.saves()
         ended = self._listener.region_ended
         try:
-            given = args, kwargs, arguments, begin, ended
-            out = recomputed(module, call, *given, reading=self._reading)
+            given = args, kwargs, arguments, begin, ended, self._reading
+            out = recomputed(module, call, *given, is_exact=self.is_exact())
         finally:
             begin()
         if bits and (why := why_another(module, out, bits)):

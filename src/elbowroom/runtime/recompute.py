@@ -59,12 +59,15 @@ def recomputed(
     ended: Callable[[int], None] = lambda saves: None,
     reading: list[ParametersAsRead] | None = None,
     fingerprints: Fingerprints | None = None,
+    *,
+    is_exact: bool = True,
 ) -> Any:
     """Calls call(*args, **kwargs), which runs again in backward.
 
     arguments: the same as they are now. begin: called once inputs are saved. ended: called when it
     has run, with the number of tensors that it has saved, none of which is held. reading: takes
-    the parameters that the second run reads, if the forward is examined. fingerprints: if not
+    the parameters that the second run reads, if the forward is examined. fingerprints: if not.
+    is_exact: no code adds errors, so that the second run makes the same values
     """
     with torch._C.DisableTorchFunction():  # not for ops of other code
         state = State(module, arguments.sources, fingerprints, is_examined=reading is not None)
@@ -81,7 +84,8 @@ def recomputed(
             call(*again_args, **again_kwargs)
 
     with torch._C.DisableTorchFunction():
-        region = Region(type(module).__name__, tensors, again, state.parameters.current)
+        current = state.parameters.current
+        region = Region(type(module).__name__, tensors, again, current, compares=is_exact)
     del tensors
     begin()
     out = region.first(first, args, kwargs)

@@ -8,7 +8,9 @@ where that enters 25. A call saves the same tensors in the same order whenever i
              are alive; the run ends with the last of them. Each is given out once, so that nothing
              outlives its use. A second backward (`retain_graph`) runs the call again: parameters
              may have changed since. A few bytes of every other tensor are compared with those of
-             forward, except on a GPU: the call may read more than is known of it
+             forward, except on a GPU: the call may read more than is known of it. They are bytes of
+             results that have a graph: what an op makes for its own backward may have parts that it
+             did not write
     Ambient  torch's own state that the call depends on: autocast, the default device, what chooses
              kernels, and the default generators of random numbers
 
@@ -59,6 +61,7 @@ class Region:
 
     __slots__ = (
         *("_again", "_ambient", "_current", "_dropped", "_inputs", "_name", "_samples"),
+        "_compares",
         "backward",
     )
 
@@ -68,16 +71,20 @@ class Region:
         inputs: Sequence[Tensor],
         again: Callable[[list[Tensor]], Any],
         current: Callable[[Tensor], Tensor] = lambda x: x,
+        *,
+        compares: bool = True,
     ) -> None:
         """name: in errors. again: runs the call with its inputs, which are saved at once.
 
         current: gives what backward reads for a tensor that the second run saves
+        compares: the second run makes the same values, unless something has changed that it reads
         """
         self._name, self._again, self._current = name, again, current
         self._ambient = Ambient(_default_generators(inputs))
         self._inputs = save(inputs)
         self._dropped: list[tuple[Any, torch.Size, torch.dtype, torch.device, bytes | None]] = []
         self.backward = _NO_BACKWARD
+        self._compares = compares
         self._samples = False  # of every other tensor, from the second on
 
     def first(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,8 +100,8 @@ class Region:
     def _drop(self, x: Tensor) -> Dropped:
         held = Dropped()
         held.region, held.tensor = self, None
-        sample = _sample_of(x) if self._samples else None
-        self._samples = not self._samples
+        sample = _sample_of(x) if self._samples and not x.is_leaf else None
+        self._samples = self._compares and not self._samples
         self._dropped.append((weakref.ref(held), x.shape, x.dtype, x.device, sample))
         return held
 
@@ -189,11 +196,8 @@ def _given(x: Tensor) -> Tensor:
 
 
 def _sample_of(x: Tensor) -> bytes | None:
-    """Returns a few bytes of a tensor; None where it is no result, or the host would wait.
-
-    What an op has made for its own backward may have parts that it did not write.
-    """
-    if not x.is_cpu or type(x) is not Tensor or x.is_leaf or x.layout is not torch.strided:
+    """Returns a few bytes of a tensor; None where it has none, or the host would wait."""
+    if not x.is_cpu or type(x) is not Tensor or x.layout is not torch.strided:
         return None
     nbytes = x.nbytes
     if nbytes < 64 or not x.is_contiguous():

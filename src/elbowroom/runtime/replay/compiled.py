@@ -85,12 +85,16 @@ class Act:
 
 
 class Compiled:
-    """The acts of a script, and the actions at the end of the forward."""
+    """The acts of a script, and the actions at the end of the forward.
+
+    is_exact  nothing in it is lossy
+    """
 
     def __init__(
         self, steps: Sequence[Step], last: Sequence[Instruction], max_numels: Sequence[int]
     ) -> None:
         exact = not any(instruction.is_lossy for instruction in instructions_of(steps, last))
+        self.is_exact = exact
         self.flat = flat = Flat(steps, last)
         acts = [
             Act(step, flat, numel, is_exact=exact)

@@ -385,8 +385,8 @@ class Replay(Observing):
 
         try:
             with nullcontext() if inside is None else unobserved():
-                given = args, kwargs, arguments, begin, ended
-                out = recomputed(module, call, *given, fingerprints=self.fingerprints)
+                given = args, kwargs, arguments, begin, ended, None, self.fingerprints
+                out = recomputed(module, call, *given, is_exact=self.script.compiled.is_exact)
         finally:
             self._holds, self._saved, self._is_inside = outer
         if inside is not None:  # its second run will hold more, or less
