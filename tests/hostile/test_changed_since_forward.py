@@ -177,3 +177,27 @@ def test_a_module_that_runs_again_from_a_code_is_not_compared() -> None:
         y = recomputed(module, module, given, {}, Arguments(given, {}))
     with pytest.raises(RestoreError, match="has other values"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("factor", "differs"), [(1.0, False), (1 + 1e-5, False), (1.1, True)])
+def test_a_rounding_ends_no_training(dtype: torch.dtype, factor: float, differs: bool) -> None:
+    """Kernels that add in any order differ by one from run to run, in plain training, too."""
+    factors = [1.0, factor]
+
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 64, dtype=dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.tanh(torch.tanh(self.linear(x)) * factors.pop(0))
+            return y.exp()
+
+    module, x = Rounds(), torch.randn(8, 16, dtype=dtype, requires_grad=True)
+    y = recomputed(module, module, (x,), {}, Arguments((x,), {}))
+    if not differs:
+        y.sum().backward()
+        return
+    with pytest.raises(RestoreError, match="has other values"):
+        y.sum().backward()
