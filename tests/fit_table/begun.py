@@ -22,6 +22,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.observations import (
+    CannotRehearse,
     CodesWithdrawn,
     CoResidentBytes,
     Fallbacks,
@@ -75,6 +76,20 @@ from fit_table.values import (
 )
 
 ROWS = {
+    # A forward that runs a backward cannot be rehearsed.
+    "a first forward cannot be rehearsed": Row(FRESH, CannotRehearse(), {"takes_anything": True}),
+    "a forward cannot be rehearsed after a preset was measured": Row(
+        WRITING,
+        CannotRehearse(),
+        replace(FRESH, phase=P.WRITING, takes_anything=True),
+        (FORGET,),
+    ),
+    "nor where no preset fits": Row(
+        replace(FRESH, infeasible=True),
+        CannotRehearse(),
+        replace(FRESH, phase=P.WRITING, takes_anything=True),
+        (FORGET,),
+    ),
     # A step begins.
     "the first step looks at a preset": Row(
         UNBORN, StepBegan(STOCK, ONE), {"now": ONE, "largest": ONE}

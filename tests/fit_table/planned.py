@@ -273,6 +273,12 @@ ROWS = {
         {"was_rehearsed": True},
         (MakeSmallest(),),
     ),
+    "no plan fits a step that runs backward inside of forward: the least is measured": Row(
+        replace(KNOWN, phase=P.VERIFYING, takes_anything=True),
+        NoPlan(ERROR, Fallbacks()),
+        {"was_rehearsed": True},
+        (MakeSmallest(),),
+    ),
     "no plan of the limit on noise fits, and the least comes near": Row(
         replace(KNOWN, phase=P.VERIFYING, profile=Profile(noise=())),
         NoPlan(NEARLY, Fallbacks()),

@@ -890,11 +890,37 @@ def test_a_backward_inside_of_forward():
     assert same(plain.parameters(), model.parameters())
 
     model, optimizer, x = forces()
-    er.fit(model, budget=needed // 3, optimizer=optimizer, exact=True)
-    with pytest.raises(BudgetTooSmall, match=r"at setting .exact.|backward inside of forward"):
-        descend(model, optimizer, x)
     with pytest.raises(PlanError, match="Leave worst= out"):
         er.fit(model, budget="1 GiB", optimizer=optimizer, worst=x)
+    er.release(model)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("share", [0.3, 0.75])
+def test_a_budget_named_for_a_backward_inside_of_forward(share, exact):
+    """No forward alone tells what such a step takes, so it is measured before it is refused."""
+    plain, optimizer, x = forces()
+    descend(plain, optimizer, x)
+    needed = static_nbytes(plain, optimizer) + peak(lambda: descend(plain, optimizer, x))
+    model, optimizer, x = forces()
+    er.fit(model, budget=int(share * needed), optimizer=optimizer, exact=exact)
+
+    def steps() -> None:
+        for _ in range(10):
+            descend(model, optimizer, x)
+
+    with pytest.raises(BudgetTooSmall) as refused:
+        steps()
+    er.release(model)
+    named = refused.value.least_nbytes
+    # Where forward alone holds too much, an estimate is named, which is rather too large.
+    assert named <= needed or "(estimated)" in str(refused.value)
+    del model, optimizer
+    model, optimizer, x = forces()
+    er.fit(model, budget=named, optimizer=optimizer, exact=exact)
+    for _ in range(10):
+        descend(model, optimizer, x)
+    assert static_nbytes(model, optimizer) + peak(lambda: descend(model, optimizer, x)) <= named
     er.release(model)
 
 
@@ -921,7 +947,7 @@ def test_gradients_of_a_forward_that_runs_again_count_once(share):
         x = torch.randn(500, 64)
         if budget is not None:
             er.fit(model, budget=budget, optimizer=optimizer, exact=True)
-        for _ in range(3):
+        for _ in range(3 if share >= 0.9 else 9):  # what fits is measured before it is refused
             descend(model, optimizer, x)
         return model, peak(lambda: descend(model, optimizer, x)) if budget is None else 0
 

@@ -385,6 +385,7 @@ def _refused_forward(planner: "Planner", saving: "FittedSaving") -> BudgetTooSma
         transient_nbytes,
         later_nbytes,
         estimated=state.is_estimated,
+        exactly=state.takes_anything and transient_nbytes is None,
     )
 
 

@@ -442,17 +442,20 @@ def refusal(
     gradient_nbytes: int = 0,
     *,
     estimated: bool = False,
+    exactly: bool = False,
 ) -> BudgetTooSmall:
     """Returns the error for a step that fits its budget at no preset, with what takes the memory.
 
     transient_nbytes  bytes of transients, measured or as planned; None: not known yet
     estimated  they were planned by a forward alone
+    exactly    what exact actions take is named, since nothing tells what codes gain
     gradient_nbytes   of gradients that steps like this one have begun with, and this one has not:
                       of micro-batches that are added up it is the first, and transients were
                       measured in a later one, which made none
     """
     step = saving.storages
-    least_preset = min(options.presets, key=lambda preset: held_nbytes(preset, step))
+    presets = [one for one in options.presets if one.exact or not exactly]
+    least_preset = min(presets, key=lambda preset: held_nbytes(preset, step))
     saved = held_nbytes(least_preset, step)
     lossy_helps = _lossy_helps(saving, saved)
     if saving.impossible:  # bytes that were held, whether or not they are alive now

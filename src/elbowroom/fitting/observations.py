@@ -83,6 +83,11 @@ class GivenHeld:
 
 
 @dataclass(frozen=True)
+class CannotRehearse:
+    """Observation: a forward that was rehearsed runs a backward, which asks for what it dropped."""
+
+
+@dataclass(frozen=True)
 class OptionsChanged:
     """Observation: the user, or an exhausted device, changes the options."""
 
@@ -329,6 +334,7 @@ Observation = (
     | OutputsHeld
     | ModelJoined
     | GivenHeld
+    | CannotRehearse
     | OptionsChanged
     | LargerKnown
     | NotRepeatable

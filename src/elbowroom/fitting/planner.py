@@ -64,6 +64,7 @@ from elbowroom.fitting.messages import (
 )
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
+    CannotRehearse,
     CodesWithdrawn,
     CoResidentBytes,
     ForwardEnded,
@@ -298,7 +299,8 @@ class Planner(StateView):
             try:
                 return self.rehearse(forward, is_inside=is_inside)
             except NothingHeld:
-                return None  # backward runs inside forward, to compute a force for example
+                self._tell(CannotRehearse())  # backward runs inside forward, to compute a force
+                return None
             except BudgetTooSmall as error:
                 if not self._tries_more():
                     raise

@@ -25,6 +25,8 @@ _MANY_SMALL = 0.05  # of the budget: if tensors below min_nbytes hold more, they
 _AS_MUCH = 0.9  # of the bytes that an unexpected step saved: a step with as many is learned from
 _MAX_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
+_ANY = 1 << 62  # bytes
+_MEASURES = (Phase.WRITING, Phase.VERIFYING, Phase.SMALLEST)
 _PROFILED = 1.1  # of the budget: the peak that a profiled step may have
 
 
@@ -87,6 +89,8 @@ class FitState:
     others_learn  another model that is not settled yet ran inside the last step
     resumes       the phase in which a watched plan was verified
     infeasible    the strictest preset holds too much, or a step had more forwards: rehearse
+    takes_anything  backward runs inside of forward, so that nothing can be rehearsed: steps are
+                    measured whatever they take, from a preset on, until the smallest plans were
     has_fit       a step of this kind was measured within the budget
     proven        the calls that the plan was measured to fit for, until it is for the largest
     exceeded      elements of a call that was above the budget although a smaller one had shown, by
@@ -139,6 +143,7 @@ class FitState:
     others_learn: bool = False
     resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
+    takes_anything: bool = False
     has_fit: bool = False
     proven: "tuple[Signature, ...]" = ()
     exceeded: int = 0
@@ -166,6 +171,7 @@ class FitState:
             headroom=self.headroom.forgotten(),
             is_recurrent=self.is_recurrent,
             small_nbytes=self.small_nbytes,
+            takes_anything=self.takes_anything,
             max_co_resident_nbytes=self.max_co_resident_nbytes,
             outputs_nbytes=self.outputs_nbytes,
             unexpected_steps=self.unexpected_steps,
@@ -355,10 +361,14 @@ class FitState:
 
         As long as no step was measured, the transients are guessed.
         """
+        if self.takes_anything and self.phase in _MEASURES:
+            return _ANY
         return self.headroom.allowed_nbytes(self.options, self.memory, self.plan, guessed_nbytes)
 
     def surely_allowed_nbytes(self) -> int:
         """Returns the bytes that may be held for backward, without guesses."""
+        if self.takes_anything and self.phase in _MEASURES:
+            return _ANY
         return self.headroom.surely_allowed_nbytes(self.options, self.memory, self.plan)
 
     def holds_too_much(self, max_nbytes: int) -> bool:

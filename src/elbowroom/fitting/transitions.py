@@ -25,6 +25,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.measured import noise_measured, noise_used, room_to_watch, step_measured
 from elbowroom.fitting.observations import (
+    CannotRehearse,
     CodesWithdrawn,
     CoResidentBytes,
     Fallbacks,
@@ -111,6 +112,8 @@ def advance(state: FitState, seen: Observation) -> Step:
             return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():
             return state.fresh(), (ForgetScripts(),)
+        case CannotRehearse():
+            return _cannot_rehearse(state)
         case ForwardProfiled():
             return _forward_profiled(state, seen)
         case Rehearsed():
@@ -311,6 +314,17 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
         nbytes = max(state.unexpected_nbytes, seen.before_nbytes)
         state = replace(state, unexpected_nbytes=nbytes)
     return state, ()
+
+
+def _cannot_rehearse(state: FitState) -> Step:
+    """Has a step profiled, whatever it takes, and plans made from what was measured then.
+
+    The first step of all is measured at the preset that forward climbs to.
+    """
+    if state.phase is Phase.GUESSING and not state.infeasible:
+        return replace(state, takes_anything=True), ()
+    state = replace(state.fresh(), phase=Phase.WRITING, takes_anything=True)
+    return state, (ForgetScripts(),)
 
 
 def _forward_profiled(state: FitState, seen: ForwardProfiled) -> Step:
