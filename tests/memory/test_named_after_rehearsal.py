@@ -29,6 +29,41 @@ class Cells(nn.Module):
         return torch.stack(found, 1).mean(1)
 
 
+def volumes() -> nn.Module:
+    """Convolutions of one volume, whose windows torch writes out: they take most of the memory."""
+    layers = [(2, 8, 1), (8, 8, 1), (8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 16, 1)]
+    blocks = [
+        nn.Sequential(nn.Conv3d(a, b, 3, s, 1), nn.GroupNorm(4, b), nn.ReLU()) for a, b, s in layers
+    ]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(16 * 8**3, 4))
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_windows_of_volumes_are_part_of_what_is_named(exact):
+    torch.manual_seed(0)
+    model, x = volumes(), torch.randn(1, 2, 16, 16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    static = sum(p.nbytes for p in model.parameters())
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    plain = static + peak(step)
+    er.fit(model, budget=2 * static + 1000, optimizer=optimizer, exact=exact)
+    with pytest.raises(er.errors.BudgetTooSmall) as refused:
+        step()
+    named = refused.value.least_nbytes
+    er.release(model)
+    er.fit(model, budget=named, optimizer=optimizer, exact=exact)
+    for _ in range(8):
+        step()
+    assert static + peak(step) <= named <= 1.1 * plain
+    er.release(model)
+
+
 @pytest.mark.parametrize("share", [0.72, 0.8])
 def test_what_a_forward_is_refused_with_includes_its_transients(share):
     torch.manual_seed(0)

@@ -33,6 +33,21 @@ CASES = {  # channels in and out, side, what the layer is made with
     "up": (32, 16, 16, {"kernel_size": 4, "stride": 2, "transposed": True}),
 }
 WEIGHT = 1 << 14  # bytes: its gradient may be copied, too
+WINDOWS = {  # volumes that torch does not give to oneDNN
+    "one sample": (8, 8, 16, {"maps": 3, "samples": 1}),
+    "one sample, strided": (8, 16, 16, {"maps": 3, "samples": 1, "stride": 2}),
+    "one sample, dilated": (8, 8, 12, {"maps": 3, "samples": 1, "dilation": 2, "padding": 2}),
+    "one sample, up": (
+        *(16, 8, 8),
+        {"maps": 3, "samples": 1, "kernel_size": 2, "stride": 2, "padding": 0, "transposed": True},
+    ),
+    "doubles": (8, 8, 8, {"maps": 3, "samples": 2, "dtype": torch.float64}),
+    "dilated doubles": (
+        *(8, 8, 12),
+        {"maps": 3, "samples": 2, "dilation": 2, "padding": 2, "dtype": torch.float64},
+    ),
+    "doubles of groups": (8, 8, 8, {"maps": 3, "groups": 2, "dtype": torch.float64}),
+}
 ONLY_WEIGHTS = ("square", "wider", "half a block", "from one channel", "strided", "volume", "up")
 AVX2_CASES = {  # not measured with AVX-512
     "small groups": (32, 32, 32, {"groups": 8}),
@@ -91,7 +106,7 @@ def taken(
     maps, is_transposed = settings.pop("maps", 2), settings.pop("transposed", False)
     samples = settings.pop("samples", 8)
     layer = (TRANSPOSED if is_transposed else LAYERS)[maps](channels, made, **settings)
-    x = torch.randn(samples, channels, *[side] * maps)
+    x = torch.randn(samples, channels, *[side] * maps, dtype=layer.weight.dtype)
     if channels_last:
         x = x.to(memory_format=torch.channels_last)
     if weight_lies:
@@ -118,6 +133,13 @@ def test_what_is_copied_for_both_gradients_is_counted(case):
 @pytest.mark.parametrize("case", ONLY_WEIGHTS)
 def test_what_is_copied_for_the_gradient_of_the_weight_alone_is_counted(case):
     took, counted = taken(CASES[case], input_needs=False)
+    assert 0.97 * took <= counted <= 1.1 * took + WEIGHT
+
+
+@pytest.mark.parametrize("input_needs", [True, False])
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_that_are_written_out_are_counted(case, input_needs):
+    took, counted = taken(WINDOWS[case], input_needs=input_needs)
     assert 0.97 * took <= counted <= 1.1 * took + WEIGHT
 
 

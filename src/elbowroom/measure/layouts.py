@@ -11,6 +11,9 @@ with AVX2. x and y are bytes of input and result, [x] and [y] those of their cop
                               with AVX2, the columns of one sample and 4 weights where blocks do
                               not serve (`_multiplies_columns`)
 
+torch writes out the windows of volumes that it does not give to oneDNN: x once for each tap of the
+kernel, for one sample, or for the batch (`_windows_nbytes`).
+
 No map is copied whose channels come last in memory; the weight is (`_weight_nbytes`).
 
 (Measured with fp32; docs/log.md, "Copies of maps, by layout" for AVX-512, "What convolutions copy
@@ -52,6 +55,11 @@ _LAYOUTS = {  # by what `torch.backends.cpu.get_cpu_capability` begins with
 }
 _SMALL_KERNEL = 3  # pixels a side
 _LONG_ROW = 13  # pixels
+_WRITES_WINDOWS = {  # of volumes; True: those of all samples at once
+    torch._C._ConvBackend.Slow3d: True,
+    torch._C._ConvBackend.SlowDilated3d: False,
+    torch._C._ConvBackend.SlowTranspose3d: False,
+}
 _LIBRARY_SAMPLES = 16  # of which convolutions of one pixel are oneDNN's, on one thread
 
 
@@ -76,6 +84,9 @@ def copied_nbytes(fn: Any) -> int:
     if view is not None and _has_channels_last(view):
         of_copies = 0 if weight is None else max(_weight_nbytes(fn, shape, of) for of in _known())
         return max(of_weight, of_copies)
+    windows = _windows_nbytes(fn, shape)
+    if windows is not None:
+        return max(of_weight, windows)
     if not _copies_maps(fn):
         return of_weight
     return max(of_weight, *(_maps_nbytes(fn, shape, of) for of in _known()))
@@ -86,6 +97,31 @@ def _known() -> Iterable[_Layouts]:
     capability = torch.backends.cpu.get_cpu_capability()
     found = [of for name, of in _LAYOUTS.items() if capability.startswith(name)]
     return found or _LAYOUTS.values()
+
+
+def _windows_nbytes(fn: Any, shape: tuple[int, ...]) -> int | None:
+    """Returns what torch takes for windows that it writes out; None where it writes none.
+
+    It gives doubles to oneDNN never, and a single sample only above a number of elements.
+
+    shape: of the input
+    """
+    weight, which = fn.next_functions[1]
+    if weight is None or len(shape) != 5:
+        return None
+    made, like = fn._input_metadata[0], weight._input_metadata[which]
+    one = torch.empty(1, dtype=made.dtype)  # shapes alone are read
+    how = fn._saved_stride, fn._saved_padding, fn._saved_dilation, fn._saved_transposed
+    more = fn._saved_output_padding, fn._saved_groups
+    backend = torch._C._select_conv_backend(
+        one.expand(shape), one.expand(tuple(like.shape)), None, *how, *more
+    )
+    if backend not in _WRITES_WINDOWS:
+        return None
+    samples = shape[0] if _WRITES_WINDOWS[backend] else 1
+    maps = shape if fn._saved_transposed else made.shape
+    channels = made.shape[1] if fn._saved_transposed else shape[1]
+    return _nbytes((samples, channels, *like.shape[2:], *maps[2:]), made)
 
 
 def _maps_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
