@@ -89,6 +89,7 @@ def chosen(plan, profile=Profile()):
 OPTIONS, STOCK, ONE, TWO = FitOptions(1000), MemoryState(100), Call(8), Call(16)
 GRADIENTS = MemoryState(250, gradient_nbytes=150)  # those of micro-batches before
 PLAN, OTHER = chosen(Plan("one")), chosen(Plan("other"))
+HIGH = chosen(Plan("high", peak=1150))  # predicted above the budget, and followed to be measured
 AGAIN = chosen(Plan("again", recompute=frozenset({"block"})))
 LOSSY = chosen(Plan("lossy", exact=False, is_lossy=True))
 KEEPS = chosen(Plan("keeps", changes_nothing=True))

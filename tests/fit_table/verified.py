@@ -22,6 +22,7 @@ from fit_table.values import (
     GIVENS,
     GRADIENTS,
     GUESSED,
+    HIGH,
     KNOWN,
     LOSSY,
     MAKE,
@@ -296,6 +297,18 @@ ROWS = {
     ),
     "nor one above the budget in which modules were tested": Row(
         VERIFYING, step(1100, ran_trials=True), {"tries": 1}, (said(PLAN, 1100),)
+    ),
+    "one in which modules were tested does where it takes no more than was predicted": Row(
+        following(HIGH),
+        step(1100, ran_trials=True),
+        {
+            "tries": 1,
+            "rounds": 1,
+            "plain_margin_nbytes": -50,
+            "headroom": Headroom(700),
+            "attempts": KNOWN.attempts.after(HIGH, 1100),
+        },
+        (said(HIGH, 1100), MAKE),
     ),
     "nor one that makes the optimizer's states": Row(
         VERIFYING,

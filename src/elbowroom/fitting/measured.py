@@ -256,7 +256,7 @@ def _plan_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step
     said = say(Line.MEASURED, plan=plan, peak_nbytes=peak_nbytes)
     state = replace(state, tries=state.tries + 1)
     diverged = seen.climbed and state.phase is not Phase.SMALLEST  # what is above it may climb
-    if seen.ran_trials and peak_nbytes > budget_nbytes:
+    if seen.ran_trials and peak_nbytes > max(budget_nbytes, plan.peak):
         return state, (said,)  # later steps do not test modules: the next one is measured
     if state.profile is None and peak_nbytes > budget_nbytes:
         state, commands = _correct_given(state, peak_nbytes, unknown_sites=seen.unknown_sites)

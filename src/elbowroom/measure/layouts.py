@@ -56,9 +56,9 @@ _LAYOUTS = {  # by what `torch.backends.cpu.get_cpu_capability` begins with
 _SMALL_KERNEL = 3  # pixels a side
 _LONG_ROW = 13  # pixels
 _WRITES_WINDOWS = {  # of volumes; True: those of all samples at once
-    torch._C._ConvBackend.Slow3d: True,
-    torch._C._ConvBackend.SlowDilated3d: False,
-    torch._C._ConvBackend.SlowTranspose3d: False,
+    "Slow3d": True,
+    "SlowDilated3d": False,
+    "SlowTranspose3d": False,
 }
 _LIBRARY_SAMPLES = 16  # of which convolutions of one pixel are oneDNN's, on one thread
 
@@ -113,12 +113,12 @@ def _windows_nbytes(fn: Any, shape: tuple[int, ...]) -> int | None:
     one = torch.empty(1, dtype=made.dtype)  # shapes alone are read
     how = fn._saved_stride, fn._saved_padding, fn._saved_dilation, fn._saved_transposed
     more = fn._saved_output_padding, fn._saved_groups
-    backend = torch._C._select_conv_backend(
+    backend: Any = torch._C._select_conv_backend(
         one.expand(shape), one.expand(tuple(like.shape)), None, *how, *more
     )
-    if backend not in _WRITES_WINDOWS:
+    if backend.name not in _WRITES_WINDOWS:
         return None
-    samples = shape[0] if _WRITES_WINDOWS[backend] else 1
+    samples = shape[0] if _WRITES_WINDOWS[backend.name] else 1
     maps = shape if fn._saved_transposed else made.shape
     channels = made.shape[1] if fn._saved_transposed else shape[1]
     return _nbytes((samples, channels, *like.shape[2:], *maps[2:]), made)
