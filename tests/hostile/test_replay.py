@@ -584,6 +584,23 @@ def test_a_step_with_functions_of_the_users_is_followed_to_its_end():
         assert not replay.diverged
 
 
+def test_a_recomputed_module_keeps_its_input_beside_functions_of_the_users():
+    """Nothing is done with what it saves, and something with what such a function does."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(32, 32), Chosen()), torch.randn(16, 32)
+
+    def forward() -> Tensor:
+        return _Squares.apply(F.gelu(net[0](x))).mean() + net(x).mean()
+
+    make, wanted = recomputing(Exact()), list(net.parameters())
+    script = written(forward, make)
+    assert script.acts_between
+    assert [act.holds for act in script.compiled.acts if act.module is not None] == [None]
+    replay = Following(script, make)
+    assert same(grads(forward, wanted, replay), grads(forward, wanted))
+    assert not replay.diverged
+
+
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize(
     "change",

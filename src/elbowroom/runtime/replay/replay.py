@@ -159,6 +159,7 @@ class Replay(Observing):
         self._holds: tuple[Hold | None, ...] | None = None
         self._saved = 0
         self._is_inside = False  # an op runs, so that no function mode is asked
+        self._gets_inputs = False  # a recomputed module saves its inputs
         self.began = 0
         self.places = Places(0)
         self._seeds: int | None = None  # the context's count before those of this forward
@@ -369,9 +370,10 @@ class Replay(Observing):
             for late in act.before:
                 late(self)
         outer = self._holds, self._saved, self._is_inside
-        self._holds, self._saved = act.holds, 0
+        self._holds, self._saved, self._gets_inputs = act.holds, 0, True
 
         def begin() -> None:
+            self._gets_inputs = False
             holds = act.holds if self.saving is None else None
             if holds is not None and self._saved != len(holds):
                 self._diverge()
@@ -388,6 +390,7 @@ class Replay(Observing):
                 given = args, kwargs, arguments, begin, ended, None, self.fingerprints
                 out = recomputed(module, call, *given, is_exact=self.script.compiled.is_exact)
         finally:
+            self._gets_inputs = False
             self._holds, self._saved, self._is_inside = outer
         if inside is not None:  # its second run will hold more, or less
             self._diverge()
@@ -454,7 +457,7 @@ class Replay(Observing):
         with _disabled():
             if saving is None and self._holds is not None:  # a recomputed module gets it
                 return self._pack_inside(x)
-            if saving is None and self.script.acts_between:
+            if saving is None and self.script.acts_between and not self._gets_inputs:
                 return self._input(x)
             self._numel += x.numel()
             return kept(self, x) if saving is None else saving.take(x)
