@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
 import elbowroom as er
@@ -582,6 +583,70 @@ def test_a_step_with_functions_of_the_users_is_followed_to_its_end():
         replay, wanted = Following(script, exact), list(net.parameters())
         assert same(grads(net, wanted, replay), grads(net, wanted))
         assert not replay.diverged
+
+
+class Small(nn.Module):
+    """Small tensors, which are only kept, and a large one, which is rebuilt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rows, self.hooks = nn.Linear(32, 32), 16, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        pack = graph.saved_tensors_hooks(self.pack, lambda held: held[0])
+        s = x[: self.rows, :1]
+        with pack if self.hooks else contextlib.nullcontext():
+            for _ in range(4):
+                s = s * s.sin()
+        return self.linear(F.gelu(self.linear(x))).square().mean() + s.sum()
+
+    def pack(self, x: Tensor) -> list[Tensor]:
+        self.packed = x
+        return [x]
+
+
+def keeping_small() -> Saving:
+    return looking(min_nbytes=1024)
+
+
+def test_what_is_only_kept_is_packed_by_no_hook_of_ours():
+    torch.manual_seed(0)
+    net, x, packed = Small(), torch.randn(64, 32, requires_grad=True), []
+    wanted, script = [x, *net.parameters()], written(lambda: net(x), keeping_small)
+    assert not script.does_nothing
+
+    class Packing(Following):
+        def _pack(self, x: Tensor) -> Any:
+            packed.append(x)
+            return super()._pack(x)
+
+    replay = Packing(script, keeping_small)
+    assert same(grads(lambda: net(x), wanted, replay), grads(lambda: net(x), wanted))
+    assert not replay.diverged
+    assert all(one.numel() > 16 for one in packed)
+
+
+def test_hooks_of_the_users_get_what_is_only_kept():
+    torch.manual_seed(0)
+    net, x = Small(), torch.randn(64, 32, requires_grad=True)
+    wanted, script = [x, *net.parameters()], written(lambda: net(x), keeping_small)
+    plain, net.hooks = grads(lambda: net(x), wanted), True
+    replay = Following(script, keeping_small)
+    assert same(grads(lambda: net(x), wanted, replay), plain)
+    assert net.packed.shape == (16, 1)
+
+
+def test_what_is_kept_counts_by_what_its_op_makes():
+    """The budget was seen to hold what the recorded forward has saved, and no more."""
+    torch.manual_seed(0)
+    net, x = Small(), torch.randn(64, 32, requires_grad=True)
+    wanted, script = [x, *net.parameters()], written(lambda: net(x), keeping_small)
+    for net.rows, grows in (16, False), (8, False), (17, True), (64, True):
+        replay = Following(script, keeping_small)
+        replay.spare = 0
+        plain = grads(lambda: net(x), wanted)
+        assert same(grads(lambda: net(x), wanted, replay), plain)
+        assert replay.diverged == grows
 
 
 def test_a_recomputed_module_keeps_its_input_beside_functions_of_the_users():

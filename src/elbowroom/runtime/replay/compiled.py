@@ -51,11 +51,15 @@ class Act:
                of them are only kept
     ends       an action follows when it has run
     max_numel  the most elements that the forward may have saved when it has run
+    saves_nothing  and nothing else is done for it
+    kept_numel  elements of what it saves, all of which autograd keeps by itself, with no hook of
+               ours; 0: hooks take it, or it saves nothing
     """
 
     __slots__ = (
         *("after", "before", "copies", "ends", "frees", "func", "guard", "holds", "inputs"),
-        *("inside", "is_plain", "module", "max_numel", "numel", "opens", "place", "run", "saves"),
+        *("inside", "is_plain", "kept_numel", "max_numel", "module", "numel", "opens"),
+        *("out_numel", "place", "run", "saves", "saves_nothing"),
     )
 
     def __init__(
@@ -81,6 +85,9 @@ class Act:
         self.ends = bool(step.place != NOWHERE or step.copies or step.after or step.frees)
         self.module: weakref.ref[nn.Module] | None = step.module
         self.inside = step.inside
+        self.out_numel = step.out_numel
+        self.kept_numel = (step.numel or 0) if step.is_plain and step.out_numel else 0
+        self.saves_nothing: bool = step.is_plain and step.numel == 0
         self.inputs, self.numel, self.max_numel = step.inputs, step.numel, max_numel
 
 

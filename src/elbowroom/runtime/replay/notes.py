@@ -178,6 +178,7 @@ class NotedOp:
     calls: int = 0  # of a recomputed module: the number of ops that it called
     dropped: int = 0  # of tensors that it saved
     numel: int = 0  # of all that it has saved
+    out_numel: int = 0  # of its result, if that is one tensor
 
     @property
     def addresses(self) -> Iterator[int]:

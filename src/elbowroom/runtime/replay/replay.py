@@ -52,6 +52,8 @@ from elbowroom.runtime.waiting import end_waiting, ready
 
 _disabled = torch._C.DisableTorchFunction
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
 _ENDED: Any = None  # in place of a slot whose graph may be gone
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -172,6 +174,7 @@ class Replay(Observing):
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
         self.kernels: tuple[Any, ...] = ()
+        self._hook: Any = None
         self._outside = 0  # modules that were called around the model
         self._calls: Interception | None = None
 
@@ -181,7 +184,8 @@ class Replay(Observing):
         self.follow(self.script)
         with ExitStack() as opening:
             opening.enter_context(eagerly())
-            opening.enter_context(OwnHooks(self._pack, unpack))
+            self._hook = self._pack  # one object, which tells whether it is innermost
+            opening.enter_context(OwnHooks(self._hook, unpack))
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
             if self.script.recomputes or any(one.recomputes for one in self._others):
@@ -225,18 +229,37 @@ class Replay(Observing):
                 late(self)
             self.fingerprints.take()
         self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
+        self._hook = None  # which refers to this
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if here.alive:
             func, args, kwargs = ready(func, args, kwargs, self.__torch_function__)
         if self.saving is None:
-            kwargs = kwargs or {}
-            act = self._acts[self._at]
+            act, kwargs = self._acts[self._at], kwargs or {}
             if act.inputs:
                 act = self._act()
             # Equal, not the same: what gets an attribute is another object each time.
             if act.func is func or act.func == func:
-                at, self._at = self._at, self._at + 1
+                at = self._at
+                self._at = at + 1
+                if act.kept_numel and self._holds is None:
+                    pair = _innermost_hooks(True)
+                    if pair is not None and pair[0] is self._hook:
+                        # Autograd keeps all that it saves by itself, without a call of a hook.
+                        _pop_hooks()
+                        try:
+                            out = func(*args, **kwargs)
+                        finally:
+                            _push_hooks(*pair)
+                        numel = self._numel + act.kept_numel
+                        if type(out) is not Tensor or out.numel() != act.out_numel:
+                            numel += self._more(act, out)
+                        self._numel = numel
+                        if numel - act.max_numel > self.spare:
+                            self._diverge()
+                        return out
+                if act.saves_nothing:
+                    return func(*args, **kwargs)
                 if act.is_plain:  # all that it saves is kept
                     outer, numel, self._is_inside = self._is_inside, self._numel, True
                     try:
@@ -262,6 +285,14 @@ class Replay(Observing):
             return func(*args, **(kwargs or {}))
         assert self.saving is not None
         return self.saving.see(func, types, args, kwargs)
+
+    def _more(self, act: Act, out: Any) -> int:
+        """Returns the elements that a call has saved beyond those that the script says, about.
+
+        It is taken to save as many times more as it makes.
+        """
+        made = out.numel() if isinstance(out, Tensor) else 0
+        return int(act.kept_numel * made // act.out_numel) - act.kept_numel
 
     def _act(self) -> Act:
         """Returns the next act; after the last one, an act that matches no call."""

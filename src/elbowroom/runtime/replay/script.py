@@ -204,6 +204,7 @@ class Step:
             what it calls: the script has no steps of it then. None: it has
     inputs  it is no call, but what checkpoints and functions of the user's save between two
     numel   elements that it saves; None: it ran as another function when it was written down
+    out_numel  elements of its result; 0: that is not one tensor
     replaced_by  the `Direct` that `run` belongs to, whether or not it is asked again
     frees   slots that nothing of ours reads any more: their graph may end before the forward does
     so_far  bytes that the forward holds as the step begins, in plain autograd and as they are held
@@ -225,6 +226,7 @@ class Step:
     inside: int | None = None
     inputs: bool = False
     numel: int | None = 0
+    out_numel: int = 0
     replaced_by: Direct | None = None
     frees: tuple[int, ...] = ()
     so_far: tuple[int, int] = (0, 0)

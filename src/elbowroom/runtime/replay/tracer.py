@@ -179,7 +179,7 @@ class Tracer(Listener):
             if type(view) is View:
                 saved.seen = self._trace_of(view.slot), view.need
         if type(out) is Tensor:
-            op.out = self._place_of(out)
+            op.out, op.out_numel = self._place_of(out), out.numel()
         self._when = AT_SAVE if self._stack else BEFORE
 
     def begins_region(self, module: nn.Module) -> None:

@@ -235,7 +235,8 @@ class Writer(InstructionWriter):
         }
         keeps_run = op.direct is not None and (op.direct.always or not op.direct.exact)
         if not (at in self._guarded or at in self._compared or keeps_run):
-            return Step(op.func, numel=None if op.run is not None else op.numel, **acts)
+            numel = None if op.run is not None else op.numel
+            return Step(op.func, numel=numel, out_numel=op.out_numel, **acts)
         if op.args == (Unwritable,):
             raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
         saves = None
