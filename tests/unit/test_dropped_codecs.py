@@ -240,7 +240,16 @@ def _fails(self, n, dtype, facts):
     raise ValueError("not today")
 
 
+def _seeds(self, flat, seed, facts):
+    torch.manual_seed(seed % 2**32)
+    return (flat.float() + torch.rand(len(flat)) - 0.5).to(torch.int8), torch.ones(1)
+
+
 LIES = {
+    "seed": (
+        {"_encode": _seeds},
+        "it draws from torch's own generator, or seeds it: the program's numbers",
+    ),
     "lossless": (
         {"lossless": True},
         r"it promises a squared error of 0, and has \S+",
@@ -263,8 +272,10 @@ def test_saving_refuses_a_codec_that_does_not_do_what_it_declares(declared, why,
     for policy in ("lying", lying()):
         with pytest.raises(CodecError, match=rf"'lying' cannot be used, .* declares: {why}\. Corr"):
             er.saving(policy)
+    net, before = nn.Linear(4, 4), torch.get_rng_state()
     with pytest.raises(PlanError, match=why):
-        er.fit(nn.Linear(4, 4), budget="1 GiB", codecs=["lying"])
+        er.fit(net, budget="1 GiB", codecs=["lying"])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("off", [lambda y: y + 0.003, lambda y: 0.995 * y])

@@ -114,7 +114,7 @@ def broken_promise(codec: Codec, *, is_planned: bool = True) -> str:
     if _recorded(codec) is not None:
         return ""
     try:
-        with unset_fake_temporarily(), torch.no_grad():
+        with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             lie = next(_broken_promises(codec), "")
         if is_planned and not lie:
             lie = broken_form(codec)
@@ -128,7 +128,7 @@ def broken_promise(codec: Codec, *, is_planned: bool = True) -> str:
 def _broken_promises(codec: Codec) -> Iterator[str]:
     for dtype in dtypes_of(codec):
         for shape in (MAPS, ROWS, _ODD, (5001,)):
-            x = normal(shape).to(dtype)
+            x, drawn = normal(shape).to(dtype), torch.get_rng_state()
             code = codec.encode(x, 3)
             if not torch.equal(x, normal(shape).to(dtype)):
                 yield "it changes the tensor that it encodes"
@@ -157,6 +157,8 @@ def _broken_promises(codec: Codec) -> Iterator[str]:
             again = codec.encode(x, 3)
             if not all(map(torch.equal, code.buffers, again.buffers)):
                 yield "it makes another code each time, of the same tensor and seed"
+            if not torch.equal(torch.get_rng_state(), drawn):
+                yield "it draws from torch's own generator, or seeds it: the program's numbers"
             ref = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
             del x
             if not ref.expired():  # type: ignore[no-untyped-call]

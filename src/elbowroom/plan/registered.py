@@ -22,7 +22,8 @@ import torch
 from elbowroom.codecs import Cast, Codec, Dither, Facts, Sided, codec_class, codecs
 from elbowroom.codecs.dropped import drop, why_dropped
 from elbowroom.codecs.quality import broken_promise, dtypes_of, is_own, quality_of
-from elbowroom.errors import PlanError
+from elbowroom.codecs.registry import nearest
+from elbowroom.errors import PlanError, UnknownCodec
 
 _SHAPES = {True: (8, 32, 32, 32), False: (256, 1024)}  # of maps, of rows
 _LESS = 0.97  # of the bytes of the milder settings
@@ -105,6 +106,11 @@ def chosen_settings(
             found |= dict.fromkeys((one,) if dtypes_of(one) else ())
         else:
             system = _SYSTEMS.get(one) if isinstance(one, str) else None
+            if isinstance(one, str) and system is None and one not in codecs():
+                known = [*_SYSTEMS, *codecs()]
+                raise UnknownCodec(
+                    f"no code {one!r}; there are {', '.join(known)}.{nearest(one, known)}"
+                )
             found |= dict.fromkeys(system or settings_of(one))
     shown = [one if isinstance(one, str) else one.id for one in given]
     if exact or noise == 0:
@@ -122,8 +128,8 @@ def chosen_settings(
         )
     if not found:
         raise PlanError(
-            f"codecs={shown} has no code for tensors of floats: exact actions need not be named, "
-            f"and take part anyway; {possible}"
+            f"codecs={shown} has no lossy code: exact actions and lossless codes need not be "
+            f"named, and take part anyway; {possible}"
         )
     return tuple(found)
 
