@@ -97,6 +97,19 @@ def test_some_places_tell_of_all(name, layout):
     assert 0.5 < doubled / some.variance(folded, grad) / 4 < 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("most", [0, 16])
+def test_other_dtypes(dtype, most):
+    """A convolution of doubles ended the step that was watched."""
+    module = nn.Conv2d(4, 6, 3, padding=1)
+    x = torch.randn(3, 4, 7, 5)
+    grad = torch.randn_like(module(x))
+    form = form_of(call(module, x), most=most)
+    expected = form.variance(form.fold(x), grad)
+    found = form.variance(form.fold(x.to(dtype)), grad.to(dtype))
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0)
+
+
 def test_energies_along_a_dimension():
     x = torch.randn(3, 5, 7, 11)
     for odd in (x, x[:, :, ::2], x.to(memory_format=torch.channels_last), x[:0], x.half()):

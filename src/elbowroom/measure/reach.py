@@ -14,11 +14,12 @@ gradients tell. With r the correlation of dY and xhat in a channel, and |dw|^2 t
 
     dx = w / s (dY - mean dY - xhat mean(dY xhat))        passed on: r^2 = |dw|^2 / (N |dY|^2)
 
- A smooth function passes on what the curve of it says,
-at some thousand values (`curvature.py`): a GELU of values far below 1 is nearly linear, a
-twentieth, too. What is large beside how it varies has small errors for its size (results of a ReLU
-behind a sum: a tenth of those of a normal tensor). Norms take the mean off, so the error of what
-they read is that of a normal tensor, with a margin.
+A smooth function passes on what the curve of it says, at some thousand values (`curvature.py`): a
+GELU of values far below 1 is nearly linear, a twentieth, too.
+
+The error is tried, since what is large beside how it varies has small errors for its size (results
+of a ReLU behind a sum: a tenth of those of a normal tensor). Norms take the mean off, so the error
+of what they read is that of a normal tensor, with a margin.
 
 No tensor is held for it: one number each of some thousand tokens or places is until backward, and a
 few elements of each weight's gradient are from step to step.

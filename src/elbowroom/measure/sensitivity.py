@@ -206,7 +206,7 @@ class Convolution:
         return self._over_taps(each) if over_taps else each
 
     def _over_taps(self, energy: Tensor) -> Tensor:
-        ones = torch.ones(1, 1, *self.kernel, device=energy.device)
+        ones = torch.ones(1, 1, *self.kernel, dtype=energy.dtype, device=energy.device)
         summed: Tensor = getattr(F, self.conv)(energy, ones, **self.reach)
         return summed
 
