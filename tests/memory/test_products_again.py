@@ -44,8 +44,9 @@ def _trained(act, budget=None, steps=7, autocast=False):
             loss.backward()
             opt.step()
 
-        taken = er.peak(step) + weights
-    return [p.detach().clone() for p in model.parameters()], taken
+        if nth < steps - 1:  # which `er.fit` measures itself
+            step()
+    return [p.detach().clone() for p in model.parameters()], er.peak(step) + weights
 
 
 @pytest.mark.parametrize(

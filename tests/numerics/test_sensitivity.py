@@ -110,6 +110,17 @@ def test_other_dtypes(dtype, most):
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(4, 128, 32), (64, 1, 32), (8, 32), (32,), (2, 3, 4, 32)])
+@pytest.mark.parametrize("most", [0, 512])
+def test_what_is_made_of_parts_has_the_shape_of_tokens(shape, most):
+    """Tokens in a row, beside a gradient of several dimensions, ended a training."""
+    module, x = nn.Linear(32, 16), torch.randn(shape)
+    grad = torch.randn_like(module(x))
+    form = form_of(call(module, x), most=most)
+    whole, parts = form.fold(x), form.fold(x, lambda part: part)
+    torch.testing.assert_close(form.variance(parts, grad), form.variance(whole, grad))
+
+
 def test_energies_along_a_dimension():
     x = torch.randn(3, 5, 7, 11)
     for odd in (x, x[:, :, ::2], x.to(memory_format=torch.channels_last), x[:0], x.half()):

@@ -53,7 +53,7 @@ from elbowroom.runtime.second_pass import second_pass
 from elbowroom.runtime.slot import Slot
 
 _MIN = 1e-6  # of |g|^2
-_PLACES = 512  # of which numbers are held, for each op
+_PLACES = 256  # of which numbers are held, for each op
 _ENTRIES = 64  # of the gradient of each parameter
 _BELOW_NORM = 0.05  # of the error of what a norm reads goes on below, relative to its gradient
 # Plans encode where the prediction is lowest, so it has a margin.
@@ -206,7 +206,9 @@ class ReachWatch:
         total = sum(sizes.values())
         found: dict[SiteName, float] = defaultdict(float)
         if total > 0 and isfinite(total):
-            of_weights = [self._of_weights(op, sizes) for op in self._ops]
+            reads = Counter(key for op in self._ops for key, _ in op.weights)
+            each = {key: size / max(reads[key], 1) for key, size in sizes.items()}
+            of_weights = [self._of_weights(op, each) for op in self._ops]
             gains = self._paths.gains(
                 {
                     op.node: (matrices + vectors) / received
@@ -238,7 +240,7 @@ class ReachWatch:
     def _of_weights(self, op: _Op, sizes: dict[Key, float]) -> tuple[float, float]:
         """Returns what errors as large as what an op reads, or receives, add to its weights.
 
-        That is to matrices, and to vectors.
+        That is to matrices, and to vectors. sizes: of gradients, by the ops that read the weight
         """
         if op.closed is not None:
             matrices = float(op.closed[0])
@@ -251,17 +253,28 @@ class ReachWatch:
 
 
 def _errors_by(slot: Slot, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns what gives the errors of a code of two levels, by a finer one."""
-    facts = slot.sites[-1].facts if slot.sites else None
-    if x.dtype not in _TRIED.dtypes:
-        return lambda part: part * _ERROR**0.5
+    """Returns what gives the errors of a code of two levels, by a finer one.
 
-    def errors(part: Tensor) -> Tensor:
+    What is made from other tensors has their errors, which go with how it varies: of maps, around
+    the mean of each channel. (A norm's code is off by as much on both sides of its mean, and what a
+    ReLU leaves of it has half of that, where a code of its own would be off by a fourth.)
+    """
+    facts = slot.sites[-1].facts if slot.sites else None
+
+    def tried(part: Tensor) -> Tensor:
         part = part.contiguous()
         code = _TRIED.encode(part, 0) if facts is None else _TRIED.encode(part, 0, facts)
         return code.decode().sub_(part).mul_((_TRIED.levels - 1) * _MARGIN**0.5)
 
-    return errors
+    def inherited(part: Tensor) -> Tensor:
+        if part.dim() > 2:
+            dims = [dim for dim in range(part.dim()) if dim != 1]
+            part = part - part.mean(dims, keepdim=True)
+        errors: Tensor = part * _ERROR**0.5
+        return errors
+
+    own = x.dtype in _TRIED.dtypes and all(root is slot for root in roots_of(slot))
+    return tried if own else inherited
 
 
 def _relative_error(x: Tensor, errors_of: Callable[[Tensor], Tensor]) -> Tensor | float:

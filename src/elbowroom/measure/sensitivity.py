@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from elbowroom.runtime.consumers import Call
 
 _CONVS = ("conv1d", "conv2d", "conv3d")
-PART = 8192  # elements that are squared at a time where few places are counted
+PART = 4096  # elements that are squared at a time where few places are counted
 _COUNTED = 131072  # elements of a tensor, about, where few places are: not all channels, too
 # op -> where x and the weight stand among its arguments
 _PRODUCTS = {
@@ -119,7 +119,8 @@ class Linear:
             return energy(rows, -1)
         rows = rows.reshape(-1, rows.shape[-1])
         parts = torch.split(rows, max(PART // max(rows.shape[-1], 1), 1))
-        return torch.cat([energy(of(part), -1) for part in parts])
+        folded = torch.cat([energy(of(part), -1) for part in parts])
+        return folded.reshape(self.shape[:-1]) if self.every == 1 else folded
 
     def variance(self, folded: Tensor, grad: Tensor) -> Tensor:
         return (folded * energy(self._rows(grad), -1)).sum() * self.every
