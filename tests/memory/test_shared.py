@@ -91,10 +91,11 @@ def plan(profile: Any) -> Plan:
 
 def test_what_is_read_twice_is_rebuilt_once(plan: Plan) -> None:
     training, plainly = Training(), Training()
-    rebuilt = sum(n.consumer == "softmax" and one.shared for n, one in plan.sites.items())
-    assert rebuilt > 0
-    assert softmaxes(training, alone(plan)) == LAYERS + 2 * rebuilt
-    assert softmaxes(training, plan) == LAYERS + rebuilt
+    twice = sum(n.consumer == "softmax" and one.shared for n, one in plan.sites.items())
+    assert twice > 0
+    once = softmaxes(training, plan)  # others may be rebuilt by one reader: prices are measured
+    assert once >= LAYERS + twice
+    assert softmaxes(training, alone(plan)) == once + twice
     plainly.step()
     for x, y in zip(training.gradients(), plainly.gradients(), strict=True):
         assert torch.equal(x, y)

@@ -12,7 +12,7 @@ import elbowroom as er
 from elbowroom.demo.tasks import task
 from elbowroom.measure import NoiseMeter
 from elbowroom.measure.gradient_variance import GradientVariance
-from elbowroom.measure.reach import ReachMeter
+from elbowroom.measure.reach import CHOSEN, ReachMeter
 from elbowroom.measure.watching import StepWatch
 from elbowroom.plan import Encode, Keep, KeepAll, Lean, Lossy, Need, SiteName
 from elbowroom.runtime.context import Context
@@ -363,7 +363,8 @@ def test_each_code_adds_what_reads_a_sum_of_it(kind, most):
         if kind is NoiseMeter:
             predicted = 4 * meter.table.variance_of(SiteName(*named, 0))
         else:
-            predicted = size * meter._sampling * meter.shares(1).of(SiteName(*named, 0), 1, 16)
+            chosen = meter.shares(1).of(SiteName(*named, 0), 1, 16)
+            predicted = size * meter._sampling * chosen / CHOSEN
         assert 1 / 3 < predicted / measured < most, named
 
 

@@ -59,7 +59,7 @@ _BELOW_NORM = 0.05  # of the error of what a norm reads goes on below, relative 
 _MARGIN = 1.2  # of what is predicted to be added
 # Of what plans choose by: they encode where the prediction is lowest, so of what they choose it is
 # too low. A ResNet-50 had 1.6 times the noise that its plan was made for.
-_CHOSEN = 2.0
+CHOSEN = 2.0
 _ERROR = _MARGIN * 1.85  # squared error of a code of two levels, relative to a normal tensor
 _TRIED = Dither(levels=16)
 _RUNS, _RUN = 16, 256  # of elements on which it is tried
@@ -369,12 +369,12 @@ class ReachMeter:
         """Returns what codes are predicted to add, as a share of the variance of mini-batches.
 
         If this is not known, or all batches were the same, |g|^2 takes its place, which is larger.
-        Twice what is predicted: `_CHOSEN`.
+        Twice what is predicted: `CHOSEN`.
 
         saved_nbytes: what plain training saves; by it goes what no op was seen to read
         """
         counted, sampling = max(self._counted, 1), self._sampling
-        each = _CHOSEN / sampling / counted
+        each = CHOSEN / sampling / counted
         sites = tuple(
             SiteShares(name, (2,), (each * reach,)) for name, reach in self._reach.items()
         )
