@@ -387,8 +387,9 @@ def grow_batch(
     rule            how the learning rates of all groups change when the batch grows: "none",
                     "linear" (times new / old), or "sqrt" (times its square root). There is no
                     default, because the rule changes the training
-    most            the largest batch size; None: the number of samples in an epoch
-    growth          the largest factor by which the batch may grow at once
+    most            the largest batch size; None: the number of samples in an epoch, or of those
+                    taken, where the loader has no length and epochs end early
+    growth          the largest factor by which the batch may grow from an epoch to the next
     schedulers      learning rate schedulers whose `base_lrs` change in the same way
 
     The batch never shrinks. `growing.batch` is the current size, and `growing.grown` says when it

@@ -1,5 +1,6 @@
 """A frozen prefix whose outputs are read from a folder: the same values, or a refusal."""
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -110,12 +111,34 @@ def test_another_module_is_refused_by_checksum(tmp_path: Path, change, what: str
         prefix(images())
 
 
-def test_weights_that_change_through_their_data_are_refused(tmp_path: Path) -> None:
-    prefix = CachedPrefix(module := frozen(), tmp_path)
-    prefix(images())
-    module[0].weight.data.mul_(1.01)  # which has no version
+def exchanged(weight: Tensor) -> None:
+    weight.data[[0, 1]] = weight.data[[1, 0]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.data.mul_(1.01),
+        lambda weight: weight.numpy().__setitem__((1, 0, 1, 1), 9.0),
+        lambda weight: weight.data[-1, -1, -1, -1].add_(1e-6),
+        exchanged,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_change_without_a_version_are_refused(
+    tmp_path: Path, change, dtype: torch.dtype
+) -> None:
+    prefix = CachedPrefix(module := frozen().to(dtype), tmp_path)
+    x = images().to(dtype)
+    prefix(x)
+    prefix(x)
+    before = module[0].weight.clone()
+    with contextlib.suppress(TypeError):  # NumPy knows no bfloat16
+        change(module[0].weight)
+    if torch.equal(module[0].weight, before):  # bfloat16 does not see 1e-6
+        return
     with pytest.raises(ModuleError, match="of other weights, by their checksum"):
-        prefix(images())
+        prefix(x)
 
 
 def test_other_versions_and_dtypes_are_refused(tmp_path: Path) -> None:

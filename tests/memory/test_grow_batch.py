@@ -81,6 +81,37 @@ def test_no_room_leaves_the_batch_and_says_so(caplog):
     assert "the batch stays at 16: budget 1 MiB" in caplog.text
 
 
+def test_an_epoch_that_ends_early_is_taken_for_what_the_loader_has():
+    """Without samples to count, the batch, and the learning rate with it, had no bound."""
+    _, optimizer = make()
+    growing = growing_of(optimizer, lambda make: 10**6, rule="linear", growth=100.0)
+    found = [len(next(iter(growing))[0]) for _ in range(3)]
+    assert found == [16, 112, 112]  # of 128: eight batches, of which the last may be smaller
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 7)
+
+
+def test_of_a_loader_without_a_length_samples_that_were_taken_are_the_most():
+    _, optimizer = make()
+    growing = growing_of(optimizer, lambda make: 10**6, growth=100.0)
+    whole = growing.loader_factory
+    growing.loader_factory = lambda n: (batch for batch in whole(n))
+    for expected in (16, 48, 128):
+        for _, (x, _) in zip(range(3), growing, strict=False):
+            assert len(x) <= expected
+        assert growing.batch == expected
+
+
+def test_a_small_growth_adds_up():
+    _, optimizer = make()
+    growing = growing_of(optimizer, lambda make: 1000, growth=1.02)
+    found = sizes(growing, 8)
+    assert found == [int(16 * 1.02**epoch) for epoch in range(8)]
+    state = growing.state_dict()
+    resumed = growing_of(optimizer, lambda make: 1000, growth=1.02)
+    resumed.load_state_dict(state)
+    assert sizes(resumed, 3) == sizes(growing, 3)
+
+
 def test_learning_rates_that_are_tensors_and_other_groups_follow():
     model, _ = make()
     pairs = enumerate(model[0][0].parameters(), 1)
@@ -159,7 +190,8 @@ def test_a_training_really_grows_inside_its_budget():
         ({"batch": 0}, "batch=0 is not possible"),
         ({"batch": True}, "batch=True is not possible"),
         ({"most": 8}, "most=8 is not possible; it is an int, at least batch=32"),
-        ({"growth": 1}, "growth=1 is not possible; it is a number above 1"),
+        ({"growth": 1}, "growth=1 is not possible; it is a finite number above 1"),
+        ({"growth": float("inf")}, "growth=inf is not possible"),
         ({"optimizer": 3}, r"grow_batch takes a torch\.optim\.Optimizer; got int"),
         ({"optimizer": None}, "takes a torch.optim.Optimizer, whose learning rates follow; got N"),
         ({"schedulers": "cosine"}, "schedulers='cosine' is not possible; .* with `base_lrs`"),

@@ -348,14 +348,19 @@ def test_codes_that_drown_what_mini_batches_vary_by_become_mild(caplog):
         lambda params: torch.optim.SGD(params, 0.0, momentum=0.5, dampening=0.5),
         lambda params: torch.optim.AdamW(params, 0.0),
         lambda params: er.optim.Lion(params, 0.0, state="fp32"),
+        lambda params: torch.optim.RMSprop(params, 1e-3, momentum=0.9),
+        lambda params: torch.optim.Muon(params, 1e-9),
     ],
 )
 def test_of_gradients_that_are_noise_every_momentum_is_their_size(of):
-    """An error as large would change the momentum as much, since it averages out as they do."""
+    """An error as large would change the momentum as much, since it averages out as they do.
+
+    RMSprop's buffer is of what was divided, and Muon's, a mean, a twentieth of a sum.
+    """
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(50, 50))
     optimizer = of([weight])
-    for _ in range(60):
+    for _ in range(400):
         weight.grad = 3 * torch.randn(50, 50)
         optimizer.step()
     assert CometBounds(optimizer)._momentum(weight) == pytest.approx(3.0, rel=0.05)
@@ -418,7 +423,7 @@ def test_momentum_is_read_from_states_that_are_held_encoded(kind, state):
     assert ours == pytest.approx(expected, rel=0.15 if state == "int4x2" else 0.03)
 
 
-@pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor", "Adadelta"])
+@pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor", "Adadelta", "RAdam", "Adam"])
 def test_momentum_of_other_optimizers_of_torchs(kind):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(32, 32))
@@ -427,6 +432,19 @@ def test_momentum_of_other_optimizers_of_torchs(kind):
         weight.grad = torch.randn(32, 32)
         optimizer.step()
     assert CometBounds(optimizer)._momentum(weight) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9999)])
+@pytest.mark.parametrize("steps", [3, 200])
+def test_the_first_moment_of_adamax_decays_by_the_first_beta(betas, steps):
+    """By the second one it seemed 37 times as large."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(50, 50))
+    optimizer = torch.optim.Adamax([weight], 0.0, betas=betas)
+    for _ in range(steps):
+        weight.grad = 3 * torch.randn(50, 50)
+        optimizer.step()
+    assert CometBounds(optimizer)._momentum(weight) == pytest.approx(3.0, rel=0.05)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

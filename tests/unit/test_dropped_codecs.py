@@ -78,6 +78,8 @@ class Liar(Codec):
         out.copy_(codes * (float("nan") if self.mode == "decodes to NaN" else scale))
         if self.mode == "shifted":  # an error below that of 5 levels
             out += 0.04 * out.float().square().mean().sqrt()
+        if self.mode == "tripled":
+            out *= 3
         if self.mode == "empties":
             codes.untyped_storage().resize_(0)
         if self.mode == "overwrites":
@@ -195,6 +197,23 @@ def test_a_codec_that_decodes_to_nan_in_a_settled_step_is_named_and_dropped(liar
     assert error_of(training, exact) < 0.01
     assert dropped.why_dropped(liar) == "it gives back what is not finite"
     er.release(training.net)
+
+
+@pytest.mark.parametrize("mode", ["tripled", "shifted"])
+def test_a_codec_that_turns_wrong_in_a_settled_step_is_dropped_soon(mode, liar):
+    """What it gives back is finite, and was looked at in the first steps alone."""
+    training = Training()
+    exact, fitting = training.step(), settled(training, ["liar"])
+    liar.mode = mode
+    with suppress(BudgetTooSmall):
+        for _ in range(8):  # of ten codes and more
+            training.step()
+    assert dropped.why_dropped(liar)
+    plan = fitting.planner.plan
+    assert plan is None or not plan.codecs
+    er.release(training.net)
+    training.step()
+    assert error_of(training, exact) == 0
 
 
 def test_a_codec_is_not_blamed_for_a_tensor_that_is_not_finite(liar):

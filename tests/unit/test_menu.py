@@ -539,7 +539,7 @@ def test_what_is_kept_though_it_could_be_smaller_has_room() -> None:
         (["leam"], UnknownCodec, "there are lean, coat, .* Did you mean 'lean'"),
         (["sparse_lossless"], PlanError, "has no lossy code: exact actions and lossless codes"),
         ("division", PlanError, "it is a list"),
-        (["bitmask"], PlanError, "takes all of cast, comet, dither"),
+        (["bitmask"], PlanError, "plans choose among cast, comet, dither"),
         ([3], UnknownCodec, "a string"),
         ([["division"]], UnknownCodec, "a string"),
     ],

@@ -17,9 +17,9 @@ form of layers has none (`measure/sensitivity.py`), and what other ops add is pr
 m_l is the error of the gradient, drawn anew in each step, that would change the momentum by as much
 as it is. An error averages out in it, so this is more than the momentum in units of a gradient:
 
-    rms(buffer) * sqrt(1 - mu^2) / (1 - dampening)   SGD
+    rms(buffer) * sqrt(1 - mu^2) / (1 - dampening)   SGD, and Muon, whose buffer is a mean
     sqrt(mean of v), with its bias correction        Adam, AdamW and their like, RMSprop, Adafactor
-    rms(m) * sqrt((1 + b) / (1 - b)), with its own   what has first moments alone (Lion)
+    rms(m) * sqrt((1 + b) / (1 - b)), with its own   what has first moments alone (Lion, Adamax)
 
 Of gradients that are noise alone, all three are their RMS.
 
@@ -153,21 +153,23 @@ class CometBounds(Adaptive):
         group = next(
             (g for g in self._optimizer.param_groups if any(p is weight for p in g["params"])), {}
         )
-        if "momentum_buffer" in state:
-            taken = 1 - float(group.get("dampening", 0.0))  # of a gradient, by the buffer
-            kept = float(group.get("momentum", 0.0))
-            share = max(1 - kept**2, 0.0) ** 0.5 / taken if taken > 0 else 0.0
-            return share * _rms(state["momentum_buffer"])
         betas = group.get("betas", (0.0, 0.0))
         steps = float(self._optimizer.state[weight].get("step", 0)) if state else 0.0
+        # First: RMSprop's buffer has the momentum of what was divided by it.
         second = next((state[name] for name in _SECOND if name in state), None)
         if second is not None:
             # Adam corrects a mean that began with 0; RMSprop and Adafactor do not.
             decay = float(betas[1]) if "exp_avg_sq" in state and betas[1] is not None else 0.0
             correction = 1 - decay**steps if decay and steps else 1.0
             return float((second.float().mean() / correction).sqrt())
+        if "momentum_buffer" in state:
+            kept = float(group.get("momentum", 0.0))
+            # What the buffer takes of a gradient. Muon's is a mean.
+            taken = 1 - (kept if "ns_steps" in group else float(group.get("dampening", 0.0)))
+            share = max(1 - kept**2, 0.0) ** 0.5 / taken if taken > 0 else 0.0
+            return share * _rms(state["momentum_buffer"])
         if "exp_avg" in state:
-            decay = float(betas[1])
+            decay = float(betas["exp_inf" not in state])  # Adamax has the first one's, Lion not
             begun = 1 - decay ** (2 * steps) if steps else 1.0
             return _rms(state["exp_avg"]) * sqrt((1 + decay) / (1 - decay) / begun)
         return None

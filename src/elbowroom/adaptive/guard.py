@@ -82,7 +82,7 @@ class Guard(Adaptive):
         is_one = (
             value.numel() == 1 and not value.is_complex()
             if isinstance(value, Tensor)
-            else (isinstance(value, SupportsFloat))
+            else isinstance(value, SupportsFloat) and not isinstance(value, bool)
         )
         if not is_one:
             got = tuple(value.shape) if isinstance(value, Tensor) else value

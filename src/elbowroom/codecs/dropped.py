@@ -5,6 +5,7 @@ the tensors of the step (`broken_code`, `encoded_or_dropped`).
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from math import sqrt
 
@@ -20,7 +21,9 @@ from elbowroom.kernels.fakes import would_wait
 _log = logging.getLogger("elbowroom.codecs")
 _dropped: dict[type[Codec], str] = {}
 _suspects: set[type[Codec]] = set()
+_made: Counter[type[Codec]] = Counter()
 _SAMPLED = 256  # elements
+_ONE_OF = 32  # codes of a settled step is decoded at once: a codec may turn wrong later
 _MAX = 16  # times the error for normal data: an outlier makes the steps of its group wider
 _SCALE = 0.25  # by which unbiased codes may make all values smaller or larger
 _SHIFT, _SIGMAS = 0.02, 8.0  # their mean error: of the root mean square, and in its deviations
@@ -52,13 +55,16 @@ def encoded_or_dropped(
 ) -> Encoded | None:
     """Returns what `encode` makes of x; None if the codec fails or lies, and is dropped for that.
 
-    decodes: the code is decoded at once, so that its values are checked, and not only its size
+    decodes: the code is decoded at once, so that its values are checked, and not only its size;
+        one of 32 others is, too
 
     Raises CodecError if the codec has changed x.
     """
     cls, version = type(codec), x._version
     if cls in _dropped:
         return None
+    _made[cls] += 1
+    decodes |= _made[cls] % _ONE_OF == 0 and not would_wait(x)
     try:
         encoded = encode()
         why = broken_code(codec, x, affine, encoded, decodes=decodes)

@@ -12,11 +12,11 @@ that has changed is computed anew. Where `prefix.json` names other weights, code
 another PyTorch, the folder is refused, and so is an output whose own checksum is wrong.
 
 Settings are attributes, with tensors, functions and the fields of objects, and forward hooks
-(`_described.py`). A change of weights through `.data` has no version; on a CPU a few elements of
-each are compared in every forward. Not seen are such changes of other elements or on a GPU, changes
-of functions that the classes of the modules call, and of attributes whose names begin with an
-underscore. An output has the rounding of the batch in which its sample
-was first seen. The keys and outputs of a GPU's samples pass through host memory.
+(`_described.py`). A change of weights through `.data` or NumPy has no version, so every forward
+reads the weights once, and compares sums of their bytes. Not seen are changes of functions that the
+classes of the modules call, and of attributes whose names begin with an underscore. An output has
+the rounding of the batch in which its sample was first seen. The keys and outputs of a GPU's
+samples pass through host memory.
 """
 
 import json
@@ -41,7 +41,7 @@ from elbowroom.units import parse_nbytes, show_nbytes
 
 _MANIFEST = "prefix.json"
 _OWNER = "prefix"  # in the metadata of a file
-_SAMPLED = 16  # elements of a weight, at least, if it has as many
+_SUMS = 256  # of parts of a weight: one would not tell that two rows were exchanged
 _log = logging.getLogger("elbowroom")
 
 
@@ -81,6 +81,7 @@ class CachedPrefix(nn.Module):
         self._files: dict[str, Path] = {}  # by key
         self._nbytes = 0  # of all files
         self._seen: object = None  # versions of the state that the folder belongs to
+        self._sums: list[Tensor] = []  # of its bytes
         self._owner = ""  # a checksum of that state, which each file bears
         self._is_apart = self._is_full = False  # samples do not depend on each other; no room left
         self._check_frozen()
@@ -185,8 +186,8 @@ class CachedPrefix(nn.Module):
     def _check_folder(self) -> None:
         """Raises ModuleError unless the folder belongs to this state of the module."""
         named = [*_state(self.module)]
-        state = _versions(named), _settings(self.module), [_sample(x) for _, x in named]
-        if state == self._seen:
+        state, sums = (_versions(named), _settings(self.module)), _sums(x for _, x in named)
+        if state == self._seen and _are_equal(sums, self._sums):
             return
         depends = self._depends()
         path = self.folder / _MANIFEST
@@ -213,7 +214,7 @@ class CachedPrefix(nn.Module):
                 )
             self._files[key] = file
         self._nbytes = sum(file.stat().st_size for file in {*self._files.values()})
-        self._seen = state
+        self._seen, self._sums = state, sums
 
     def _depends(self) -> dict[str, str]:
         """Returns checksums of all that outputs depend on, besides the input."""
@@ -311,13 +312,23 @@ def _versions(named: Iterable[tuple[str, Tensor]]) -> tuple[object, ...]:
     return tuple((name, x.data_ptr(), x._version, _kind(x)) for name, x in named)
 
 
-def _sample(x: Tensor) -> bytes:
-    """Returns a few elements of a tensor; none of a GPU's, for which the host would wait."""
-    if x.device.type != "cpu" or not _has_bytes(x):
-        return b""
-    flat, _ = memory_order(x.detach())
-    some = flat[:: max(len(flat) // _SAMPLED, 1)].contiguous()
-    return bytes(bytes_of(some.view(torch.uint8)))
+def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns sums of the bytes of each tensor, eight of them taken as one number."""
+    found = []
+    for x in filter(_has_bytes, tensors):
+        flat = memory_order(x.detach())[0].contiguous().view(torch.uint8)
+        whole = len(flat) - len(flat) % 8
+        words = flat[:whole] if flat.storage_offset() % 8 else flat[:whole].view(torch.int64)
+        parts = max(min(_SUMS, len(words)), 1)
+        each = len(words) // parts
+        sums = words[: parts * each].view(parts, each).sum(1, dtype=torch.int64)
+        rest = words[parts * each :].sum(), flat[whole:].sum()
+        found.append(torch.cat([sums, torch.stack(rest)]))
+    return [one.cpu() for one in found]
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def _random(device: torch.device) -> Tensor:

@@ -86,7 +86,7 @@ def chosen_settings(
     """
     if given is None:
         return None
-    possible = f"codecs=None takes all of {', '.join(_useful())}"
+    possible = f"without codecs=, plans choose among {', '.join(_useful())}"
     if isinstance(given, str | Codec) or not isinstance(given, Sequence):
         raise PlanError(f"codecs={given!r} is not possible; it is a list, as [{'division'!r}]")
     if not given:

@@ -7,7 +7,8 @@
 
 After COMET (arXiv 2111.09562), which enlarges the batch into the memory that its codes free. Before
 an epoch `er.largest_batch` says what fits, and the batch becomes that, at most `growth` times as
-large as it was and never smaller. The learning rates of all groups follow by the rule:
+large as it was (parts of a sample add up from epoch to epoch) and never smaller. The learning rates
+of all groups follow by the rule:
 
     none    as they are
     linear  times new / old         (Goyal et al., arXiv 1706.02677)
@@ -58,7 +59,7 @@ class GrowingBatch:
     find            make_batch -> the largest batch that fits
     batch           samples a batch, now
     rule            "none", "linear" or "sqrt"
-    most            no larger batch is taken; None: that of the largest epoch seen
+    most            no larger batch is taken; None: the samples of the largest epoch so far
     growth          a batch becomes at most so many times as large at once
     schedulers      whose `base_lrs` follow
     grown           when it has grown, and by what learning rates were multiplied
@@ -76,7 +77,8 @@ class GrowingBatch:
     def __post_init__(self) -> None:
         self.epoch = 0
         self.grown: list[Grown] = []
-        self._samples = 0  # of the last epoch
+        self._samples = 0  # of the largest epoch so far, or as many as are known of it
+        self._limit = float(self.batch)  # what growth has allowed so far
         self._is_full = False  # the largest batch has been reached
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,13 +87,15 @@ class GrowingBatch:
             self._grow()
         self.epoch += 1
         samples = 0
-        for data in self._batches():
-            samples += _size_of(data)
-            yield data
-        self._samples = samples
-
-    def _batches(self) -> Iterator[Any]:
         loader = self.loader_factory(self.batch)
+        # The program may end an epoch early. The last batch may be smaller.
+        self._samples = max(self._samples, (_length_of(loader) - 1) * self.batch)
+        for data in self._batches(loader):
+            samples += _size_of(data)
+            self._samples = max(self._samples, samples)
+            yield data
+
+    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         try:
             return iter(loader)
         except TypeError as error:
@@ -105,15 +109,20 @@ class GrowingBatch:
         if self.batch >= most > 0:
             self._is_full = True
             return
+        limit = self.growth * self._limit
+        if limit < self.batch + 1:
+            self._limit = limit
+            return
         try:
             largest = self.find(self._make_batch)
         except BudgetTooSmall as error:
             _log.warning("the batch stays at %d: %s", self.batch, error)
             return
-        new = min(largest, int(self.growth * self.batch), most or largest)
+        new = min(largest, int(limit), most or largest)
         self._is_full = largest <= self.batch
         if new <= self.batch:
             return
+        self._limit = limit if int(limit) == new else float(new)
         factor = RULES[self.rule](new / self.batch)
         self._scale(factor)
         _log.info(
@@ -159,6 +168,7 @@ class GrowingBatch:
             "batch": self.batch,
             "epoch": self.epoch,
             "samples": self._samples,
+            "limit": self._limit,
             "is_full": self._is_full,
             "grown": [list(one) for one in self.grown],
         }
@@ -167,7 +177,16 @@ class GrowingBatch:
         """Restore from `state_dict()`; the learning rates are in the optimizer's state."""
         self.batch, self.epoch = state["batch"], state["epoch"]
         self._samples, self._is_full = state["samples"], state["is_full"]
+        self._limit = state.get("limit", float(self.batch))
         self.grown = [Grown(*one) for one in state["grown"]]
+
+
+def _length_of(loader: Any) -> int:
+    """Batches of an epoch; 0 where the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # of a DataLoader over an iterable, too
+        return 0
 
 
 def _size_of(data: Any) -> int:
@@ -205,8 +224,8 @@ def check_growing(
     if most is not None and (type(most) is not int or most < batch):
         raise PlanError(f"most={most!r} is not possible; it is an int, at least batch={batch}")
     is_number = isinstance(growth, int | float) and not isinstance(growth, bool)
-    if not is_number or not growth > 1:
-        raise PlanError(f"growth={growth!r} is not possible; it is a number above 1, e.g. 2")
+    if not is_number or not 1 < growth < float("inf"):
+        raise PlanError(f"growth={growth!r} is not possible; it is a finite number above 1, e.g. 2")
     is_list = isinstance(schedulers, Sequence)
     if not is_list or not all(hasattr(one, "base_lrs") for one in schedulers):
         raise PlanError(
