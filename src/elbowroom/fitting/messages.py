@@ -253,7 +253,7 @@ def say_noise(options: FitOptions, plan: Plan) -> None:
         f"estimated from {plan.watched} measured steps"
         if plan.watched
         else "predicted, and not measured: the budget leaves no room for that, or the measured "
-        "steps did not tell",
+        "steps did not tell; of the gradient's square, if all batches were the same",
     )
 
 
