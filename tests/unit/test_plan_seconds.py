@@ -414,7 +414,10 @@ def test_a_code_with_a_bitmap_of_zeros_has_a_price_of_its_own(profiled: Profile)
     assert seconds_of(profile, "decode", group, 10**6, has_zeros=True) == 0.5  # it has no bitmap
     older = replace(profile, rates=known)
     assert seconds_of(older, "decode", dither, 10**6, has_zeros=True) == 1.5
-    assert {"encode dither of zeros", "decode dither of zeros"} <= rates("cpu").keys()
+    known = rates("cpu")
+    assert {"encode dither of zeros", "decode dither of zeros"} <= known.keys()
+    assert 0 < known.fixed_s["copy out file"] < 0.1
+    assert 0 < known.fixed_s["copy in file"] < 0.1
 
 
 def test_a_profile_keeps_fixed_seconds_in_its_file(profiled: Profile, tmp_path: Any) -> None:

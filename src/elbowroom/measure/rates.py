@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -33,14 +34,18 @@ from elbowroom.measure.timing import busy_s, typical_s
 from elbowroom.plan import Encode, Need, Offload
 from elbowroom.plan.prices import ATTENTION_LOOK, ROWS, fixed_name, of_zeros, rate_name
 from elbowroom.runtime.direct.attention import spread, spread_of_values
+from elbowroom.runtime.handles.offload import OffloadHandle
 from elbowroom.runtime.normal import of_rows
+from elbowroom.runtime.prefetcher import Prefetcher
 from elbowroom.runtime.serving import perform
 from elbowroom.runtime.tiers import Tier, tier_for
+from elbowroom.runtime.tiers.file import FileTier
 
 _log = logging.getLogger("elbowroom.measure")
 _ELEMENTS = 1 << 20
 _SMALL = 1 << 14  # elements of the tensor that the fixed part is measured with
 _RUNS = 5
+_MOVES = 8  # small tensors that are moved one after the other
 _OTHER_WORK = 1 << 22  # elements that are copied between two runs: most of what caches hold
 _ON_GPU = 1 << 22  # elements: less is over before the next kernel is launched
 _UNNOTICED_S = 3.0
@@ -132,6 +137,11 @@ def rates(device_type: str, *, lossy: bool = True, moves: bool = True) -> Rates:
     if moves and not found.has_links:
         found.has_links = True
         found.update(_links(found.device))
+        if found.device.type == "cpu" and "out file" in found:
+            fixed_s = _fixed_of_moves(found.device)
+            for way, seconds in zip(("out", "in"), fixed_s, strict=True):
+                name = f"copy {way} file"
+                found.fixed_s[name] = max(seconds - 4 * _SMALL / found[name], 0.0)
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
             found.measure(codec)
@@ -267,6 +277,39 @@ def _round_trip(tier: Tier, x: Tensor, clock: Callable[[], float]) -> tuple[floa
             out_s = min(out_s, gone_s - start_s)
         ticket.drop()
     return out_s, in_s
+
+
+def _fixed_of_moves(device: torch.device) -> tuple[float, float]:
+    """Seconds of all processors in which a small tensor goes to a file, and comes back.
+
+    In the middle of other work: there it takes four times as long as alone, most of it Python and
+    the change of threads.
+    """
+    work = torch.zeros(2, _OTHER_WORK, device=device)
+    between = partial(work[0].copy_, work[1])
+    away_s, back_s = [], []
+    for _ in range(_RUNS):
+        prefetcher = Prefetcher()
+        tensors = [torch.zeros(_SMALL, device=device) for _ in range(_MOVES)]
+        tier = tier_for(Offload("file"), tensors[0])
+        assert isinstance(tier, FileTier)
+        start_s = time.process_time()
+        for _ in tensors:
+            between()
+        began_s = time.process_time()
+        handles = []
+        while tensors:
+            between()
+            handles.append(OffloadHandle(tier, tensors.pop(), prefetcher))
+        tier.flush()
+        gone_s = time.process_time()
+        while handles:
+            between()
+            handles.pop().restore(private=True)
+        alone_s = began_s - start_s
+        away_s.append((gone_s - began_s - alone_s) / _MOVES)
+        back_s.append((time.process_time() - gone_s - alone_s) / _MOVES)
+    return median(away_s), median(back_s)
 
 
 def _sample(

@@ -474,6 +474,10 @@ def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:
     A profile of an older version has only the rates of the link, by the wall clock.
     """
     if profile.device[0] == "cpu":
-        out, back = f"out {held.link}", f"in {held.link}"
-        held.forward_s += nbytes / profile.rates.get(f"copy {out}", profile.rates[out])
-        held.restore_s += nbytes / profile.rates.get(f"copy {back}", profile.rates[back])
+        held.forward_s += _copy_s(profile, f"out {held.link}", nbytes)
+        held.restore_s += _copy_s(profile, f"in {held.link}", nbytes)
+
+
+def _copy_s(profile: Profile, way: str, nbytes: int) -> float:
+    rate = profile.rates.get(f"copy {way}", profile.rates[way])
+    return profile.fixed_s.get(f"copy {way}", 0.0) + nbytes / rate
