@@ -22,8 +22,9 @@ def why_eager(name: str, error: Exception) -> str:
         return (
             f"{name} runs eagerly: torch.compile has compiled one of its functions as often as "
             "torch._dynamo.config.recompile_limit says. It does so for each value of a number "
-            "that is an attribute of a module or an argument: keep numbers that change in "
-            "tensors, or raise that limit. The budget is kept by the eager engine."
+            "that is an attribute of a module or an argument, and for sizes that no plan serves "
+            "yet: keep numbers that change in tensors, pad inputs or begin with the largest, or "
+            "raise that limit. The budget is kept by the eager engine."
         )
     if isinstance(error, NothingCompiled):
         return (
