@@ -43,7 +43,7 @@ from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import Observing, unobserved, why_another, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.held import Kept, Token, kept
-from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
+from elbowroom.runtime.replay.script import NOWHERE, Script, ScriptedCall, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Geometry, Slot
@@ -361,7 +361,7 @@ class Replay(Observing):
             self._diverge()
         return out
 
-    def may_stand(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def may_stand(self, step: ScriptedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether a node of ours may replace the call, by more than its arguments."""
         direct, call = step.direct, Call(step.func, args, kwargs)
         if direct is None or direct_of(call) is not direct or not may_run(call, direct):
