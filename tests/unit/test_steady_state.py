@@ -64,7 +64,7 @@ def test_own_kernels_are_what_plain_does_not_run(script):
 
 
 def test_a_step_that_never_enters_as_many_functions_has_not_settled(script):
-    class Growing(script.ScriptedCall):
+    class Growing(script.Step):
         def __call__(self):
             self.steps = getattr(self, "steps", 0) + 1
             for _ in range(100 * self.steps):
