@@ -23,7 +23,7 @@ from torch import Tensor
 import elbowroom as er
 from elbowroom.codecs import Affine, Codec, Encoded, Facts, codec
 from elbowroom.codecs.base import FLOATS, Buffers, Expected, Layout, memory_order
-from elbowroom.codecs.room import Room
+from elbowroom.codecs.room import PayloadRoom
 from elbowroom.measure import paired
 from elbowroom.plan import Action, Encode, Lossy, Site
 
@@ -56,7 +56,7 @@ class _Recorder(Codec):
         seed: int = 0,
         facts: Facts | None = None,
         affine: Affine | None = None,
-        room: Room | None = None,
+        room: PayloadRoom | None = None,
     ) -> Encoded:
         encoded = super().encode(x, seed, facts, affine, room)
         self.into.append(Captured(encoded.decode(), facts or Facts(), self.consumer))

@@ -22,7 +22,7 @@ def waiting(what: str) -> Iterator[Tell]:
     if not is_shown:
         yield lambda _: None
         return
-    line = _Line(what)
+    line = _ProgressLine(what)
     timer = threading.Timer(AFTER_S, line.show)
     timer.daemon = True
     timer.start()
@@ -34,7 +34,7 @@ def waiting(what: str) -> Iterator[Tell]:
         _one.release()
 
 
-class _Line:
+class _ProgressLine:
     def __init__(self, what: str) -> None:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elbowroom.kernels import numba, reference
+from elbowroom.kernels import numba, ops, reference
 from elbowroom.runtime.direct.attention import levels
 
 # batch, channels, elements of a map: tiles of 2048 begin and end inside runs, rows and maps
@@ -211,6 +211,20 @@ def test_the_spread_of_a_head_with_a_row_beyond_all_numbers_is_none(value):
         found = by.head_spread(*given)
         assert found[:, 0, 0].eq(0).all()
         assert found[:, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["batch_norm_backward", "layer_norm_backward"])
+def test_norms_without_the_dispatcher_are_those_of_ops(name, one_thread):
+    grad, xhat, factor = drawn(24 * 40, 1), drawn(24 * 40, 2), drawn(24, 3).abs()
+    of_rows = drawn(40, 4).abs()
+    given = (factor, 10) if name.startswith("batch") else (factor, of_rows)
+    kernels = ops.by_address(grad)
+    assert kernels is not None
+    found = [
+        (*run(grad, *given, x), x)
+        for run, x in ((getattr(ops, name), xhat.clone()), (getattr(kernels, name), xhat.clone()))
+    ]
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(

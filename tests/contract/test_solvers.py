@@ -31,7 +31,7 @@ from elbowroom.plan.solve.greedy import _move as moved_by
 from elbowroom.plan.solve.least import least_levels
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import GAP
-from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.model import ColumnModel
 from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.program import Program
 from elbowroom.plan.solve.rounding import NEAR
@@ -512,7 +512,7 @@ def test_the_linear_model_says_of_every_choice_what_problem_says(some: Some) -> 
         problem, limits = binding_case(seed)
         if seed % 2:  # so that no row hides behind those of the levels
             limits = replace(limits, budget=100 * MB)
-        model = Model(problem, limits)
+        model = ColumnModel(problem, limits)
         moments = range(MOMENTS)
         for choice in all_choices(problem):
             options = enumerate(zip(problem.items, choice.options, strict=True))

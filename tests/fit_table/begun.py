@@ -44,7 +44,7 @@ from elbowroom.fitting.observations import (
     UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.fitting.state import Before
+from elbowroom.fitting.state import ReplacedState
 from fit_table.values import (
     BEGIN,
     ERROR,
@@ -204,7 +204,7 @@ ROWS = {
             infeasible=True,
             unexpected_steps=1,
             only_largest=True,
-            before=Before(replace(SETTLED, unexpected_steps=1, only_largest=True), 1),
+            before=ReplacedState(replace(SETTLED, unexpected_steps=1, only_largest=True), 1),
         ),
         (FORGET,),
     ),
@@ -218,7 +218,7 @@ ROWS = {
             FRESH,
             unexpected_steps=1,
             varies=True,
-            before=Before(replace(SETTLED, unexpected_steps=1), 1),
+            before=ReplacedState(replace(SETTLED, unexpected_steps=1), 1),
         ),
         (FORGET,),
     ),
@@ -332,7 +332,7 @@ ROWS = {
             FRESH,
             unexpected_steps=1,
             varies=True,
-            before=Before(replace(WATCHING, unexpected_steps=1), 1),
+            before=ReplacedState(replace(WATCHING, unexpected_steps=1), 1),
         ),
         (FORGET,),
     ),
@@ -382,14 +382,14 @@ ROWS = {
             unexpected_nbytes=900,
             smaller_steps=1,
             varies=True,
-            before=Before(SETTLED, 1),
+            before=ReplacedState(SETTLED, 1),
         ),
         RehearsedInVain(ERROR),
         replace(SETTLED, attempts=Attempts(), unexpected_nbytes=900, smaller_steps=1, varies=True),
         (ForgetCalls(1),),
     ),
     "no plan fits steps that save more from now on": Row(
-        replace(FRESH, unexpected_nbytes=900, varies=True, before=Before(SETTLED, 1)),
+        replace(FRESH, unexpected_nbytes=900, varies=True, before=ReplacedState(SETTLED, 1)),
         RehearsedInVain(ERROR),
         {},
         (Raise(ERROR),),
@@ -502,26 +502,26 @@ ROWS = {
     ),
     "no plan by a rehearsal": Row(FRESH, RehearsedInVain(ERROR), {}, (Raise(ERROR),)),
     "no plan by a rehearsal of an odd step": Row(
-        replace(FRESH, unexpected_steps=1, before=Before(SETTLED, 2)),
+        replace(FRESH, unexpected_steps=1, before=ReplacedState(SETTLED, 2)),
         RehearsedInVain(ERROR),
         replace(SETTLED, unexpected_steps=1, attempts=Attempts()),
         (ForgetCalls(2),),
     ),
     "no plan by a rehearsal of an odd step, whose preset is known": Row(
-        replace(WRITING, before=Before(replace(GIVENS, phase=P.SETTLED, has_fit=True), 1)),
+        replace(WRITING, before=ReplacedState(replace(GIVENS, phase=P.SETTLED, has_fit=True), 1)),
         RehearsedInVain(ERROR),
         replace(GIVENS, phase=P.SETTLED, has_fit=True),
         (ForgetCalls(1),),
     ),
     # It was settled on though nobody had measured it.
     "no plan by a rehearsal of an odd step, and the one before was not measured yet": Row(
-        replace(FRESH, before=Before(replace(VERIFYING, has_fit=True), 2)),
+        replace(FRESH, before=ReplacedState(replace(VERIFYING, has_fit=True), 2)),
         RehearsedInVain(ERROR),
         replace(VERIFYING, phase=P.SETTLED, was_unexpected=True, attempts=Attempts()),
         (ForgetCalls(2),),
     ),
     "another budget, by which nobody has seen the steps before to fit": Row(
-        replace(GUESSED, before=Before(SETTLED, 2)),
+        replace(GUESSED, before=ReplacedState(SETTLED, 2)),
         OptionsChanged(FitOptions(900)),
         replace(FRESH, options=FitOptions(900)),
         (FORGET,),

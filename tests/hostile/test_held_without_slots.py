@@ -19,7 +19,7 @@ from elbowroom.errors import RestoreError
 from elbowroom.plan import Action, Keep, Rebuild, Rebuildable, Site
 from elbowroom.runtime.context import PROCESS
 from elbowroom.runtime.handles import EncodeHandle
-from elbowroom.runtime.masks import Bits
+from elbowroom.runtime.masks import HeldMask
 from elbowroom.runtime.replay.held import Coded, Kept, Rebuilt
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
@@ -72,7 +72,7 @@ def check(
     got = grads(forward, wanted, replay)
     assert same(got, grads(forward, wanted))
     assert not replay.diverged
-    assert (replay.held[Rebuilt], replay.held[Bits]) == (rebuilt, bits), replay.held
+    assert (replay.held[Rebuilt], replay.held[HeldMask]) == (rebuilt, bits), replay.held
     assert replay.held[Kept]
     return replay
 
@@ -273,6 +273,7 @@ CODED = [("dither", {"levels": 16}), ("group", {"bits": 4}), ("cast", {})]
 @pytest.mark.parametrize(("policy", "fields"), CODED)
 def test_a_code_that_one_op_reads_has_no_slot_and_the_same_bits(policy, fields, monkeypatch):
     pytest.importorskip("numba")
+    monkeypatch.setattr(PROCESS, "survivors", set())  # those of other tests have such names, too
     (net, loss), how = coded_net(), {"policy": policy, "rebuild": False, **fields}
     wanted, script = list(net.parameters()), written(lambda: loss(1.0), **how)
     monkeypatch.setattr(PROCESS, "count", 0)

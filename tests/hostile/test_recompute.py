@@ -839,7 +839,9 @@ def test_a_graph_dies_without_the_garbage_collector() -> None:
 
 def test_statistics_that_are_updated_twice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: if buffers were left as they are, the comparison above fails."""
-    monkeypatch.setattr("elbowroom.runtime.recompute.State.again", lambda state: nullcontext())
+    monkeypatch.setattr(
+        "elbowroom.runtime.recompute.ForwardState.again", lambda state: nullcontext()
+    )
     plain = step(conv_net, images(), nullcontext())
     found = plain.differences(step(conv_net, images(), recomputing("0")))
     assert set(found) >= {"buffer 0.1.running_mean", "buffer 0.1.num_batches_tracked"}

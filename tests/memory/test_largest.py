@@ -8,7 +8,7 @@ import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.runtime import attach
 from elbowroom.runtime.attach import opener_of
-from elbowroom.tools.largest_batch import _Trial
+from elbowroom.tools.largest_batch import _BatchTrial
 from elbowroom.units import show_nbytes
 
 WIDTH = 64
@@ -125,7 +125,7 @@ def test_a_refusal_after_a_correction_says_what_the_first_one_would(monkeypatch,
     with pytest.raises(BudgetTooSmall) as refused:
         find(model, optimizer, "100 KiB", exact=exact)
     budget = int(1.2 * refused.value.least_nbytes)
-    monkeypatch.setattr(_Trial, "peak", lambda trial, batch, plan: plan.peak + budget)
+    monkeypatch.setattr(_BatchTrial, "peak", lambda trial, batch, plan: plan.peak + budget)
     with pytest.raises(BudgetTooSmall, match="weights and what else") as corrected:
         find(model, optimizer, budget, exact=exact)
     assert str(corrected.value).startswith(f"budget {show_nbytes(budget)} is below")
@@ -135,12 +135,12 @@ def test_a_refusal_after_a_correction_says_what_the_first_one_would(monkeypatch,
 
 def test_a_run_that_fits_after_a_correction_predicts_with_it(monkeypatch):
     model, optimizer = make()
-    over, real = [1 << 20], _Trial.peak
+    over, real = [1 << 20], _BatchTrial.peak
 
     def once(trial, batch, plan):
         return plan.peak + over.pop() if over else real(trial, batch, plan)
 
-    monkeypatch.setattr(_Trial, "peak", once)
+    monkeypatch.setattr(_BatchTrial, "peak", once)
     found = find(model, optimizer, "8 MiB")
     assert found.measured_nbytes <= found.budget_nbytes == 8 << 20
     assert found.predicted_nbytes == pytest.approx(found.measured_nbytes + (1 << 20), rel=0.05)
@@ -149,7 +149,7 @@ def test_a_run_that_fits_after_a_correction_predicts_with_it(monkeypatch):
 def test_a_batch_that_leaves_room_is_tried_again_larger(monkeypatch):
     model, optimizer = make()
     plain = find(model, optimizer, "8 MiB")
-    monkeypatch.setattr(_Trial, "peak", lambda trial, batch, plan: int(0.7 * plan.peak))
+    monkeypatch.setattr(_BatchTrial, "peak", lambda trial, batch, plan: int(0.7 * plan.peak))
     found = find(model, optimizer, "8 MiB")
     assert found.batch > 1.2 * plain.batch
     assert 0.9 * (8 << 20) < found.measured_nbytes <= found.budget_nbytes == 8 << 20
@@ -165,7 +165,7 @@ def test_what_was_seen_to_fit_stays_when_a_larger_one_does_not(monkeypatch):
         seen.setdefault("batch", batch)
         return plan.peak // 2 if batch == seen["batch"] else 16 << 20
 
-    monkeypatch.setattr(_Trial, "peak", too_much_if_larger)
+    monkeypatch.setattr(_BatchTrial, "peak", too_much_if_larger)
     found = find(model, optimizer, "8 MiB")
     assert found.batch == seen["batch"]
     assert found.measured_nbytes < 5 << 20

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import elbowroom as er
 from elbowroom.measure import MemoryCurve, allocations, mark, memory_curve, peak
-from elbowroom.measure.held import Held, all_tensors
+from elbowroom.measure.live_storages import LiveStorages, all_tensors
 from elbowroom.runtime.attach import opener_of
 
 MIB = 2**20
@@ -136,10 +136,10 @@ def test_an_empty_curve_is_flat():
 
 def test_a_fake_tensor_that_a_compiler_left_behind_holds_nothing():
     gc.collect()  # garbage of other tests must not be collected in between
-    before = Held(all_tensors("cpu")).nbytes()
+    before = LiveStorages(all_tensors("cpu")).nbytes()
     with FakeTensorMode(shape_env=ShapeEnv()):
         left = torch.zeros(1 << 20), torch.zeros(100).nonzero()  # the latter's size is a symbol
-    assert Held(all_tensors("cpu")).nbytes() == before
+    assert LiveStorages(all_tensors("cpu")).nbytes() == before
     del left
 
 

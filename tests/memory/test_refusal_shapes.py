@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.messages import add_room
+from elbowroom.fitting.refusals import add_room
 from elbowroom.units import budget_argument
 
 # Of nodes and edges: no graph has both the most nodes and the most edges.

@@ -415,7 +415,7 @@ def test_gradients_of_few_rows_are_taken_without_cutting_them() -> None:
     q, k, v = torch.randn(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
     grad = torch.randn(2, 4, 16, 8)
     with ProfiledOps() as seen:
-        one_pass.gradients(one_pass.Given(q, k, v, None, True, None), grad)
+        one_pass.gradients(one_pass.AttentionArguments(q, k, v, None, True, None), grad)
     assert not seen.names & {"aten.slice.Tensor", "aten.narrow.default", "aten.select.int"}
 
 
@@ -461,7 +461,9 @@ def test_gradients_in_one_pass_are_those_of_torch(
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, masked, is_causal=is_causal, scale=scale, enable_gqa=H != G
         )
-    given = one_pass.Given(q.detach(), k.detach(), v.detach(), masked, is_causal, scale)
+    given = one_pass.AttentionArguments(
+        q.detach(), k.detach(), v.detach(), masked, is_causal, scale
+    )
     assert given.fits
     found = one_pass.gradients(given, grad)
     expected = torch.autograd.grad(out, (q, k, v), grad)

@@ -12,7 +12,7 @@ from elbowroom.compiled import lossy, ops
 from elbowroom.compiled.decide import Search
 from elbowroom.compiled.joint import Step
 from elbowroom.compiled.partition import Decision, Partitioner, listening
-from elbowroom.compiled.readers import Use, reading_of
+from elbowroom.compiled.readers import Extent, reading_of
 from elbowroom.kernels import attention
 from uncompiled import without_codegen
 
@@ -133,7 +133,7 @@ def test_the_op_has_a_true_fake_and_takes_what_is_counted() -> None:
         k, v = (torch.randn(2, 128, heads_of_k, 32).transpose(1, 2) for _ in range(2))
         args = torch.randn_like(q), q, k, v, mask, mask is None, None
         torch.library.opcheck(ops.ATTENTION_BACKWARD, args)
-        given = attention.Given(q, k, v, mask, mask is None, None)
+        given = attention.AttentionArguments(q, k, v, mask, mask is None, None)
         expected = attention.gradients(given, args[0])
         found = ops.ATTENTION_BACKWARD(*args)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -177,7 +177,7 @@ def test_with_their_statistics_inputs_of_norms_have_codes(monkeypatch: pytest.Mo
         for one in (base, lossy._with_statistics(search, base)):
             after = search.joint.parts(one.saved)[1]
             uses = [reading_of(n, after, gradients).use for n in one.saved if n in ends]
-            seen.append(uses.count(Use.EXACT))
+            seen.append(uses.count(Extent.EXACT))
         return step, 0, 0.0
 
     monkeypatch.setattr("elbowroom.compiled.partition.code", code)

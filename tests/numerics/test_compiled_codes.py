@@ -14,8 +14,8 @@ from elbowroom.compiled.codable import fine, ladder
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.lossy import _fewer, _quiet
 from elbowroom.compiled.partition import Decision, Partitioner, listening
-from elbowroom.compiled.readers import Use, reading_of
-from elbowroom.compiled.rewrite import Coded
+from elbowroom.compiled.readers import Extent, reading_of
+from elbowroom.compiled.rewrite import CodedValue
 from elbowroom.kernels import reference
 from elbowroom.units import show_percent
 from uncompiled import without_codegen
@@ -236,26 +236,26 @@ def reading(f, x: Tensor):
 
 def test_what_backward_does_with_a_value_decides_whether_it_tolerates_an_error() -> None:
     x = torch.rand(8, 8) + 1
-    assert reading(lambda x, g: x * g, x).use is Use.LINEAR
-    assert reading(lambda x, g: torch.exp(x) * g, x).use is Use.CURVED
-    assert reading(lambda x, g: g / x, x).use is Use.EXACT
-    assert reading(lambda x, g: torch.log(x) * g, x).use is Use.EXACT
-    assert reading(lambda x, g: g.cumsum(0) * x.sort(0).values, x).use is Use.EXACT
+    assert reading(lambda x, g: x * g, x).use is Extent.LINEAR
+    assert reading(lambda x, g: torch.exp(x) * g, x).use is Extent.CURVED
+    assert reading(lambda x, g: g / x, x).use is Extent.EXACT
+    assert reading(lambda x, g: torch.log(x) * g, x).use is Extent.EXACT
+    assert reading(lambda x, g: g.cumsum(0) * x.sort(0).values, x).use is Extent.EXACT
     masked = reading(lambda x, g: torch.where(x <= 1.5, 0, g), x)
-    assert masked.use is Use.LINEAR
+    assert masked.use is Extent.LINEAR
     assert len(masked.compared) == 1
 
 
 def test_a_value_that_is_multiplied_with_itself_has_fine_codes() -> None:
     x = torch.randn(4, 4)
-    assert reading(lambda x, g: (x * x) * g, x).use is Use.CURVED
-    assert reading(lambda x, g: ((g * x) + 1) * x, x).use is Use.CURVED
-    assert reading(lambda x, g: (g.expand(4, 4) @ x.t()) @ x, x).use is Use.CURVED
-    assert reading(lambda x, g: x @ x.t() @ g.expand(4, 4), x).use is Use.CURVED
+    assert reading(lambda x, g: (x * x) * g, x).use is Extent.CURVED
+    assert reading(lambda x, g: ((g * x) + 1) * x, x).use is Extent.CURVED
+    assert reading(lambda x, g: (g.expand(4, 4) @ x.t()) @ x, x).use is Extent.CURVED
+    assert reading(lambda x, g: x @ x.t() @ g.expand(4, 4), x).use is Extent.CURVED
     # Of what is summed between, one term in many has the error of the same element.
-    assert reading(lambda x, g: (g * x).sum(-1, keepdim=True) * x, x).use is Use.LINEAR
-    assert reading(lambda x, g: x.t() @ (g * x), x).use is Use.LINEAR
-    assert reading(lambda x, g: g * x + x, x).use is Use.LINEAR
+    assert reading(lambda x, g: (g * x).sum(-1, keepdim=True) * x, x).use is Extent.LINEAR
+    assert reading(lambda x, g: x.t() @ (g * x), x).use is Extent.LINEAR
+    assert reading(lambda x, g: g * x + x, x).use is Extent.LINEAR
 
 
 def test_the_gradient_of_a_cube_is_right_on_average() -> None:
@@ -278,20 +278,20 @@ def test_the_gradient_of_a_cube_is_right_on_average() -> None:
 def test_zeros_of_relu_in_a_product_of_batches_stay_exact() -> None:
     """Attention without a softmax divides by such a product."""
     x = torch.randn(2, 8, 8)
-    assert reading(lambda x, g: x.bmm(g.expand(2, 8, 8)), x).use is Use.LINEAR
-    assert reading(lambda x, g: x.relu().mT.clone().bmm(g.expand(2, 8, 8)), x).use is Use.EXACT
-    assert reading(lambda x, g: (x.relu() * 2.0).bmm(g.expand(2, 8, 8)), x).use is Use.EXACT
+    assert reading(lambda x, g: x.bmm(g.expand(2, 8, 8)), x).use is Extent.LINEAR
+    assert reading(lambda x, g: x.relu().mT.clone().bmm(g.expand(2, 8, 8)), x).use is Extent.EXACT
+    assert reading(lambda x, g: (x.relu() * 2.0).bmm(g.expand(2, 8, 8)), x).use is Extent.EXACT
     assert (
         reading(lambda x, g: (torch.full((), 2.0) * x.relu()).bmm(g.expand(2, 8, 8)), x).use
-        is Use.EXACT
+        is Extent.EXACT
     )
-    assert reading(lambda x, g: (x.relu() + 1.0).bmm(g.expand(2, 8, 8)), x).use is Use.LINEAR
-    assert reading(lambda x, g: x[0].relu().mm(g.expand(8, 8)), x).use is Use.LINEAR
+    assert reading(lambda x, g: (x.relu() + 1.0).bmm(g.expand(2, 8, 8)), x).use is Extent.LINEAR
+    assert reading(lambda x, g: x[0].relu().mm(g.expand(8, 8)), x).use is Extent.LINEAR
 
 
-@pytest.mark.parametrize(("has_zeros", "use"), [(True, Use.EXACT), (False, Use.LINEAR)])
+@pytest.mark.parametrize(("has_zeros", "use"), [(True, Extent.EXACT), (False, Extent.LINEAR)])
 def test_a_product_that_is_multiplied_with_zeros_of_relu_stays_exact(
-    has_zeros: bool, use: Use
+    has_zeros: bool, use: Extent
 ) -> None:
     """Attention without a softmax divides one part of that by another: no error of it cancels."""
 
@@ -321,8 +321,8 @@ def test_attentions_output_may_be_coded_finely_and_its_query_may_not() -> None:
     def as_both(x: Tensor, g: Tensor) -> Tensor:
         return backward(g.expand(out.shape), x, other, other, x, logsumexp, 0.0, False)[0]
 
-    assert reading(as_output, out).use is Use.CURVED
-    assert reading(as_both, q).use is Use.EXACT
+    assert reading(as_output, out).use is Extent.CURVED
+    assert reading(as_both, q).use is Extent.EXACT
 
 
 def test_views_of_inputs_have_no_code() -> None:
@@ -344,8 +344,8 @@ def test_codes_that_the_room_does_not_need_are_left_out_and_masks_are_not(plain)
     seen = []
 
     def look(
-        joint: Joint, base: Step, coded: list[Coded], room_nbytes: int, held_nbytes: float
-    ) -> list[Coded]:
+        joint: Joint, base: Step, coded: list[CodedValue], room_nbytes: int, held_nbytes: float
+    ) -> list[CodedValue]:
         kept = _fewer(joint, base, coded, room_nbytes, held_nbytes)
         with_room = _fewer(joint, base, coded, 2**40)
         seen.append((coded, kept, with_room))
@@ -460,13 +460,15 @@ def test_no_plan_adds_more_than_the_noise_that_is_allowed(plain) -> None:
 class BySize:
     """Stands in for `Reach`: the node of a code is its share."""
 
-    def variance(self, base: object, coded: list[Coded]) -> float:
+    def variance(self, base: object, coded: list[CodedValue]) -> float:
         return sum(one.node * one.error for one in coded)
 
 
 def test_levels_are_raised_for_as_few_of_the_largest_as_the_noise_needs() -> None:
     variants = ladder()
-    coded = [one for n in range(1, 9) for one in (Coded.mask(n), Coded(n, Dither(levels=4)))]
+    coded = [
+        one for n in range(1, 9) for one in (CodedValue.mask(n), CodedValue(n, Dither(levels=4)))
+    ]
     whole = BySize().variance(None, coded)
     assert _quiet(BySize(), None, coded, None, variants) == coded
     assert _quiet(BySize(), None, coded, whole, variants) == coded

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from elbowroom.compiled import codable, lossy, order
 from elbowroom.compiled.decide import Search
 from elbowroom.compiled.joint import Step
-from elbowroom.compiled.noise import Reach
+from elbowroom.compiled.noise import ErrorReach
 from elbowroom.compiled.partition import Decision, Partitioner, listening
-from elbowroom.compiled.readers import Use, reading_of
+from elbowroom.compiled.readers import Extent, reading_of
 from uncompiled import without_codegen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +56,7 @@ def test_a_residual_sum_has_a_code_where_products_of_it_gate_themselves(
     act: Callable[[Tensor], Tensor], is_exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exponential that gates nothing has a slope in a small range only."""
-    seen: list[Use] = []
+    seen: list[Extent] = []
 
     def code(search: Search, step: Step, *_: Any, **__: Any) -> tuple[Step, int, float]:
         joint = search.joint
@@ -73,7 +73,7 @@ def test_a_residual_sum_has_a_code_where_products_of_it_gate_themselves(
     monkeypatch.setattr("elbowroom.compiled.partition.code", code)
     gradient(3, act, room_nbytes=10**6, exact=False)
     assert len(seen) == 2
-    assert (Use.EXACT in seen) is is_exact
+    assert (Extent.EXACT in seen) is is_exact
 
 
 @pytest.mark.parametrize("exact", [False, None])
@@ -108,7 +108,7 @@ def test_codes_that_nearly_fit_lose_what_is_computed_again_soonest(
 
     def code(search: Search, step: Step, *_: Any, **__: Any) -> tuple[Step, int, float]:
         joint, base = search.joint, search.plain
-        reach, variants = Reach(joint, base), codable.ladder()
+        reach, variants = ErrorReach(joint, base), codable.ladder()
         coded = list(codable.codes_of(joint, base, variants[-1]))
         start = lossy._choice(joint, reach, base, coded, None, variants, 10**9)
         assert start is not None

@@ -17,7 +17,7 @@ from elbowroom.fitting.signature import Signature
 from elbowroom.measure.clocks import levels_of
 from elbowroom.measure.graph import graph_of
 from elbowroom.measure.peak import peak
-from elbowroom.plan.backward import Graph, Node, run
+from elbowroom.plan.backward import BackwardOp, Graph, run
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import plain_peak
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, with_backward
@@ -30,7 +30,7 @@ END = ((-1, 0),)  # the op's input needs no gradient
 
 def chain(*takes: int) -> Graph:
     """Ops of these sizes, the first of forward first."""
-    nodes = [Node(k, "Mul", (n,), ((k - 1, 0),)) for k, n in enumerate(takes)]
+    nodes = [BackwardOp(k, "Mul", (n,), ((k - 1, 0),)) for k, n in enumerate(takes)]
     return Graph(tuple(nodes), ((len(nodes) - 1, 0),))
 
 
@@ -39,24 +39,24 @@ def test_an_op_takes_what_comes_in_and_what_it_makes():
 
 
 def test_a_cross_entropy_of_ours_takes_the_place_of_what_it_has_saved():
-    first = Node(1, "_LogProbabilitiesBackward", (10,), ((0, 0),), workspace=2 - 10)
-    loss = Node(2, "_NegativeLogLikelihoodBackward", (1,), ((1, 0),))
-    graph = Graph((Node(0, "Mul", (10,), END), first, loss), ((2, 0),))
+    first = BackwardOp(1, "_LogProbabilitiesBackward", (10,), ((0, 0),), workspace=2 - 10)
+    loss = BackwardOp(2, "_NegativeLogLikelihoodBackward", (1,), ((1, 0),))
+    graph = Graph((BackwardOp(0, "Mul", (10,), END), first, loss), ((2, 0),))
     # What is saved is counted apart: 10 of it become the gradient.
     assert [one.nbytes for one in run(graph)] == [1, 2, 10]
 
 
 def test_a_view_hands_on_what_it_was_given():
-    view = Node(1, "ViewBackward0", (10,), ((0, 0),))
-    graph = Graph((Node(0, "Mul", (10,), END), view), ((1, 0),))
+    view = BackwardOp(1, "ViewBackward0", (10,), ((0, 0),))
+    graph = Graph((BackwardOp(0, "Mul", (10,), END), view), ((1, 0),))
     assert [one.nbytes for one in run(graph)] == [10, 10]
 
 
 def test_a_shortcut_waits_for_the_branch_beside_it():
     nodes = (
-        Node(0, "Mul", (10,), END),
-        Node(1, "Mul", (10,), ((0, 0),)),
-        Node(2, "AddBackward0", (10,), ((0, 0), (1, 0))),
+        BackwardOp(0, "Mul", (10,), END),
+        BackwardOp(1, "Mul", (10,), ((0, 0),)),
+        BackwardOp(2, "AddBackward0", (10,), ((0, 0), (1, 0))),
     )
     # The sum hands one gradient to both; what comes back is added to it, when nobody else has it.
     assert [one.nbytes for one in run(Graph(nodes, ((2, 0),)))] == [10, 20, 10]
@@ -64,9 +64,11 @@ def test_a_shortcut_waits_for_the_branch_beside_it():
 
 def test_a_root_alone_runs_all_that_it_leads_to_beside_what_it_does_not():
     nodes = (
-        Node(0, "Mul", (30,), END),
-        Node(1, "Mul", (20,), ((0, 0),)),  # another output of the same trunk: it gets no gradient
-        Node(2, "Mul", (10,), ((0, 0),)),
+        BackwardOp(0, "Mul", (30,), END),
+        BackwardOp(
+            1, "Mul", (20,), ((0, 0),)
+        ),  # another output of the same trunk: it gets no gradient
+        BackwardOp(2, "Mul", (10,), ((0, 0),)),
     )
     assert [one.nth for one in run(Graph(nodes, ((1, 0), (2, 0))))] == [2, 1, 0]
     assert [one.nth for one in run(Graph(nodes, ((2, 0),)))] == [2, 0]
@@ -74,16 +76,16 @@ def test_a_root_alone_runs_all_that_it_leads_to_beside_what_it_does_not():
 
 def test_a_gradient_of_a_leaf_stays():
     nodes = (
-        Node(7, "AccumulateGrad", (100,), stays=True),
-        Node(0, "Mul", (10,), END),
-        Node(1, "Mul", (20,), ((1, 0), (0, 0))),
+        BackwardOp(7, "AccumulateGrad", (100,), stays=True),
+        BackwardOp(0, "Mul", (10,), END),
+        BackwardOp(1, "Mul", (20,), ((1, 0), (0, 0))),
     )
     moments = run(Graph(nodes, ((2, 0),)))
     assert [(one.nbytes, one.stay) for one in moments] == [(130, 0), (10, 100), (10, 100)]
 
 
-def saving(nth: int, nbytes: int, *reads: tuple[int, int], name: str = "Mul") -> Node:
-    return Node(nth, name, (nbytes,), ((nth - 1, 0),), reads=reads)
+def saving(nth: int, nbytes: int, *reads: tuple[int, int], name: str = "Mul") -> BackwardOp:
+    return BackwardOp(nth, name, (nbytes,), ((nth - 1, 0),), reads=reads)
 
 
 def test_what_a_checkpoint_puts_back_goes_as_it_is_read():
@@ -127,9 +129,9 @@ def test_a_checkpoint_puts_back_what_those_inside_of_it_begin_with():
 
 def test_parameters_that_a_checkpoint_reads_are_there_anyway():
     nodes = (
-        Node(9, "AccumulateGrad", (100,), stays=True),
-        Node(1, "TBackward0", (100,), ((0, 0),)),
-        Node(2, "MmBackward0", (10,), ((-1, 0), (1, 0)), reads=((1, 0),)),
+        BackwardOp(9, "AccumulateGrad", (100,), stays=True),
+        BackwardOp(1, "TBackward0", (100,), ((0, 0),)),
+        BackwardOp(2, "MmBackward0", (10,), ((-1, 0), (1, 0)), reads=((1, 0),)),
     )
     graph = Graph(nodes, ((2, 0),), hidden=(((1, 3),),))
     assert {one.hidden for one in run(graph)} == {0}

@@ -9,7 +9,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.compiled import elbowroom
-from elbowroom.compiled.deferred import Deferred
+from elbowroom.compiled.deferred import DeferredKernels
 from elbowroom.compiled.written import Check
 from uncompiled import nothing_compiled as nothing_compiled
 
@@ -31,7 +31,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sources
 
 
-def module_with(deferred: Deferred, source: str) -> dict[str, Any]:
+def module_with(deferred: DeferredKernels, source: str) -> dict[str, Any]:
     """What a module of Inductor's does as it is loaded."""
     from torch._inductor.async_compile import AsyncCompile
 
@@ -43,7 +43,7 @@ def module_with(deferred: Deferred, source: str) -> dict[str, Any]:
 
 
 def test_kernels_wait_until_they_are_wanted(compiled: list[str]) -> None:
-    deferred = Deferred()
+    deferred = DeferredKernels()
     one, two = module_with(deferred, "a"), module_with(deferred, "b")
     assert not compiled
     deferred.compile()
@@ -56,7 +56,7 @@ def test_kernels_wait_until_they_are_wanted(compiled: list[str]) -> None:
 
 
 def test_a_kernel_that_is_called_before_compiles_itself_once(compiled: list[str]) -> None:
-    scope = module_with(Deferred(), "a")
+    scope = module_with(DeferredKernels(), "a")
     kernel = scope["fused"]  # as another thread may have it
     assert kernel(1) == kernel(1) == scope["fused"](1) == ("a", 1)
     assert compiled == ["a"]

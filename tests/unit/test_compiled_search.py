@@ -16,7 +16,7 @@ from elbowroom.compiled.fusion import Kernel
 from elbowroom.compiled.joint import Joint
 from elbowroom.compiled.liveness import curve_of
 from elbowroom.compiled.partition import Partitioner
-from elbowroom.compiled.rewrite import Coded, Rewriting
+from elbowroom.compiled.rewrite import CodedValue, Rewriting
 from elbowroom.compiled.scheduling import SHARED
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import without_codegen
@@ -204,7 +204,8 @@ def test_a_code_that_is_tried_and_undone_leaves_what_was_known() -> None:
         if plain is None or not saved:
             continue
         coded = [
-            Coded(n, Dither(levels=16)) for n in sorted(saved, key=joint.place.__getitem__)[::2]
+            CodedValue(n, Dither(levels=16))
+            for n in sorted(saved, key=joint.place.__getitem__)[::2]
         ]
         before, names = joint.analysis, [n.name for n in gm.graph.nodes]
         levels = []

@@ -14,7 +14,7 @@ import elbowroom
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.phase import FOLLOWS, Phase
-from elbowroom.fitting.state import Before, FitState
+from elbowroom.fitting.state import FitState, ReplacedState
 from elbowroom.fitting.transitions import advance
 from fit_table import begun, measured, planned, verified
 from fit_table.values import (
@@ -122,7 +122,7 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
         only_largest=True,
         is_recurrent=True,
         small_nbytes=9,
-        before=Before(SETTLED, 2),
+        before=ReplacedState(SETTLED, 2),
         headroom=Headroom(5, 6, 7),
         was_unexpected=True,
         infeasible=True,
@@ -130,7 +130,7 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
     )
     kept = {"unexpected_steps": 2, "varies": True, "only_largest": True, "is_recurrent": True}
     kept["small_nbytes"] = 9
-    known = {"before": Before(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
+    known = {"before": ReplacedState(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
     assert learned.fresh() == replace(FRESH, **kept, **known)
 
 

@@ -8,10 +8,10 @@ import pytest
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.attempts import Attempts, Candidate, Chosen, KnownStep
 from elbowroom.fitting.headroom import Headroom
-from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planned import learn_anew
 from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.fitting.refusals import refusal
 from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
 from elbowroom.plan.plan import Plan

@@ -12,7 +12,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.codecs import Facts
-from elbowroom.plan.plan import Line, PlanEntry
+from elbowroom.plan.plan import ExplainedLine, PlanEntry
 from elbowroom.plan.profile import ModuleCall, Save, Storage
 from elbowroom.plan.resident_bytes import ResidentBytes
 from elbowroom.plan.shares import NoiseShares, SiteShares
@@ -27,7 +27,7 @@ CLASSES = {
             *(NoiseShares, SiteShares, ResidentBytes),
         )
     },
-    "plan": {kind.__name__: kind for kind in (er.Plan, PlanEntry, Line)},
+    "plan": {kind.__name__: kind for kind in (er.Plan, PlanEntry, ExplainedLine)},
 }
 NOT_WRITTEN = {"mask", "unknown_sites", "parted_nbytes", "profiled_peak"}
 

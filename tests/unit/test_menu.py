@@ -26,7 +26,7 @@ from elbowroom.plan import registered
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import preset_named
-from elbowroom.plan.plan import Line
+from elbowroom.plan.plan import ExplainedLine
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.prices import levels_of
 from elbowroom.plan.profile import Profile
@@ -521,7 +521,7 @@ def test_what_is_kept_though_it_could_be_smaller_has_room() -> None:
     first, last = nn.Linear(512, 512), nn.Linear(512, 512)
     profile = er.measure(lambda: last(F.dropout(first(x), 0.5)).square().mean().backward())
 
-    def of_dropout(budget: int) -> Line:
+    def of_dropout(budget: int) -> ExplainedLine:
         lines = er.plan(profile, budget=budget, exact=True).lines
         return next(line for line in lines if line.op == "dropout")
 

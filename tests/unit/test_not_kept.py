@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elbowroom.cli.outcome import say_not_kept, say_not_measured
-from elbowroom.cli.run import _Run
+from elbowroom.cli.run import _ScriptRun
 from elbowroom.fitting import Summary
 from elbowroom.fitting.messages import say_measured
 from elbowroom.fitting.options import FitOptions
@@ -76,7 +76,7 @@ def test_an_optimizer_that_the_script_makes_late_is_counted(tmp_path: Path) -> N
         "other = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())\n"
         "assert opener_of(model).model_state.optimizers() == [first, late]\n"
     )
-    assert _Run("64MiB", True, None, None).of(script, []) == 0
+    assert _ScriptRun("64MiB", True, None, None).of(script, []) == 0
 
 
 def test_exact_is_said_against_eager_where_compiled_code_ran_eagerly(

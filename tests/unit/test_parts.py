@@ -2,8 +2,8 @@
 
 import torch
 
-from elbowroom.plan.backward import Graph, Node
-from elbowroom.plan.parts import Part, step_of_parts
+from elbowroom.plan.backward import BackwardOp, Graph
+from elbowroom.plan.parts import StepPart, step_of_parts
 from elbowroom.plan.profile import Profile, Save, Storage
 from elbowroom.plan.rehearsal import LIKELY, ForwardProfile, with_backward
 from elbowroom.plan.site import Need, Site
@@ -18,13 +18,13 @@ def forward(nbytes, nth, *older):
     storage = Storage(nbytes, 0, False, 0, 0, (), 0, 0.0, (), saved)
     level = (STATIC + nbytes,)
     profile = Profile(level, (STATIC,), (0.0,), 0, 1.0, STATIC, (storage,), ())
-    node = Node(nth, "Mul", (nbytes,), ((1, 0) if older else (-1, 0),))
+    node = BackwardOp(nth, "Mul", (nbytes,), ((1, 0) if older else (-1, 0),))
     graph = Graph((node, *older), ((0, 0),), ((nth,),))
     return ForwardProfile(profile, graph, outs=frozenset({0}))
 
 
 GENERATOR, FIRST = forward(10, 0), forward(20, 1)
-AGAIN = forward(40, 2, Node(0, "Mul", (10,), ((-1, 0),), is_older=True))
+AGAIN = forward(40, 2, BackwardOp(0, "Mul", (10,), ((-1, 0),), is_older=True))
 
 
 def whole(forward_profile):
@@ -32,12 +32,15 @@ def whole(forward_profile):
 
 
 def test_a_step_of_one_part_is_that():
-    part = Part({0: GENERATOR, 1: FIRST}, frozenset())
+    part = StepPart({0: GENERATOR, 1: FIRST}, frozenset())
     assert step_of_parts([part], whole) == whole(GENERATOR.followed_by(FIRST))
 
 
 def test_what_waits_is_asked_for_in_the_last_part_alone():
-    parts = [Part({0: GENERATOR, 1: FIRST}, frozenset({0})), Part({0: GENERATOR, 2: AGAIN}, ())]
+    parts = [
+        StepPart({0: GENERATOR, 1: FIRST}, frozenset({0})),
+        StepPart({0: GENERATOR, 2: AGAIN}, ()),
+    ]
     step = step_of_parts(parts, whole)
     # Forwards of G and D, D's backward, D's second forward, its backward, and G's.
     assert len(step.level) == len(step.floor) == len(step.starts_s) == 6
@@ -52,7 +55,7 @@ def test_what_waits_is_asked_for_in_the_last_part_alone():
 
 
 def test_what_waits_to_the_end_is_never_asked_for():
-    step = step_of_parts([Part({0: GENERATOR, 1: FIRST}, frozenset({0}))], whole)
+    step = step_of_parts([StepPart({0: GENERATOR, 1: FIRST}, frozenset({0}))], whole)
     generator, first = step.storages
     assert (generator.needs, generator.freed) == ((), 2)
     assert (first.needs, first.freed) == ((2,), 2)

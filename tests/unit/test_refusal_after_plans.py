@@ -7,9 +7,9 @@ import pytest
 
 from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import Refuse, RefusePresets
-from elbowroom.fitting.messages import refusal
 from elbowroom.fitting.observations import ForwardEnded
 from elbowroom.fitting.phase import Phase
+from elbowroom.fitting.refusals import refusal
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.transitions import advance
 from elbowroom.units import budget_argument

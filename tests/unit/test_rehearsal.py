@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.plan.backward import Graph, Node
+from elbowroom.plan.backward import BackwardOp, Graph
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.profile import Profile, Save, Storage
@@ -101,9 +101,9 @@ def test_what_forward_has_left_behind_is_there_all_the_while():
 
 GRAPH = Graph(
     (
-        Node(9, "AccumulateGrad", (100,), stays=True),
-        Node(0, "Mul", (10,), ((-1, 0),)),
-        Node(1, "Mul", (20,), ((1, 0), (0, 0))),
+        BackwardOp(9, "AccumulateGrad", (100,), stays=True),
+        BackwardOp(0, "Mul", (10,), ((-1, 0),)),
+        BackwardOp(1, "Mul", (20,), ((1, 0), (0, 0))),
     ),
     roots=((2, 0),),
     asks=((0,), (1,)),
@@ -124,14 +124,17 @@ def test_of_gradients_that_are_released_the_largest_stays():
 def test_the_input_of_a_checkpoint_is_asked_for_by_the_op_that_runs_first_of_those_inside():
     # The checkpoint's own save has number 1; the ops inside have 2 to 4, of which none is seen.
     numbers = (0, 2, 3, 4, 5)
-    nodes = tuple(Node(n, "Mul", (n,), ((k - 1, 0),)) for k, n in enumerate(numbers))
+    nodes = tuple(BackwardOp(n, "Mul", (n,), ((k - 1, 0),)) for k, n in enumerate(numbers))
     graph = Graph(nodes, ((4, 0),), asks=((1,), (5,)))
     step = with_backward(ForwardProfile(of(saved(1, 0), saved(2, 1)), graph), [], 0, LIKELY)
     assert [storage.needs[0] - step.backward for storage in step.storages] == [1, 0]
 
 
 def test_what_a_convolution_copies_is_known_as_what_its_turns_spare():
-    nodes = (Node(0, "Mul", (100,), ((-1, 0),)), Node(1, "Conv", (40,), ((0, 0),), workspace=70))
+    nodes = (
+        BackwardOp(0, "Mul", (100,), ((-1, 0),)),
+        BackwardOp(1, "Conv", (40,), ((0, 0),), workspace=70),
+    )
     (one,) = of(saved(100, 0)).storages
     site = replace(one.saves[0].site, shape=(4, 25), reads=Reads.SAMPLES, samples=1)
     conv = replace(one, saves=(replace(one.saves[0], site=site),))
@@ -179,8 +182,8 @@ def least(turns: bool, reads: Reads = Reads.SAMPLES) -> tuple[int, ...]:
     storage = Storage(
         nbytes, 0, True, 0, 0, (), 0, 0.0, (), (Save(site, "", ("conv",), 0), Save(site, "", (), 0))
     )
-    before = Node(0, "MulBackward0", (nbytes,), ((-1, 0),))
-    conv = Node(1, "ConvolutionBackward0", (nbytes,), ((0, 0), (-1, 0)), workspace=2 * nbytes)
+    before = BackwardOp(0, "MulBackward0", (nbytes,), ((-1, 0),))
+    conv = BackwardOp(1, "ConvolutionBackward0", (nbytes,), ((0, 0), (-1, 0)), workspace=2 * nbytes)
     graph = Graph((before, conv), roots=((1, 0),), asks=((1, 0),))
     forward_profile = ForwardProfile(of(storage), graph)
     step = with_backward(forward_profile, [], 0, LIKELY, turns=turns)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elbowroom.cli.run import _Run
+from elbowroom.cli.run import _ScriptRun
 from elbowroom.cli.script import run_script
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.runtime import compiler
@@ -101,7 +101,7 @@ def test_a_compiled_script_is_planned_in_its_graphs_and_keeps_its_bits(
     assert run_script(script, [str(expected), way]) == 0
     torch._dynamo.reset()
     uncompiled.clear()
-    running = _Run("4 MiB", True, None, None)
+    running = _ScriptRun("4 MiB", True, None, None)
     assert running.of(script, [str(out), way]) == 0
     assert any("custom_partitioner_fn" in options for options in uncompiled)
     (told,) = running.summaries()
@@ -119,12 +119,12 @@ def test_a_compiled_script_is_planned_in_its_graphs_and_keeps_its_bits(
 def test_a_budget_that_graphs_cannot_reach_says_the_least(
     way: str, script: Path, tmp_path: Path, uncompiled
 ) -> None:
-    running = _Run("1 MiB", True, None, None)
+    running = _ScriptRun("1 MiB", True, None, None)
     with pytest.raises(BudgetTooSmall, match="this compiled region needs at least"):
         running.of(script, [str(tmp_path / "out.pt"), way])
 
 
 def test_nothing_is_left_behind_in_torch(script: Path, tmp_path: Path, uncompiled) -> None:
     before = torch._TorchCompileInductorWrapper.__call__
-    _Run("1 GiB", True, None, None).of(script, [str(tmp_path / "out.pt"), "model"])
+    _ScriptRun("1 GiB", True, None, None).of(script, [str(tmp_path / "out.pt"), "model"])
     assert torch._TorchCompileInductorWrapper.__call__ is before

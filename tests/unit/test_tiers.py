@@ -19,7 +19,7 @@ from elbowroom.runtime.slot import CountedSlot
 from elbowroom.runtime.tiers import CLOCK, FileTier, HostTier, StagedTier, Traffic, unlinked
 from elbowroom.runtime.tiers.extents import PAGE, Extents
 from elbowroom.runtime.tiers.slabs import Slabs
-from elbowroom.runtime.tiers.window import Window
+from elbowroom.runtime.tiers.window import RoomGate
 
 # --- Extents
 
@@ -61,7 +61,7 @@ def test_extents_reuse_what_is_free_and_keep_to_their_limit():
 
 
 def test_a_window_lets_one_through_however_large():
-    window = Window(max_tensors=2, max_nbytes=100)
+    window = RoomGate(max_tensors=2, max_nbytes=100)
     window.enter(1000)
     entered = []
     other = threading.Thread(target=lambda: (window.enter(10), entered.append(1)))

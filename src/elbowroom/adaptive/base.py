@@ -21,7 +21,7 @@ from elbowroom.codecs.quality import MAPS
 from elbowroom.errors import PlanError, UnknownField
 from elbowroom.measure.error_report import ErrorReport
 from elbowroom.measure.meter import NoiseMeter
-from elbowroom.measure.noise import HeldNoise, NoiseTable, Trial
+from elbowroom.measure.noise import CodeNoise, NoiseTable, Trial
 from elbowroom.plan import Action, Lossy, Site, SiteName
 from elbowroom.plan.allocation import CodeChoice
 from elbowroom.plan.precision_floor import at_precision_floor
@@ -86,12 +86,12 @@ class Adaptive(ABC):
     def _candidates(self, site: Site) -> tuple[Codec, ...]:
         return tuple(codec for codec in self.ladder if site.dtype in codec.dtypes)
 
-    def _movable(self) -> list[HeldNoise]:
+    def _movable(self) -> list[CodeNoise]:
         """Returns the tensors whose noise is known, and on which all variants were tried."""
         held = self.table.held.values()
         return [h for h in held if possible(h) and self.table.variance_of(h.site.name) is not None]
 
-    def _options(self, held: HeldNoise) -> list[CodeChoice]:
+    def _options(self, held: CodeNoise) -> list[CodeChoice]:
         """Returns, for each variant, the bytes and the variance that it would add.
 
         The measured variance is scaled by the ratio of the errors of the trials.
@@ -102,7 +102,7 @@ class Adaptive(ABC):
         unit = variance / now if now > 0 else 0.0
         return [CodeChoice(t.bits * held.numel / 8, unit * t.error) for t in possible(held)]
 
-    def _take(self, held: HeldNoise, option: int) -> None:
+    def _take(self, held: CodeNoise, option: int) -> None:
         self.variants[held.site.name] = self.ladder.index(possible(held)[option].codec)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Adaptive(ABC):
         self.meter.load_state_dict(state["meter"])
 
 
-def possible(held: HeldNoise) -> list[Trial]:
+def possible(held: CodeNoise) -> list[Trial]:
     """Returns the trials of what this tensor may be held with (`plan/precision_floor.py`)."""
     return [
         trial for trial in held.trials if at_precision_floor(trial.codec, held.site) == trial.codec

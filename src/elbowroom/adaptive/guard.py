@@ -25,7 +25,7 @@ from elbowroom.adaptive.base import Adaptive
 from elbowroom.codecs import Codec, Fdsr
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.fakes import would_wait
-from elbowroom.measure.noise import HeldNoise
+from elbowroom.measure.noise import CodeNoise
 from elbowroom.plan import Site, SiteName
 from elbowroom.runtime.late import Sent
 
@@ -157,7 +157,7 @@ class Guard(Adaptive):
             leanest = self._limits.get(name, len(self.ladder) - 1)
             self.variants[name] = min(max(variant, 0), leanest)
 
-    def _price(self, held: HeldNoise) -> float:
+    def _price(self, held: CodeNoise) -> float:
         return (self.table.variance_of(held.site.name) or 0.0) / held.nbytes
 
     def _quarter(self) -> int:

@@ -13,7 +13,7 @@ from elbowroom.adaptive.base import Adaptive
 from elbowroom.codecs import Codec, Dither, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import TILE, codes_nbytes
-from elbowroom.measure.noise import HeldNoise
+from elbowroom.measure.noise import CodeNoise
 from elbowroom.plan import Action, Lean, Site
 from elbowroom.plan.allocation import CodeChoice, cheapest
 from elbowroom.plan.precision_floor import at_precision_floor
@@ -109,11 +109,11 @@ class LeanBudget(NoiseBudget):
     def _candidates(self, site: Site) -> tuple[Codec, ...]:
         return ()
 
-    def _movable(self) -> list[HeldNoise]:
+    def _movable(self) -> list[CodeNoise]:
         known = (h for h in self.table.held.values() if isinstance(h.codec, Dither | Sided))
         return [h for h in known if self.table.variance_of(h.site.name) is not None]
 
-    def _options(self, held: HeldNoise) -> list[CodeChoice]:
+    def _options(self, held: CodeNoise) -> list[CodeChoice]:
         rough, now = self.table.rough_of(held.site.name), _levels(held.codec)
         fine = (self.table.variance_of(held.site.name) or 0.0) - rough
         is_split = isinstance(held.codec, Sided) or held.site.facts.has_zeros
@@ -126,7 +126,7 @@ class LeanBudget(NoiseBudget):
             found.append(CodeChoice(held.nbytes + more, variance))
         return found
 
-    def _take(self, held: HeldNoise, option: int) -> None:
+    def _take(self, held: CodeNoise, option: int) -> None:
         self.variants[held.site.name] = option
 
 

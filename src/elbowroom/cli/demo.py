@@ -23,7 +23,7 @@ from elbowroom.report import table, write
 DEFAULT_STEPS = {"resnet18": 60, "unet": 150, "gpt": 120}  # under three minutes on two cores
 
 
-class Model(StrEnum):
+class DemoModel(StrEnum):
     """The networks of the demo."""
 
     resnet18 = "resnet18"
@@ -51,7 +51,7 @@ Out = Annotated[Path, typer.Option(help="Write the HTML page to this file.")]
 
 @says_mistakes
 def demo(
-    model: Annotated[Model, typer.Option(help="The network to train.")] = Model.resnet18,
+    model: Annotated[DemoModel, typer.Option(help="The network to train.")] = DemoModel.resnet18,
     steps: Steps = None,
     width: Width = None,
     batch: Size = None,

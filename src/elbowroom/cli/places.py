@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 
-class Place(StrEnum):
+class OffloadPlace(StrEnum):
     """The places to offload to, named as in `offload=` of er.fit and er.plan."""
 
     file = "file"
@@ -14,7 +14,7 @@ class Place(StrEnum):
 
 
 Offload = Annotated[
-    Place | None,
+    OffloadPlace | None,
     typer.Option(
         help="Allow plans to move tensors to a temporary file, or from a GPU to host memory.",
         show_default="they stay",

@@ -64,7 +64,7 @@ def profile(
     read = None if module else script
     check_writable(out, "--out", read)
     check_writable(html, "--html", read, out)
-    running = _Run()
+    running = _ProfiledRun()
     code = running.of(script, arguments or [], is_module=module)
     if running.profile is None:
         if code:
@@ -92,7 +92,7 @@ class _Enough(SystemExit):
     """Raised to end the script after a step was recorded."""
 
 
-class _Run:
+class _ProfiledRun:
     """One run of a script: the first model that was found in it, and one step of it."""
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ def run(
         check_writable(report, "--report", None if module else script, plan)
     if warm:
         start_warm()
-    running = _Run(asked, exact, offload, given)
+    running = _ScriptRun(asked, exact, offload, given)
     in_a_process = partial(_in_a_process, asked, exact, offload, given)
     with following(in_a_process, running.in_a_copy) as processes:
 
@@ -150,7 +150,7 @@ class _Refused(Unseen):
     """Raised if the model that the script trains does not allow what was asked."""
 
 
-class _Model(NamedTuple):
+class _FoundModel(NamedTuple):
     """A model that the script trains. first: its engine, before the script compiled the model."""
 
     name: str
@@ -164,7 +164,7 @@ class _Model(NamedTuple):
         return successor if isinstance(successor, CompiledFitting) else self.first
 
 
-class _Run:
+class _ScriptRun:
     """One run of a script: the models that were found in it, and their figures."""
 
     def __init__(
@@ -173,7 +173,7 @@ class _Run:
         self.discovery = Discovery(self._fit, self._count, self._refuse_unseen, self._cover)
         self._budget, self._plan = budget, plan
         self._exact, self._offload = exact or None, offload
-        self._models: list[_Model] = []
+        self._models: list[_FoundModel] = []
         self._losses: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._program: CompiledProgram | None = None
 
@@ -350,7 +350,7 @@ class _Run:
             fitting.model_state.add(optimizer)
         if isinstance(fitting, Fitting):
             fitting.expects_others = self.discovery.trains_more([*self._fitted(), model])
-        self._models.append(_Model(name, fitting, weakref.ref(model)))
+        self._models.append(_FoundModel(name, fitting, weakref.ref(model)))
         for loss in list(self._losses):
             self._cover(loss)
 
@@ -410,4 +410,4 @@ def _in_a_process(
     tell: Tell,
 ) -> int:
     """Runs a function of the script in a process that the script has started."""
-    return _Run(budget, exact, offload, plan).in_a_process(function, tell)
+    return _ScriptRun(budget, exact, offload, plan).in_a_process(function, tell)

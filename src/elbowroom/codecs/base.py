@@ -33,7 +33,7 @@ from elbowroom.codecs.facts import NOTHING, Facts
 from elbowroom.codecs.graph_form import Buffers as Buffers
 from elbowroom.codecs.graph_form import GraphForm
 from elbowroom.codecs.graph_form import Seed as Seed
-from elbowroom.codecs.room import Room, Space, Spill
+from elbowroom.codecs.room import PayloadRoom, Space, Spill
 from elbowroom.errors import CodecError, UnsupportedTensor
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.kernels.layout import TILE
@@ -243,7 +243,7 @@ class Codec(ABC):
         seed: Seed = 0,
         facts: Facts | None = None,
         affine: Affine | None = None,
-        room: Room | None = None,
+        room: PayloadRoom | None = None,
     ) -> Encoded:
         """Encodes x, a tensor of any shape. x is neither changed nor aliased.
 
@@ -284,7 +284,7 @@ class Codec(ABC):
         return Encoded(self, held, tuple(x.shape), stride, x.dtype, seed, facts, raw, spill)
 
     def _encode_within(
-        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, room: Room
+        self, flat: Tensor, seed: Seed, facts: Facts, affine: Affine | None, room: PayloadRoom
     ) -> tuple[Buffers | None, Spill | None]:
         """Returns buffers. A buffer whose size depends on the values is in memory from `room`."""
         layout, at = self._layout(flat.numel(), flat.dtype, facts), None

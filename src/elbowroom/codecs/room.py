@@ -12,7 +12,7 @@ the host is ahead. To code the rest with fewer levels, or not at all, would brea
 codec promises. Device memory for the largest payload needs no spill, but takes up to twice as much;
 it is used if the system gives no pinned memory.
 
-A codec does not know where memory comes from: the runtime gives it a `Room`
+A codec does not know where memory comes from: the runtime gives it a `PayloadRoom`
 (`runtime/capacities.py`). Without one, and on a CPU, where nothing waits, payloads are exact.
 """
 
@@ -39,7 +39,7 @@ class Space(NamedTuple):
     used: Tensor
 
 
-class Room(Protocol):
+class PayloadRoom(Protocol):
     """Gives memory to the payloads of one site."""
 
     def space(self, max_nbytes: int, tile_nbytes: int, device: torch.device) -> Space | None:

@@ -45,15 +45,15 @@ def _measured(codec: Codec) -> Workspace:
         return _NONE
     with unset_fake_temporarily(), torch.no_grad():
         x = normal(ROWS).to(dtypes[0])
-        with _Alive() as encoding:
+        with _WorkspaceCounter() as encoding:
             code = codec.encode(x, 1)
-        with _Alive() as decoding:
+        with _WorkspaceCounter() as decoding:
             code.decode()
         more = encoding.peak - code.nbytes, decoding.peak - x.nbytes
         return Workspace(*(max(nbytes, 0) / x.nbytes for nbytes in more))
 
 
-class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WorkspaceCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that operations inside of it make.
 
     peak: the most that were alive after one of them

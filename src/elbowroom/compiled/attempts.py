@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elbowroom.compiled.decision import too_small
-from elbowroom.compiled.later_starts import Attempt, LaterStarts
+from elbowroom.compiled.later_starts import AttemptOptions, LaterStarts
 from elbowroom.compiled.simulated import remembering
 from elbowroom.compiled.written import SURE, Check
 from elbowroom.errors import BudgetTooSmall
@@ -62,7 +62,7 @@ def fitting(
 
     Raises BudgetTooSmall if there is none. starts: where the attempt that fits is found again
     """
-    attempts = _Attempts(compile_plan, settings, room)
+    attempts = _RegionAttempts(compile_plan, settings, room)
     if room is None:
         made = attempts.run(None)
         assert not isinstance(made, _Missed)
@@ -78,7 +78,7 @@ def fitting(
     return compiled, attempts.check
 
 
-class _Attempts:
+class _RegionAttempts:
     """The attempts at one region.
 
     last    the arguments of the last one
@@ -92,7 +92,7 @@ class _Attempts:
         self._refused: _Missed | None = None
         self._sure: list[_Missed] = []  # at plans that are the same for each room
         self.check = self._checked()
-        self.last, self.number = Attempt(room), 0
+        self.last, self.number = AttemptOptions(room), 0
 
     def _checked(self, *, raises: bool = True, waits: bool = False) -> Check:
         settings = self._settings
@@ -109,7 +109,7 @@ class _Attempts:
     ) -> Compiled | _Missed:
         """Compiles a plan for this room. waits: for the code of backward, too, before it judges."""
         self.check = check = self._checked(raises=raises, waits=waits)
-        self.last, self.number = Attempt(tight, fills, raises, waits), self.number + 1
+        self.last, self.number = AttemptOptions(tight, fills, raises, waits), self.number + 1
         try:
             return self._compile(tight, check, fills=fills)
         except BudgetTooSmall as error:
@@ -124,7 +124,7 @@ class _Attempts:
         given = {"parameters and inputs": inputs}
         return _Missed(over_nbytes, tight, self.check.planned_nbytes, given)
 
-    def again(self, known: Attempt) -> Compiled | None:
+    def again(self, known: AttemptOptions) -> Compiled | None:
         """Makes the attempt that has fitted in an earlier start."""
         made = self.run(known.tight, fills=known.fills, raises=known.raises, waits=known.waits)
         self.number = 0

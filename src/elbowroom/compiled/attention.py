@@ -24,7 +24,7 @@ from torch import fx
 from elbowroom.compiled.collect import packet_of
 from elbowroom.compiled.joint import Joint, is_random
 from elbowroom.compiled.ops import ATTENTION_BACKWARD
-from elbowroom.kernels.attention import Given
+from elbowroom.kernels.attention import AttentionArguments
 
 INPUTS, RESULTS = ("query", "key", "value"), ("out", "logsumexp")
 
@@ -102,7 +102,7 @@ def _in_one_pass(node: fx.Node, given: dict[str, Any]) -> list[fx.Node]:
     q, k, v = (one.meta["val"] for one in tensors)
     how = bool(given["is_causal"]), given.get("scale")
     of_mask = mask.meta["val"] if isinstance(mask, fx.Node) else None
-    if "for_cpu" not in str(node.target) or not Given(q, k, v, of_mask, *how).fits:
+    if "for_cpu" not in str(node.target) or not AttentionArguments(q, k, v, of_mask, *how).fits:
         return []
     graph = node.graph
     with graph.inserting_before(node):

@@ -31,7 +31,7 @@ from torch import fx
 from elbowroom.compiled.attempts import fitting
 from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, Loaded, stored_peak, too_small
-from elbowroom.compiled.deferred import Deferred
+from elbowroom.compiled.deferred import DeferredKernels
 from elbowroom.compiled.later_starts import LaterStarts
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
 from elbowroom.compiled.written import Check, Early, watching
@@ -316,7 +316,7 @@ def _compiled(
         # mode="reduce-overhead" asks for CUDA graphs. Without a GPU there are none, but the code
         # would be cut into pieces for them, each of which holds its inputs until it ends.
         patches["triton.cudagraphs"] = False
-    deferred = Deferred()
+    deferred = DeferredKernels()
     with (
         listening(check.made.append),
         early.wanted(check),

@@ -34,8 +34,8 @@ from elbowroom.compiled.exponents import FLOOR
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.layouts import has_both_layouts
 from elbowroom.compiled.logits import LARGEST, LEAST, MOST, AsLogit
-from elbowroom.compiled.readers import Reading, Use, reading_of
-from elbowroom.compiled.rewrite import Coded, error_of
+from elbowroom.compiled.readers import Extent, ValueReading, reading_of
+from elbowroom.compiled.rewrite import CodedValue, error_of
 from elbowroom.compiled.steep import LIMIT
 
 MIN_NBYTES = 32768
@@ -87,12 +87,14 @@ def fine(codec: Codec) -> Codec | None:
 
 def codes_of(
     joint: Joint, step: Step, codec: Codec | None, leaves: bool = False
-) -> Iterator[Coded]:
+) -> Iterator[CodedValue]:
     """The codes of one choice. codec None: exact ones only; leaves: all else goes elsewhere."""
     after = backward_of(joint, step)
     outputs = {joint.facts[n].storage for n in joint.forward_outputs}
     masks = {n for n in step.saved if may_be_coded(joint, n, (torch.bool,), outputs)}
-    away = {n: Coded(n, None) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)}
+    away = {
+        n: CodedValue(n, None) for n in step.saved if leaves and _may_leave(joint, step, n, outputs)
+    }
     found = list(_coded_indices(joint, step, after, outputs))
     if codec is not None:
         for one, compared in _coded_floats(joint, step, codec, outputs):
@@ -101,24 +103,24 @@ def codes_of(
     held = {one.replaced for one in found}
     yield from found
     yield from (one for n, one in away.items() if n not in masks | held)
-    yield from (Coded.mask(n) for n in sorted(masks, key=joint.place.__getitem__))
+    yield from (CodedValue.mask(n) for n in sorted(masks, key=joint.place.__getitem__))
 
 
 def _coded_indices(
     joint: Joint, step: Step, after: set[fx.Node], outputs: set[fx.Node]
-) -> Iterator[Coded]:
+) -> Iterator[CodedValue]:
     """Integers in as few bytes as hold their range."""
     for node in step.saved:
         if not may_be_coded(joint, node, _INTEGERS, outputs):
             continue
         known, dtype = range_of(node, after), tensors_of(node)[0].dtype
         if known is not None and Narrow().encoded_nbytes((1,), dtype, known) < dtype.itemsize:
-            yield Coded(node, Narrow(), known)
+            yield CodedValue(node, Narrow(), known)
 
 
 def _coded_floats(
     joint: Joint, step: Step, codec: Codec, outputs: set[fx.Node]
-) -> Iterator[tuple[Coded, list[fx.Node]]]:
+) -> Iterator[tuple[CodedValue, list[fx.Node]]]:
     """Floats whose readers tolerate an error, each with the comparisons of it, as bits.
 
     Parts of one storage, as q, k and v may be, have codes where all of them may: its memory is free
@@ -137,32 +139,32 @@ def _coded_floats(
 
 def _coded_float(
     joint: Joint, step: Step, node: fx.Node, codec: Codec, outputs: set[fx.Node]
-) -> list[tuple[Coded, list[fx.Node]]]:
+) -> list[tuple[CodedValue, list[fx.Node]]]:
     """The codes of one value; none where it stays as it is."""
     if not may_be_coded(joint, node, FLOATS, outputs):
         return []
     reading = reading_in(joint, step, node)
     gradients = gradients_of(joint)
     bits = [n for n in reading.compared if n not in gradients]
-    if reading.use is Use.EXACT or len(bits) < len(reading.compared):
+    if reading.use is Extent.EXACT or len(bits) < len(reading.compared):
         return []
     if not all(may_be_coded(joint, n, (torch.bool,), outputs) for n in bits):
         return []
     if reading.log_probabilities or reading.saturated or reading.slope:
         instead = _coded_instead(joint, node, reading, codec, outputs)
         return [(one, bits) for one in instead]
-    chosen = fine(codec) if reading.use is Use.CURVED else codec
+    chosen = fine(codec) if reading.use is Extent.CURVED else codec
     if chosen is None or not takes(chosen, tensors_of(node)[0]):
         return []
     if reading.is_probability and tensors_of(node)[0].dtype is torch.float32:
         logit = AsLogit.PROBABILITY
-        return [(Coded(node, chosen, floor=LEAST, ceiling=MOST, as_logit=logit), bits)]
-    return [(Coded(node, chosen), bits)]
+        return [(CodedValue(node, chosen, floor=LEAST, ceiling=MOST, as_logit=logit), bits)]
+    return [(CodedValue(node, chosen), bits)]
 
 
 def _coded_instead(
-    joint: Joint, value: fx.Node, reading: Reading, codec: Codec, outputs: set[fx.Node]
-) -> list[Coded]:
+    joint: Joint, value: fx.Node, reading: ValueReading, codec: Codec, outputs: set[fx.Node]
+) -> list[CodedValue]:
     """Codes of what stands in for a value, as log-probabilities do for logits.
 
     None where one of them may have none.
@@ -179,7 +181,8 @@ def _coded_instead(
     if not all(takes(chosen, tensors_of(n)[0]) for n in nodes):
         return []
     return [
-        Coded(n, chosen, floor=floor, ceiling=ceiling, source=value, as_logit=logit) for n in nodes
+        CodedValue(n, chosen, floor=floor, ceiling=ceiling, source=value, as_logit=logit)
+        for n in nodes
     ]
 
 
@@ -193,10 +196,10 @@ def gradients_of(joint: Joint) -> set[fx.Node]:
     return joint.once("gradients", joint.gradients)
 
 
-def reading_in(joint: Joint, step: Step, node: fx.Node) -> Reading:
+def reading_in(joint: Joint, step: Step, node: fx.Node) -> ValueReading:
     """This says what the backward of a step does with a value that it saves."""
 
-    def find() -> Reading:
+    def find() -> ValueReading:
         return reading_of(node, backward_of(joint, step), gradients_of(joint))
 
     return joint.once(("reading", step.saved, node), find)
@@ -253,7 +256,7 @@ def _encoded_nbytes(
     return codec.encoded_nbytes(shape, dtype, facts)
 
 
-def held_nbytes_of(one: Coded) -> int:
+def held_nbytes_of(one: CodedValue) -> int:
     """Bytes of the buffers of a code."""
     if one.codec is None:
         return 0
@@ -261,7 +264,7 @@ def held_nbytes_of(one: Coded) -> int:
     return _encoded_nbytes(one.codec, tuple(map(known_size, value.shape)), value.dtype, one.facts)
 
 
-def plain_nbytes_of(one: Coded) -> int:
+def plain_nbytes_of(one: CodedValue) -> int:
     """The bytes that eager PyTorch would hold: a comparison counts as its operand."""
     value = tensors_of(one.node)[0]
     itemsize = 4 if value.dtype is torch.bool else value.dtype.itemsize

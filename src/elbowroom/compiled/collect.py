@@ -48,7 +48,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeFacts:
     """Facts about a node.
 
     storage    the node whose memory its value lies in: itself, but for a view
@@ -71,13 +71,13 @@ class Facts:
 
 
 def facts_of(
-    graph: fx.Graph, before: Mapping[fx.Node, Facts] | None = None
-) -> dict[fx.Node, Facts]:
+    graph: fx.Graph, before: Mapping[fx.Node, NodeFacts] | None = None
+) -> dict[fx.Node, NodeFacts]:
     """The facts of all nodes of a graph that compute or hold a tensor.
 
     before: facts of nodes that have the same value still; only where it lies is looked up again
     """
-    found: dict[fx.Node, Facts] = {}
+    found: dict[fx.Node, NodeFacts] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -93,29 +93,29 @@ def facts_of(
     return found
 
 
-def _facts(node: fx.Node, known: dict[fx.Node, Facts]) -> Facts:
+def _facts(node: fx.Node, known: dict[fx.Node, NodeFacts]) -> NodeFacts:
     nbytes, elements = nbytes_of(node), elements_of(node)
     if node.op != "call_function":
-        return Facts(Kind.GIVEN, node, nbytes, elements)
+        return NodeFacts(Kind.GIVEN, node, nbytes, elements)
     if node.target is operator.getitem:
         source = node.args[0]
         made = known.get(source) if isinstance(source, fx.Node) else None
         if made is None or made.kind is Kind.EXTERN:
-            return Facts(Kind.EXTERN, node, nbytes, elements)
+            return NodeFacts(Kind.EXTERN, node, nbytes, elements)
         if made.kind is Kind.VIEW:
-            return Facts(Kind.VIEW, made.storage, 0, elements)
-        return Facts(made.kind, node, nbytes, made.elements, made.blocks)
+            return NodeFacts(Kind.VIEW, made.storage, 0, elements)
+        return NodeFacts(made.kind, node, nbytes, made.elements, made.blocks)
     if is_view(node):
         source = next((n for n in node.all_input_nodes if n in known), None)
         if source is not None:
-            return Facts(Kind.VIEW, known[source].storage, 0, elements)
+            return NodeFacts(Kind.VIEW, known[source].storage, 0, elements)
     kind = _kind(node)
     if is_away(node):
-        return Facts(kind, node, 0, elements)
+        return NodeFacts(kind, node, 0, elements)
     if kind is Kind.REDUCTION:
         read = max((elements_of(n) for n in node.all_input_nodes), default=elements)
-        return Facts(kind, node, nbytes, read, not _reduces_rows(node))
-    return Facts(
+        return NodeFacts(kind, node, nbytes, read, not _reduces_rows(node))
+    return NodeFacts(
         kind,
         node,
         nbytes,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import Facts, Kind, elements_of, is_away, known_size, nbytes_of
+from elbowroom.compiled.collect import Kind, NodeFacts, elements_of, is_away, known_size, nbytes_of
 from elbowroom.compiled.fusion import Kernel
 
 
@@ -57,14 +57,17 @@ class _Work(NamedTuple):
     besides_s: float
 
 
-class Clock:
+class KernelTimer:
     """Seconds of kernels on a device; the work of a call is counted once.
 
     works: the work of known calls, which is extended
     """
 
     def __init__(
-        self, facts: dict[fx.Node, Facts], device: Device, works: dict[fx.Node, _Work] | None = None
+        self,
+        facts: dict[fx.Node, NodeFacts],
+        device: Device,
+        works: dict[fx.Node, _Work] | None = None,
     ) -> None:
         self._facts = facts
         self._device = device
@@ -75,9 +78,9 @@ class Clock:
         """True if the graph runs on a CPU."""
         return self._device is _CPU
 
-    def with_facts(self, facts: dict[fx.Node, Facts]) -> "Clock":
+    def with_facts(self, facts: dict[fx.Node, NodeFacts]) -> "KernelTimer":
         """Returns a clock for the same graph with other nodes besides."""
-        return Clock(facts, self._device, self._works)
+        return KernelTimer(facts, self._device, self._works)
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
         """The time that these kernels take one after another."""

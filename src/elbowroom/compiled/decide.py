@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from elbowroom.compiled.collect import Facts, Kind
+from elbowroom.compiled.collect import Kind, NodeFacts
 from elbowroom.compiled.joint import Joint, Step, is_random
 from elbowroom.compiled.layouts import has_no_layout, laid_out_by_readers
 from elbowroom.compiled.rounding import is_tied, rounded_values, rounds_alike
@@ -410,7 +410,7 @@ def run_again(joint: Joint, step: Step) -> list[tuple[float, set[fx.Node]]]:
 
 
 def narrow_places(
-    forward: Sequence[fx.Node], facts: dict[fx.Node, Facts], outside: set[fx.Node]
+    forward: Sequence[fx.Node], facts: dict[fx.Node, NodeFacts], outside: set[fx.Node]
 ) -> list[tuple[fx.Node, ...]]:
     """Returns what is carried at each narrow place of a forward, in its order.
 
@@ -438,7 +438,7 @@ def narrow_places(
 
 
 def _carried(
-    forward: Sequence[fx.Node], facts: dict[fx.Node, Facts], outside: set[fx.Node]
+    forward: Sequence[fx.Node], facts: dict[fx.Node, NodeFacts], outside: set[fx.Node]
 ) -> list[list[fx.Node]]:
     last: dict[fx.Node, int] = {}
     for at, node in enumerate(forward):

@@ -22,7 +22,7 @@ from unittest import mock
 _lock = threading.RLock()
 
 
-class _Later:
+class _DeferredKernel:
     """A kernel that is compiled at its first call, if it has not been by then."""
 
     def __init__(self, compiler: Any, *given: Any) -> None:
@@ -45,11 +45,11 @@ class _Later:
         return self._scope[self._name](*args)
 
 
-class Deferred:
+class DeferredKernels:
     """The kernels of one region that wait."""
 
     def __init__(self) -> None:
-        self._kernels: list[_Later] = []
+        self._kernels: list[_DeferredKernel] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -58,13 +58,13 @@ class Deferred:
 
         wait = AsyncCompile.wait
 
-        def stand_in(compiler: Any, *given: Any) -> _Later:
-            self._kernels.append(_Later(compiler, *given))
+        def stand_in(compiler: Any, *given: Any) -> _DeferredKernel:
+            self._kernels.append(_DeferredKernel(compiler, *given))
             return self._kernels[-1]
 
         def wait_for_others(compiler: Any, scope: dict[str, Any]) -> None:
             for name, value in scope.items():
-                if isinstance(value, _Later):
+                if isinstance(value, _DeferredKernel):
                     value.enters(scope, name)
             wait(compiler, scope)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind
+from elbowroom.compiled.collect import Kind, NodeFacts
 from elbowroom.compiled.scheduling import SHARED
 
 _SHARED_READS = 4  # a value with more than one reader is stored if it reads more (`realize_reads`)
@@ -47,7 +47,7 @@ class Kernel:
 
 def kernels_of(
     order: Sequence[fx.Node],
-    facts: dict[fx.Node, Facts],
+    facts: dict[fx.Node, NodeFacts],
     given: set[fx.Node],
     outputs: set[fx.Node],
     *,
@@ -116,11 +116,11 @@ def kernels_of(
 
 def _is_stored(
     node: fx.Node,
-    fact: Facts,
+    fact: NodeFacts,
     sources: frozenset[fx.Node],
     heavy: frozenset[fx.Node],
     here: set[fx.Node],
-    facts: dict[fx.Node, Facts],
+    facts: dict[fx.Node, NodeFacts],
     kept: set[fx.Node],
 ) -> bool:
     """Returns whether a value is written to memory. heavy: slow ops that are inlined into it."""
@@ -133,7 +133,7 @@ def _is_stored(
     return False
 
 
-def _is_read_by_extern(node: fx.Node, here: set[fx.Node], facts: dict[fx.Node, Facts]) -> bool:
+def _is_read_by_extern(node: fx.Node, here: set[fx.Node], facts: dict[fx.Node, NodeFacts]) -> bool:
     pending = [node]
     while pending:
         for reader in pending.pop().users:
@@ -147,7 +147,7 @@ def _is_read_by_extern(node: fx.Node, here: set[fx.Node], facts: dict[fx.Node, F
     return False
 
 
-def loop_of(fact: Facts, *, by_column: bool = True) -> tuple[int, bool]:
+def loop_of(fact: NodeFacts, *, by_column: bool = True) -> tuple[int, bool]:
     """Returns which loops a value can be made in: those over as many elements in the same order.
 
     A sum over columns goes through them column by column, but one of all elements as they lie.
@@ -185,7 +185,7 @@ def _without_locals(kernels: list[Kernel], kept: set[fx.Node]) -> list[Kernel]:
     return kernels
 
 
-def _fused(kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> list[Kernel]:
+def _fused(kernels: list[Kernel], facts: dict[fx.Node, NodeFacts]) -> list[Kernel]:
     """Loops over the same elements that share something to read or follow from each other, as one.
 
     They must not be far apart, and nothing may have to run between them.
@@ -250,7 +250,7 @@ def _reach(kernels: list[Kernel], made_by: dict[fx.Node, int]) -> tuple[list[int
 
 
 def _pairs(
-    kernels: list[Kernel], facts: dict[fx.Node, Facts], made_by: dict[fx.Node, int]
+    kernels: list[Kernel], facts: dict[fx.Node, NodeFacts], made_by: dict[fx.Node, int]
 ) -> list[tuple[int, int, int]]:
     """Pairs of kernels that could be one, those that share most bytes first."""
     users: dict[fx.Node, list[int]] = {}

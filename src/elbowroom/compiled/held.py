@@ -51,7 +51,7 @@ def acts_in_graphs(codec: Codec) -> bool:
     return not why_dropped(type(codec)) and codec.graph_form(NOTHING) is not None
 
 
-class Holder(Protocol):
+class RegionHolder(Protocol):
     """Holds what regions save, as hooks for saved tensors do.
 
     Their first runs have hooks of their own, behind which others see nothing.
@@ -71,7 +71,7 @@ class _Thread(threading.local):
     """
 
     report: Report | None = None
-    holder: Holder | None = None
+    holder: RegionHolder | None = None
     runs = False
 
 
@@ -91,7 +91,7 @@ def reporting_to(report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def held_by(holder: Holder) -> Iterator[None]:
+def held_by(holder: RegionHolder) -> Iterator[None]:
     """Has `counted` regions on this thread tell the holder what they save."""
     before, _thread.holder = _thread.holder, holder
     try:
@@ -214,7 +214,7 @@ def _own_nodes(out: Any) -> Iterator[BackwardCFunction]:
 class _Count(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes of tensors saved inside, except inputs. holder: holds them; None: it."""
 
-    def __init__(self, given: Sequence[Any], holder: Holder | None) -> None:
+    def __init__(self, given: Sequence[Any], holder: RegionHolder | None) -> None:
         self._seen = {_address(x) for x in given if isinstance(x, Tensor)}
         self.nbytes = 0
         self._hold = _hold if holder is None else holder.pack

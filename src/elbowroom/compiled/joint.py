@@ -21,9 +21,9 @@ from torch import fx
 from torch._functorch import partitioners
 from torch.utils import _pytree as pytree
 
-from elbowroom.compiled.collect import Facts, facts_of, known_size, tensors_of
-from elbowroom.compiled.cost import Clock, device_of
-from elbowroom.compiled.liveness import Curve, curve_of
+from elbowroom.compiled.collect import NodeFacts, facts_of, known_size, tensors_of
+from elbowroom.compiled.cost import KernelTimer, device_of
+from elbowroom.compiled.liveness import LevelCurve, curve_of
 from elbowroom.compiled.simulated import Outcome, names_of, outcomes, print_of
 
 _PARTS = "gradients", "results and their gradients", "saved tensors", "computed at the peak"
@@ -47,10 +47,10 @@ class Step:
     saved_nbytes: int
     forward_nbytes: int
     seconds: float
-    simulate: Callable[[], tuple[Curve, Curve]] = field(repr=False, compare=False)
+    simulate: Callable[[], tuple[LevelCurve, LevelCurve]] = field(repr=False, compare=False)
 
     @cached_property
-    def curves(self) -> tuple[Curve, Curve]:
+    def curves(self) -> tuple[LevelCurve, LevelCurve]:
         """The levels of forward and of backward."""
         return self.simulate()
 
@@ -66,9 +66,9 @@ class Analysis:
     known   what was found of the graph besides, by any key
     """
 
-    facts: dict[fx.Node, Facts]
+    facts: dict[fx.Node, NodeFacts]
     place: dict[fx.Node, int]
-    clock: Clock
+    clock: KernelTimer
     random: frozenset[fx.Node]
     redrawn: frozenset[fx.Node] = frozenset()
     is_coded: bool = False
@@ -105,7 +105,7 @@ class Joint:
         self.refresh()
 
     @property
-    def facts(self) -> dict[fx.Node, Facts]:
+    def facts(self) -> dict[fx.Node, NodeFacts]:
         """The facts of each node."""
         return self.analysis.facts
 
@@ -115,7 +115,7 @@ class Joint:
         return self.analysis.place
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> KernelTimer:
         """The model of the seconds that kernels of this graph take."""
         return self.analysis.clock
 
@@ -140,7 +140,7 @@ class Joint:
             self.analysis = Analysis(facts, place, clock, random, before.redrawn, True)
             return
         facts = facts_of(self.graph)
-        clock = Clock(facts, device_of(facts))
+        clock = KernelTimer(facts, device_of(facts))
         random = frozenset(filter(is_random, facts))
         redrawn = frozenset(n for n in facts if _draws(n) and partitioners.must_recompute(n))
         self.analysis = Analysis(facts, place, clock, random, redrawn)
@@ -192,7 +192,7 @@ class Joint:
             return None
         named = self.once("names", lambda: {n.name: n for n in self.place})
 
-        def simulate() -> tuple[Curve, Curve]:
+        def simulate() -> tuple[LevelCurve, LevelCurve]:
             step = self._simulated(chosen, is_plain=is_plain)
             assert step is not None
             return step.curves

@@ -28,7 +28,7 @@ _log = logging.getLogger("elbowroom")
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptOptions:
     """The arguments of one attempt.
 
     tight   the room of its plan; None: as plain torch.compile
@@ -63,17 +63,17 @@ class LaterStarts:
                 key = _key(gm, example_inputs, settings, options)
                 self._path = _folder() / key
 
-    def load(self) -> Attempt | None:
+    def load(self) -> AttemptOptions | None:
         """Returns the attempt that has fitted in an earlier start, if it was not the first one."""
         if self._path is None:
             return None
         try:
-            found = Attempt(**json.loads(self._path.read_text(encoding="utf-8")))
+            found = AttemptOptions(**json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):  # there is none, or its file is damaged
             return None
         return found if found.tight is None or type(found.tight) is int else None
 
-    def save(self, attempt: Attempt) -> None:
+    def save(self, attempt: AttemptOptions) -> None:
         """Stores the attempt that has fitted."""
         if self._path is None:
             return

@@ -2,8 +2,8 @@
 
 The kernels of a graph (`fusion.py`) run one after the other: each allocates what it writes, and
 frees what is not read any more. Loops overwrite inputs that they are the last to read; freed memory
-may wait for the next tensor of its size (`_Pool`). On a CPU all loops between two library calls are
-one function, so what they read is free at its end, unless it is overwritten.
+may wait for the next tensor of its size (`_FreedMemory`). On a CPU all loops between two library
+calls are one function, so what they read is free at its end, unless it is overwritten.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind
+from elbowroom.compiled.collect import Kind, NodeFacts
 from elbowroom.compiled.fusion import Kernel, kernels_of
 
 _aten = torch.ops.aten
@@ -22,7 +22,7 @@ _INTO = frozenset(  # library calls that write into memory which they are given
 
 
 @dataclass(frozen=True)
-class Curve:
+class LevelCurve:
     """The level after each kernel has taken what it writes.
 
     levels[i] is bytes, at kernels[i]. `end_nbytes` stays at the end.
@@ -53,7 +53,7 @@ class Curve:
         """The storages that are held while kernel `at` runs."""
         return [s for s, begin in self.made.items() if begin <= at <= self.until[s]]
 
-    def counted_at_peak(self, facts: dict[fx.Node, Facts]) -> list[fx.Node]:
+    def counted_at_peak(self, facts: dict[fx.Node, NodeFacts]) -> list[fx.Node]:
         """The storages whose bytes make the peak: of two in the same memory, the one written."""
         at = self.peak_at
         if at < 0:
@@ -65,14 +65,14 @@ class Curve:
 
 def curve_of(
     order: Sequence[fx.Node],
-    facts: dict[fx.Node, Facts],
+    facts: dict[fx.Node, NodeFacts],
     *,
     given: Collection[fx.Node],
     outside: Collection[fx.Node],
     outputs: Collection[fx.Node],
     waits: bool = False,
     is_cpu: bool = True,
-) -> Curve:
+) -> LevelCurve:
     """Simulate a graph.
 
     order    what is computed, in the order of the graph
@@ -115,13 +115,13 @@ def _ends(kernels: list[Kernel]) -> list[int]:
 
 def _levels(
     kernels: list[Kernel],
-    facts: dict[fx.Node, Facts],
+    facts: dict[fx.Node, NodeFacts],
     made: dict[fx.Node, int],
     last: dict[fx.Node, int],
     ends: list[int],
     *,
     waits: bool,
-) -> Curve:
+) -> LevelCurve:
     """Walks the kernels. last: the last to read each storage. ends: see `_ends`."""
     dying: list[list[fx.Node]] = [[] for _ in range(len(kernels) + 1)]
     for storage, at in last.items():
@@ -131,7 +131,7 @@ def _levels(
     strict, loose = [], []  # with and without values that overwrite an input at its end
     late = 0  # bytes that no kernel of the function reads any more
     read: list[fx.Node] = []  # what holds them, and may be reused
-    pool = _Pool(kernels, facts)
+    pool = _FreedMemory(kernels, facts)
     for at, kernel in enumerate(kernels):
         free = dying[at]
         over = _in_place(kernel, [s for s in free if made[s] < at], facts) if free else {}
@@ -152,11 +152,11 @@ def _levels(
                 pool.give(at, read)
             late, read = 0, []
     levels = pool.extended(strict, loose) if waits else strict
-    return Curve(tuple(kernels), tuple(levels), start, level, until, made)
+    return LevelCurve(tuple(kernels), tuple(levels), start, level, until, made)
 
 
 def _in_place(
-    kernel: Kernel, ends: Iterable[fx.Node], facts: dict[fx.Node, Facts]
+    kernel: Kernel, ends: Iterable[fx.Node], facts: dict[fx.Node, NodeFacts]
 ) -> dict[fx.Node, fx.Node]:
     """Returns what the kernel writes over an input that it is the last to read: written -> read.
 
@@ -198,20 +198,20 @@ def _earlier(loop: fx.Node, kernel: Kernel) -> set[fx.Node]:
     return found
 
 
-def _fits(storage: fx.Node, over: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
+def _fits(storage: fx.Node, over: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
     if facts[storage].kind is Kind.REDUCTION or _dtype(storage) != _dtype(over):
         return False
     return 0.95 * facts[over].nbytes <= facts[storage].nbytes <= facts[over].nbytes
 
 
-class _Pool:
+class _FreedMemory:
     """Pool of freed memory in Inductor's wrapper, which waits for the next tensor of its size.
 
     Memory that waits is not free. So Inductor lets it wait only where the level in between, by its
     own estimate without writing in place, stays at or below the peak of the whole graph.
     """
 
-    def __init__(self, kernels: list[Kernel], facts: dict[fx.Node, Facts]) -> None:
+    def __init__(self, kernels: list[Kernel], facts: dict[fx.Node, NodeFacts]) -> None:
         self._kernels = kernels
         self._facts = facts
         self._events: list[tuple[int, bool, list[fx.Node]]] = []

@@ -34,9 +34,9 @@ from elbowroom.compiled.codable import (
 from elbowroom.compiled.collect import Kind, elements_of, reached, tensors_of
 from elbowroom.compiled.decide import Search, is_tensor, may_run_again, run_again, without
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.noise import Reach
-from elbowroom.compiled.readers import Use
-from elbowroom.compiled.rewrite import Coded, Rewriting, error_of
+from elbowroom.compiled.noise import ErrorReach
+from elbowroom.compiled.readers import Extent
+from elbowroom.compiled.rewrite import CodedValue, Rewriting, error_of
 
 _MAX = 16  # values that might stay, once it is known that something has to leave
 _MAX_BASES = 8
@@ -55,13 +55,13 @@ class Least:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _CodedStep:
     """A step with codes. seconds: its own, plus the price of its variance."""
 
     seconds: float
     peak_nbytes: int
     saved_nbytes: int
-    coded: list[Coded]
+    coded: list[CodedValue]
     base: Step
     parts: Mapping[str, int]  # of the peak
 
@@ -93,12 +93,12 @@ def code(
     menu   see `ladder`
     fills  whether codes hold as much besides as there is room for
     """
-    reach = Reach(search.joint, search.plain)
+    reach = ErrorReach(search.joint, search.plain)
     least = Least(step.peak_nbytes, search.joint.parts_at_peak(step))
     bar = step.seconds if step.peak_nbytes <= room_nbytes else float("inf")
-    found: list[_Choice] = []
-    wide: list[_Choice] = []  # which hold more than they may
-    high: list[_Choice] = []  # which take a little more than the room
+    found: list[_CodedStep] = []
+    wide: list[_CodedStep] = []  # which hold more than they may
+    high: list[_CodedStep] = []  # which take a little more than the room
     variants = () if exact else ladder(menu)
     leaving = [(variant, offloads) for variant in (*([None] if offloads else []), *variants)]
     for variant, leaves in [(None, False), *leaving]:
@@ -137,13 +137,13 @@ def code(
 
 def _emptied(
     search: Search,
-    reach: Reach,
-    starts: Sequence[_Choice],
+    reach: ErrorReach,
+    starts: Sequence[_CodedStep],
     room_nbytes: int,
     held_nbytes: float,
     noise: float | None,
     variants: Sequence[Codec],
-) -> Iterator[_Choice]:
+) -> Iterator[_CodedStep]:
     """Computes some coded values of the fastest start again, the fewest seconds a byte first.
 
     As few as make it fit; library calls may run again for them.
@@ -165,7 +165,7 @@ def _emptied(
             found.append((more_s / held_nbytes_of(one), at, views))
     order = [views for *_, views in sorted(found, key=lambda one: one[:2])]
 
-    def without_some(count: int) -> _Choice | None:
+    def without_some(count: int) -> _CodedStep | None:
         saved: set[fx.Node] | None = set(start.base.saved)
         for views in order[:count]:
             saved = None if saved is None else without(joint, saved, views & saved, runs_calls=True)
@@ -188,19 +188,19 @@ def _emptied(
             yield choice
 
 
-def _lossy(coded: Iterable[Coded]) -> Iterator[fx.Node]:
+def _lossy(coded: Iterable[CodedValue]) -> Iterator[fx.Node]:
     """The values whose codes are neither masks nor indices, which loops may write by the way."""
     return (one.node for one in coded if one.is_lossy)
 
 
-def _coarsest(choice: _Choice) -> Codec | None:
+def _coarsest(choice: _CodedStep) -> Codec | None:
     """Returns the codec with the largest error that a choice has; None: all are exact."""
     used = [one.codec for one in choice.coded if one.codec is not None and one.is_lossy]
     return max(used, key=error_of, default=None)
 
 
 def _rewritten(
-    joint: Joint, reach: Reach, best: _Choice, room_nbytes: int, held_nbytes: float
+    joint: Joint, reach: ErrorReach, best: _CodedStep, room_nbytes: int, held_nbytes: float
 ) -> tuple[Step | None, float]:
     """Rewrites the graph with as few codes as fit; returns its step and the codes' variance."""
     max_nbytes = max(held_nbytes, best.saved_nbytes)
@@ -212,13 +212,13 @@ def _rewritten(
 
 def _choice(
     joint: Joint,
-    reach: Reach,
+    reach: ErrorReach,
     base: Step,
-    coded: list[Coded],
+    coded: list[CodedValue],
     noise: float | None,
     variants: Sequence[Codec],
     max_nbytes: int,
-) -> _Choice | None:
+) -> _CodedStep | None:
     """Returns a step with these codes, or with finer ones if they would add too much noise.
 
     None: no codes are quiet enough, the graph cannot be rewritten with them, or they alone take
@@ -232,10 +232,10 @@ def _choice(
             return None
         parts = joint.parts_at_peak(step)
     seconds = step.seconds * (1 + reach.variance(base, quiet))
-    return _Choice(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base, parts)
+    return _CodedStep(seconds, step.peak_nbytes, step.saved_nbytes, quiet, base, parts)
 
 
-def _best(found: Sequence[_Choice], wide: Sequence[_Choice]) -> _Choice | None:
+def _best(found: Sequence[_CodedStep], wide: Sequence[_CodedStep]) -> _CodedStep | None:
     """Returns the fastest of `found`; if there is none, of those in `wide` that hold least."""
     if not found:
         fewest = min([one.saved_nbytes for one in wide], default=0)
@@ -245,20 +245,20 @@ def _best(found: Sequence[_Choice], wide: Sequence[_Choice]) -> _Choice | None:
 
 def _filled(
     search: Search,
-    reach: Reach,
-    best: _Choice,
+    reach: ErrorReach,
+    best: _CodedStep,
     room_nbytes: int,
     held_nbytes: float,
     noise: float | None,
     variants: Sequence[Codec],
-) -> _Choice:
+) -> _CodedStep:
     """Saves as many more values as fit in codes, the most seconds a byte of code first."""
     joint = search.joint
     codec = _coarsest(best)
     groups = [] if codec is None else _worth_codes(joint, best.base, codec)
     leaves = any(one.codec is None for one in best.coded)
 
-    def with_more(count: int) -> _Choice | None:
+    def with_more(count: int) -> _CodedStep | None:
         base = search.judge({*best.base.saved}.union(*groups[:count]))
         if base is None:
             return None
@@ -281,8 +281,12 @@ def _filled(
 
 
 def _quiet(
-    reach: Reach, base: Step, coded: list[Coded], noise: float | None, variants: Sequence[Codec]
-) -> list[Coded] | None:
+    reach: ErrorReach,
+    base: Step,
+    coded: list[CodedValue],
+    noise: float | None,
+    variants: Sequence[Codec],
+) -> list[CodedValue] | None:
     """Gives the largest values finer codes, as few as keep the variance to `noise`.
 
     None: not even the finest do.
@@ -305,7 +309,7 @@ def _quiet(
     return None
 
 
-def _raised(coded: Sequence[Coded], places: Sequence[int], finer: Codec) -> list[Coded]:
+def _raised(coded: Sequence[CodedValue], places: Sequence[int], finer: Codec) -> list[CodedValue]:
     """The codes, with one at these places that is at least as fine; exact ones stay."""
     chosen, error = set(places), error_of(finer)
     return [
@@ -314,7 +318,7 @@ def _raised(coded: Sequence[Coded], places: Sequence[int], finer: Codec) -> list
     ]
 
 
-def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
+def _held_at_least(joint: Joint, base: Step, coded: Sequence[CodedValue]) -> int:
     """Returns a bound of the bytes between forward and backward, which no peak can be below."""
     gone = {joint.facts[n].storage for one in coded for n in (one.node, one.replaced)}
     kept = {joint.facts[n].storage for n in base.saved} - gone - joint.outside
@@ -322,7 +326,7 @@ def _held_at_least(joint: Joint, base: Step, coded: Sequence[Coded]) -> int:
 
 
 @contextmanager
-def _tried(joint: Joint, base: Step, coded: Sequence[Coded]) -> Iterator[Step | None]:
+def _tried(joint: Joint, base: Step, coded: Sequence[CodedValue]) -> Iterator[Step | None]:
     """Gives the step that a choice becomes with these codes, which are in the graph meanwhile."""
     if not coded:
         yield None
@@ -336,8 +340,8 @@ def _tried(joint: Joint, base: Step, coded: Sequence[Coded]) -> Iterator[Step | 
 
 
 def _fewer(
-    joint: Joint, base: Step, coded: list[Coded], room_nbytes: int, held_nbytes: float = inf
-) -> list[Coded]:
+    joint: Joint, base: Step, coded: list[CodedValue], room_nbytes: int, held_nbytes: float = inf
+) -> list[CodedValue]:
     """Removes codes of the largest values, as many as fit: each costs time and noise.
 
     So are values that would leave the device's memory.
@@ -348,7 +352,7 @@ def _fewer(
     large = [one for one in coded if one not in exact]
     large.sort(key=lambda one: (-joint.facts[one.node].elements, joint.place[one.node]))
 
-    def fits(coded: list[Coded]) -> bool:
+    def fits(coded: list[CodedValue]) -> bool:
         with _tried(joint, base, coded) as step:
             if step is None or step.peak_nbytes > room_nbytes:
                 return False
@@ -381,7 +385,7 @@ def code_all(search: Search, codec: Codec | None, min_nbytes: int) -> tuple[Step
     coded = [one for one in codes_of(joint, plain, codec) if plain_nbytes_of(one) >= min_nbytes]
     if not coded:
         return plain, 0.0
-    variance = Reach(joint, plain).variance(plain, coded)
+    variance = ErrorReach(joint, plain).variance(plain, coded)
     rewriting = Rewriting(joint, {*plain.saved, *(one.node for one in coded)}, coded)
     step = joint.step(rewriting.saved)
     if step is None:
@@ -452,7 +456,7 @@ def _without_cheap(search: Search, step: Step) -> Step:
     for node in step.saved:
         if not may_be_coded(joint, node, FLOATS, outputs) or not may_run_again(node):
             continue
-        if reading_in(joint, step, node).use is not Use.EXACT:
+        if reading_in(joint, step, node).use is not Extent.EXACT:
             continue
         views = {n for n in step.saved if joint.facts[n].storage is joint.facts[node].storage}
         freed = without(joint, set(step.saved), views)
@@ -481,14 +485,14 @@ def _worth_codes(joint: Joint, step: Step, codec: Codec | None = None) -> list[s
         if joint.facts[node].nbytes < MIN_NBYTES:
             return joint.facts[node].nbytes
         use = reading_in(joint, step, node).use
-        if use is Use.EXACT or not may_be_coded(joint, node, FLOATS, outputs):
+        if use is Extent.EXACT or not may_be_coded(joint, node, FLOATS, outputs):
             return inf
         if codec is None:
             return joint.facts[node].elements
-        chosen = fine(codec) if use is Use.CURVED else codec
+        chosen = fine(codec) if use is Extent.CURVED else codec
         if chosen is None or not takes(chosen, tensors_of(node)[0]):
             return inf
-        return held_nbytes_of(Coded(node, chosen))
+        return held_nbytes_of(CodedValue(node, chosen))
 
     found: list[tuple[float, set[fx.Node]]] = []
     for rate, group in run_again(joint, step):

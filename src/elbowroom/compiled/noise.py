@@ -31,13 +31,13 @@ from torch import fx
 from elbowroom.compiled.collect import reached, tensors_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.order import ends_of
-from elbowroom.compiled.readers import Use, reading_of
-from elbowroom.compiled.rewrite import Coded
+from elbowroom.compiled.readers import Extent, reading_of
+from elbowroom.compiled.rewrite import CodedValue
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 
 
-class Reach:
+class ErrorReach:
     """The reach of the errors of codes in one graph, as shares of all values that may be coded."""
 
     def __init__(self, joint: Joint, plain: Step) -> None:
@@ -50,7 +50,7 @@ class Reach:
             for n in plain.saved
             if n not in joint.outside
             and _is_float(n)
-            and reading_of(n, after, gradients).use is not Use.EXACT
+            and reading_of(n, after, gradients).use is not Extent.EXACT
         }
         self._total = sum(self._nbytes.values())
         self._multiplied = {
@@ -62,7 +62,7 @@ class Reach:
         self._of_weights = sum(self._multiplied.values())
         self._known: dict[frozenset[fx.Node], dict[fx.Node, float]] = {}
 
-    def variance(self, base: Step, coded: Iterable[Coded]) -> float:
+    def variance(self, base: Step, coded: Iterable[CodedValue]) -> float:
         """Returns the variance that codes of what `base` saves add, as a share of mini-batches'."""
         shares = self._known.setdefault(frozenset(base.saved), {})
         total = 0.0

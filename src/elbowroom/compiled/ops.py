@@ -283,7 +283,9 @@ def _attention_backward(
 ) -> attention.Three:
     into = _fake_attention_backward(grad, q, k, v)
     with torch.no_grad():
-        return attention.gradients(attention.Given(q, k, v, mask, is_causal, scale), grad, into)
+        return attention.gradients(
+            attention.AttentionArguments(q, k, v, mask, is_causal, scale), grad, into
+        )
 
 
 def _fake_attention_backward(

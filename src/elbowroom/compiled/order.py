@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind, is_view, reached
+from elbowroom.compiled.collect import Kind, NodeFacts, is_view, reached
 from elbowroom.compiled.joint import Joint, is_random
 
 _aten = torch.ops.aten
@@ -180,7 +180,7 @@ def ends_of(joint: Joint, gradients: Collection[fx.Node]) -> Iterable[fx.Node]:
     ]
 
 
-def _is_call(node: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
+def _is_call(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
     """Returns whether a node calls a library, and is not an item of such a call's result."""
     fact = facts.get(node)
     is_op = isinstance(node.target, torch._ops.OpOverload)

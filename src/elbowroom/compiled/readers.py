@@ -75,7 +75,7 @@ _PRODUCTS = ops_named("mul mm addmm bmm baddbmm")
 _ELEMENTWISE = ops_named("mul add sub neg div where clone _to_copy cat expand") | _CONVERT
 
 
-class Use(IntEnum):
+class Extent(IntEnum):
     """Extent to which backward needs a value; the larger counts where there are several readers."""
 
     LINEAR = 0
@@ -84,7 +84,7 @@ class Use(IntEnum):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ValueReading:
     """Readings of one value: the strictest use, and the comparisons on the way.
 
     log_probabilities  what may be coded in its place, from `exponents.FLOOR` up: backward needs
@@ -95,7 +95,7 @@ class Reading:
     is_probability     it is a result of a log-softmax, raised
     """
 
-    use: Use
+    use: Extent
     compared: tuple[fx.Node, ...] = ()
     why: str = ""
     log_probabilities: tuple[fx.Node, ...] = ()
@@ -106,39 +106,41 @@ class Reading:
 
 def reading_of(
     value: fx.Node, after: Collection[fx.Node], gradients: Collection[fx.Node]
-) -> Reading:
+) -> ValueReading:
     """Follow a saved value through backward.
 
     after      what backward computes
     gradients  the nodes among these that depend on a gradient
     """
     if _is_divided_out(value):
-        return Reading(Use.EXACT, why="a product that is multiplied with zeros of a ReLU")
+        return ValueReading(Extent.EXACT, why="a product that is multiplied with zeros of a ReLU")
     if is_saturated_steeply(value):
-        return Reading(Use.EXACT, why="where it is saturated, its argument may have any slope")
+        return ValueReading(
+            Extent.EXACT, why="where it is saturated, its argument may have any slope"
+        )
     if is_taken_apart(value, gradients):
-        return Reading(Use.EXACT, why="an inverse or a decomposition of its product")
+        return ValueReading(Extent.EXACT, why="an inverse or a decomposition of its product")
     exponents = exponents_of(value, after, gradients)
     probable = tuple(filter(is_log_probability, exponents))
     may_stand_in = 0 < len(probable) <= _MAX_INSTEAD
     if may_stand_in and is_enough(value, probable, after, gradients, is_exponential):
-        return Reading(Use.CURVED, log_probabilities=probable)
+        return ValueReading(Extent.CURVED, log_probabilities=probable)
     if probable or any(map(is_difference, exponents)):
-        return Reading(Use.EXACT, why="an exponential of what is left of it")
+        return ValueReading(Extent.EXACT, why="an exponential of what is left of it")
     bent = tuple(saturated_of(value, after, gradients))
     held = tuple(compared_of(value, after, gradients))
     if len(bent) == 1 and is_enough(value, bent, after, gradients, saturates, held):
-        return Reading(Use.CURVED, held, saturated=bent)
+        return ValueReading(Extent.CURVED, held, saturated=bent)
     if is_narrow(value, gradients):
-        return Reading(Use.EXACT, why="an exponential or an inverse of a square")
+        return ValueReading(Extent.EXACT, why="an exponential or an inverse of a square")
     if is_left_over(value, after, gradients):
-        return Reading(Use.EXACT, why="a difference of two functions of it")
+        return ValueReading(Extent.EXACT, why="a difference of two functions of it")
     if is_bent_steeply(value, after, gradients) and not is_masked(value, after, gradients):
         slope = slope_of(value, after, gradients)
         if slope is None:
-            return Reading(Use.EXACT, why="a steep function of it")
-        return Reading(Use.CURVED, tuple(slope[1]), slope=(slope[0],))
-    use, compared = Use.LINEAR, []
+            return ValueReading(Extent.EXACT, why="a steep function of it")
+        return ValueReading(Extent.CURVED, tuple(slope[1]), slope=(slope[0],))
+    use, compared = Extent.LINEAR, []
     pending, seen = [(value, _has_zeros(value))], {value}
     own: dict[fx.Node, None] = {}
     while pending:
@@ -150,24 +152,24 @@ def reading_of(
             seen.add(reader)
             packet = packet_of(reader)
             if has_zeros and packet in _OF_BATCHES:
-                return Reading(Use.EXACT, why=f"zeros of a ReLU, read by {packet}")
+                return ValueReading(Extent.EXACT, why=f"zeros of a ReLU, read by {packet}")
             if packet in COMPARISONS:
                 compared.append(reader)
                 continue
             if packet is torch.ops.aten.div and reader.args[0] is not node:
-                return Reading(Use.EXACT, why=f"divides by it ({reader.name})")
+                return ValueReading(Extent.EXACT, why=f"divides by it ({reader.name})")
             found = _use_of_attention(reader, node, after)
             found = _use(reader, packet) if found is None else found
-            if found is Use.EXACT:
-                return Reading(Use.EXACT, why=f"read by {packet}")
+            if found is Extent.EXACT:
+                return ValueReading(Extent.EXACT, why=f"read by {packet}")
             use = max(use, found)
             if reader not in gradients:
                 keeps = is_view(reader) or packet in _COPIES
                 pending.append((reader, packet in _RELUS or (has_zeros and keeps)))
     is_raised = is_probability(value)
-    if use is Use.LINEAR and (is_raised or _is_squared(own, after, gradients)):
-        use = Use.CURVED
-    return Reading(use, tuple(compared), is_probability=is_raised)
+    if use is Extent.LINEAR and (is_raised or _is_squared(own, after, gradients)):
+        use = Extent.CURVED
+    return ValueReading(use, tuple(compared), is_probability=is_raised)
 
 
 def _is_squared(
@@ -245,7 +247,7 @@ def _is_divided_out(value: fx.Node) -> bool:
     return False
 
 
-def _use_of_attention(reader: fx.Node, value: fx.Node, after: Collection[fx.Node]) -> Use | None:
+def _use_of_attention(reader: fx.Node, value: fx.Node, after: Collection[fx.Node]) -> Extent | None:
     """Returns how an attention reads a value; None: the reader is none.
 
     Of the output alone, backward takes the product of each row with its gradient, which it
@@ -255,19 +257,19 @@ def _use_of_attention(reader: fx.Node, value: fx.Node, after: Collection[fx.Node
     if is_own or packet_of(reader) in _ATTENTIONS:
         places = {at for at, one in enumerate(reader.args) if one is value}
         tolerates = bool(places) and places <= {int(is_own) + at for at in range(len(INPUTS))}
-        return Use.CURVED if tolerates else Use.EXACT
+        return Extent.CURVED if tolerates else Extent.EXACT
     given = arguments_of(reader)
     if given is None:
         return None
     roles = {name for name, one in given.items() if one is value}
     tolerates = roles == {"out"} or (roles <= {*INPUTS, *RESULTS} and is_consistent(reader, after))
-    return Use.CURVED if tolerates else Use.EXACT
+    return Extent.CURVED if tolerates else Extent.EXACT
 
 
-def _use(reader: fx.Node, packet: Any) -> Use:
+def _use(reader: fx.Node, packet: Any) -> Extent:
     if is_view(reader) or packet in _LINEAR or packet is operator.getitem:
-        return Use.LINEAR
-    return Use.CURVED if packet in _curved() else Use.EXACT
+        return Extent.LINEAR
+    return Extent.CURVED if packet in _curved() else Extent.EXACT
 
 
 @cache

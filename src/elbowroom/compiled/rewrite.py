@@ -32,7 +32,7 @@ _NUMBERED = {ops.ENCODE: 4, ops.DECODE: 3}  # the argument that says which code 
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedValue:
     """One saved value to be held in fewer bytes.
 
     codec   that holds it; None: the value itself is held, in another memory
@@ -52,7 +52,7 @@ class Coded:
     as_logit: AsLogit | None = None
 
     @classmethod
-    def mask(cls, node: fx.Node) -> "Coded":
+    def mask(cls, node: fx.Node) -> "CodedValue":
         """A bool, held as bits."""
         return cls(node, BitMask(), _MASK)
 
@@ -86,7 +86,7 @@ class Rewriting:
         self,
         joint: Joint,
         saved: Collection[fx.Node],
-        coded: Sequence[Coded],
+        coded: Sequence[CodedValue],
         *,
         is_tentative: bool = False,
     ) -> None:
@@ -122,7 +122,7 @@ class Rewriting:
             self.saved.add(self._seeds[device])
         return self._seeds[device]
 
-    def _code(self, number: int, one: Coded) -> fx.Node:
+    def _code(self, number: int, one: CodedValue) -> fx.Node:
         """Encodes a value after it is computed; returns what backward reads in its place."""
         x, value, order = one.node, one.node.meta["val"], self._joint.order_of(one.node)
         seed = self._seed_on(value.device) if one.is_lossy else None

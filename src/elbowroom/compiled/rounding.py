@@ -18,7 +18,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind, tensors_of
+from elbowroom.compiled.collect import Kind, NodeFacts, tensors_of
 from elbowroom.compiled.joint import Joint, Step
 
 _SHORT = (torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ def rounds_alike(joint: Joint, plain: Step, step: Step, rounded: Collection[fx.N
 
 
 def is_read(
-    node: fx.Node, facts: dict[fx.Node, Facts], readers: Collection[fx.Node], *, by_loops: bool
+    node: fx.Node, facts: dict[fx.Node, NodeFacts], readers: Collection[fx.Node], *, by_loops: bool
 ) -> bool:
     """Returns whether one of the readers, seen through views, is a loop, or else a library call.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from elbowroom.compiled.collect import Facts
+from elbowroom.compiled.collect import NodeFacts
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def outcomes() -> Outcomes | None:
     return _thread.outcomes
 
 
-def print_of(facts: Mapping[fx.Node, Facts], *others: object) -> int:
+def print_of(facts: Mapping[fx.Node, NodeFacts], *others: object) -> int:
     """Returns a hash of a graph: of its nodes in order, what they read, and the bytes of each."""
     nodes = (
         (n.name, str(n.target), tuple(one.name for one in n.all_input_nodes), fact.nbytes)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import Facts, Kind, reached
+from elbowroom.compiled.collect import Kind, NodeFacts, reached
 from elbowroom.compiled.decide import may_run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.layouts import has_rest
@@ -152,7 +152,7 @@ def _chain(
 
 
 def _sources(
-    node: fx.Node, facts: dict[fx.Node, Facts], stays: Callable[[fx.Node], bool]
+    node: fx.Node, facts: dict[fx.Node, NodeFacts], stays: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
     """Returns a node, and all that it is computed from but for what stays."""
     return set(reached([node], lambda one: [n for n in facts[one].inputs if not stays(n)]))

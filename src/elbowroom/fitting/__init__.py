@@ -16,7 +16,8 @@ PyTorch, take a state and an observation, and return the next state and commands
     commands.py      commands            <--  and carried out by execute.py
     planner.py       moves the state of one kind of forward
     state_view.py    what is derived from it
-    messages.py      every line that is logged, and every refusal
+    messages.py      every line that is logged
+    refusals.py      every refusal of a budget
 
 The package is not called `fit`, because `elbowroom.fit` is the public function.
 """

@@ -24,7 +24,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.planner_settings import PlannerSettings
 from elbowroom.fitting.signature import Signature
 from elbowroom.measure.meter import NoiseMeter
-from elbowroom.plan.parts import Part
+from elbowroom.plan.parts import StepPart
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import Preset
 from elbowroom.plan.profile import Profile
@@ -37,7 +37,7 @@ _PATIENCE = 5  # steps with fewer forwards than some had, until they count as th
 
 
 @dataclass(frozen=True)
-class _Later:
+class _LaterForward:
     """A forward that is not the first of its step.
 
     seen         profile of its rehearsal; None: it was never rehearsed
@@ -59,7 +59,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._later: list[_Later] = []
+        self._later: list[_LaterForward] = []
         self._others: list[tuple[int, Signature]] = []  # of other patterns: place and signature
         self._is_other = False
         self._part = 0
@@ -136,14 +136,14 @@ class Calls:
         """Records the signature and the rehearsed profile of the forward that runs."""
         later = self._later
         if self._at > len(later):
-            later.append(_Later(signature, seen, self._part))
+            later.append(_LaterForward(signature, seen, self._part))
             return
         known = later[self._at - 1]
         if seen is None and known.signature.covers(signature):
             return
         if known.signature.structure == signature.structure:
             signature = known.signature.joined(signature)
-        later[self._at - 1] = _Later(signature, seen, self._part)
+        later[self._at - 1] = _LaterForward(signature, seen, self._part)
 
     def is_whole(self, *, had_backward: bool = True) -> bool:
         """Returns whether the last step can be learned from: no fewer forwards, none smaller.
@@ -174,14 +174,14 @@ class Calls:
         """True if steps have several forwards, and all but the first have been rehearsed."""
         return bool(self._later) and all(one.seen is not None for one in self._later)
 
-    def parts(self, first: ForwardProfile) -> list[Part]:
+    def parts(self, first: ForwardProfile) -> list[StepPart]:
         """Returns the forwards of a step, which begins with `first`, by its parts."""
         seen = {0: (0, first)}
         for nth, one in enumerate(self._later, start=1):
             if one.seen is not None:
                 seen[nth] = one.part, one.seen
         last = max(part for part, _ in seen.values())
-        found: list[Part] = []
+        found: list[StepPart] = []
         carried: list[int] = []
         for part in range(last + 1):
             calls = carried + [nth for nth, (of, _) in seen.items() if of == part]
@@ -189,7 +189,7 @@ class Calls:
             carried_before, carried = carried, [nth for nth in calls if nth in waits]
             if len(calls) > len(carried_before):
                 forwards = {nth: seen[nth][1] for nth in calls}
-                found.append(Part(forwards, frozenset(carried)))
+                found.append(StepPart(forwards, frozenset(carried)))
         return found
 
 

@@ -44,7 +44,7 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_least import refusal_that_holds
 from elbowroom.fitting.compiled_loss import CompiledLoss
 from elbowroom.fitting.compiled_plans import Plans
-from elbowroom.fitting.compiled_room import Room
+from elbowroom.fitting.compiled_room import CompiledRoom
 from elbowroom.fitting.guests import next_forward
 from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.model_state import ModelState
@@ -98,7 +98,7 @@ class CompiledFitting:
         moves = options.offload is not None
         rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
         self.steps = 0
-        self.room = Room(self.model_state, options)
+        self.room = CompiledRoom(self.model_state, options)
         self._plans = Plans(self.room)
         self._probes: Sequence[Tensor] = ()
         self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (

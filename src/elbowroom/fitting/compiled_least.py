@@ -21,7 +21,7 @@ from elbowroom.runtime.undo import Undo
 _MAX_TRIALS = 6
 
 
-class Budgeted(Protocol):
+class Replannable(Protocol):
     """Compiled model that can be planned within other budgets."""
 
     options: FitOptions
@@ -34,7 +34,7 @@ class Budgeted(Protocol):
 
 
 def refusal_that_holds(
-    error: BudgetTooSmall, tried: Budgeted, run: Callable[[], Any], undo: Undo
+    error: BudgetTooSmall, tried: Replannable, run: Callable[[], Any], undo: Undo
 ) -> BudgetTooSmall:
     """Returns the refusal of the least budget that is known to hold.
 

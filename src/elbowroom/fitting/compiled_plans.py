@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from elbowroom.fitting.compiled_room import Room
+from elbowroom.fitting.compiled_room import CompiledRoom
 from elbowroom.fitting.compiled_steps import CompiledSteps, MeasuredStep
 from elbowroom.fitting.region_steps import EXACTLY, FIRST
 from elbowroom.fitting.twin import Twin
@@ -20,7 +20,7 @@ _MAX_CORRECTIONS = 2  # of plans, by measured steps
 
 
 @dataclass
-class _Before:
+class _RejectedPlans:
     """Plans that a measured step has shown to be too high, and that step.
 
     kinds: of calls that these serve; unplanned_nbytes: of the room, as they were made
@@ -38,12 +38,14 @@ class Plans:
     measured  the steps that were measured
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: CompiledRoom) -> None:
         self.twins: list[Twin] = []
         self.measured = CompiledSteps(room.model_state)
         self._kinds: set[Hashable] = set()
         self._room = room
-        self._before: _Before | None = None  # plans, before a correction that was not judged yet
+        self._before: _RejectedPlans | None = (
+            None  # plans, before a correction that was not judged yet
+        )
         self._corrections = 0
 
     @property
@@ -106,7 +108,7 @@ class Plans:
         """Makes plans anew, for as much less as a measured step was too high."""
         room = self._room
         self._corrections += 1
-        self._before = self._before or _Before(
+        self._before = self._before or _RejectedPlans(
             list(self.twins), set(self._kinds), room.unplanned_nbytes, seen
         )
         above = seen.peak_nbytes - room.options.budget_nbytes

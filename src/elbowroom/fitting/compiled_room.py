@@ -26,7 +26,7 @@ _MAX_WAITING = 64  # forwards that are counted
 _UNPLANNED = "measured beside what was planned"  # name of these bytes in messages
 
 
-class Room:
+class CompiledRoom:
     """Bytes that forward and backward of a compiled model may take.
 
     forwards         that wait for their backward at the same time

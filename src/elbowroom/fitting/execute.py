@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting import messages
+from elbowroom.fitting import messages, refusals
 from elbowroom.fitting.attempts import Chosen, KnownStep, Taken
 from elbowroom.fitting.commands import (
     BLAME_NO_CLASSES,
@@ -131,7 +131,7 @@ def _planned(
             try:
                 chosen = _chosen(planner)
             except BudgetTooSmall as error:
-                return NoPlan(messages.without_frames(error), fallbacks_of(planner), again)
+                return NoPlan(refusals.without_frames(error), fallbacks_of(planner), again)
             return PlanMade(*_taken(planner, chosen), fits)
         case CheckPlan():
             _chosen(planner, settings_of(planner, names_least=True), estimated=False)
@@ -325,7 +325,7 @@ def _planned_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> 
     try:
         chosen, step = chosen_by_forward(planner, forward_profile)
     except BudgetTooSmall as error:
-        return RehearsedInVain(messages.without_frames(error))
+        return RehearsedInVain(refusals.without_frames(error))
     known = tuple(KnownStep(step(care), from_rehearsal=True) for care in (CAREFUL, LIKELY))
     return Rehearsed(*_taken(planner, chosen), known)
 
@@ -355,7 +355,7 @@ def _measured_refusal(planner: "Planner", least: Taken) -> BudgetTooSmall:
     if not plan.exact:  # the bytes of codes vary a little with the data
         nbytes += plan.held_nbytes // 256
     options = planner.options
-    return messages.measured_refusal(
+    return refusals.measured_refusal(
         options, planner.model_state, planner.memory, plan, nbytes, _lossy_helps(planner)
     )
 
@@ -372,12 +372,12 @@ def _refused_forward(planner: "Planner", saving: "FittedSaving") -> BudgetTooSma
         try:
             chosen_by_forward(planner, forward_profile, refuses=True)
         except BudgetTooSmall as error:
-            return messages.without_frames(error)
+            return refusals.without_frames(error)
     transient_nbytes, memory = state.headroom.transient_nbytes, planner.memory
     later_nbytes = 0  # where nothing was measured, those to come are part of the estimate
     if transient_nbytes is not None:
         later_nbytes = max(state.gradient_nbytes - memory.gradient_nbytes, 0)
-    return messages.refusal(
+    return refusals.refusal(
         saving,
         planner.options,
         planner.model_state,
@@ -392,7 +392,7 @@ def _refused_forward(planner: "Planner", saving: "FittedSaving") -> BudgetTooSma
 def _helps_anyway(planner: "Planner") -> str:
     """Returns what exact=None would allow besides codes that may help, in words, or ""."""
     return planner.model_state.states.lossy_helps() or (
-        messages.LAYERS_HELP if planner.state.is_recurrent else ""
+        refusals.LAYERS_HELP if planner.state.is_recurrent else ""
     )
 
 

@@ -23,15 +23,30 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from elbowroom.fitting.messages import say_replaced_hooks, warn_checked_hooks, warn_kept_hooks
 from elbowroom.fitting.options import FitOptions
+from elbowroom.runtime.ledger import Tally
 
 _OURS = ("torch", "elbowroom")
 
 
 class ForeignHooks:
-    """Memory of the hooks that were met around a model, and of whether they change values."""
+    """Memory of the hooks that were met around a model, and of whether they change values.
+
+    graph  that of the last forward, if such hooks hold what it has saved
+    """
 
     def __init__(self) -> None:
-        self._known: dict[object, _Verdict] = {}
+        self._known: dict[object, _PairVerdict] = {}
+        self.graph: Tally | None = None
+
+    @property
+    def waits(self) -> bool:
+        """True while that graph waits for its backward."""
+        return self.graph is not None and self.graph.waits
+
+    def follow(self, out: object) -> None:
+        """Follows the graph of the results of a forward whose saved tensors such hooks hold."""
+        self.graph = Tally(0, 0)
+        self.graph.follow(out)
 
     def around(self, options: FitOptions) -> AbstractContextManager[object] | None:
         """Returns a context for a forward that the hooks set now keep for themselves.
@@ -47,7 +62,7 @@ class ForeignHooks:
         key = tuple((_name_of(hook), getattr(hook, "__code__", None)) for hook in hooks)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _Verdict()
+            known = self._known[key] = _PairVerdict()
             warn_checked_hooks(options, name)
         elif known.differs:
             if not known.was_said:
@@ -59,11 +74,11 @@ class ForeignHooks:
                 say_replaced_hooks(options, name)
             known.was_said = True
             return None
-        checked = _Checked(known, *hooks)
+        checked = _ComparedHooks(known, *hooks)
         return saved_tensors_hooks(checked.pack, checked.unpack)
 
 
-class _Verdict:
+class _PairVerdict:
     """A verdict says what is known of one pair of hooks.
 
     backward_began  backward has called them
@@ -85,11 +100,11 @@ class _Packed(NamedTuple):
     was: object
 
 
-class _Checked:
+class _ComparedHooks:
     """Pair of hooks that call the program's own, and compare what these give back and got."""
 
     def __init__(
-        self, verdict: _Verdict, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+        self, verdict: _PairVerdict, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> None:
         self._verdict, self._pack, self._unpack = verdict, pack, unpack
 

@@ -112,7 +112,7 @@ class SharesSteps(ForwardModes, ABC):
     def __init__(self, model_state: ModelState, options: FitOptions, plan: Plan | None) -> None:
         """plan: the plan of the first step."""
         super().__init__(model_state, options)
-        self.asked, self._has_given = options, plan is not None
+        self.asked = options
         self._open_step = OpenStep()
         self._plan_cache = PlanCache(options, model_state, self.context, plan)
         _models.add(self)
@@ -163,7 +163,7 @@ class SharesSteps(ForwardModes, ABC):
 
     def _find_host(self) -> "SharesSteps | None":
         """Returns the fitted model whose step a forward of this one goes on with."""
-        if self._has_given or self._open_step.waits:
+        if self._plan_cache.was_given or self._open_step.waits:
             return None
         hosts = (one for one in list(_models) if one is not self and one._may_take_in(self))
         return max(hosts, default=None, key=lambda one: one.ran_at)
@@ -181,7 +181,7 @@ class SharesSteps(ForwardModes, ABC):
     @property
     def _leaves_room(self) -> bool:
         """True if other models may share the step that begins, and none has been known to."""
-        if self.model_state.has_guests or self._has_given or self._closed:
+        if self.model_state.has_guests or self._plan_cache.was_given or self._closed:
             return False
         others = [one for one in list(_models) if one is not self and not one._closed]
         return self.expects_others or any(
@@ -190,7 +190,7 @@ class SharesSteps(ForwardModes, ABC):
         )
 
     def _may_take_in(self, guest: "SharesSteps") -> bool:
-        alike = self.asked == guest.asked and not (self._has_given or self._closed)
+        alike = self.asked == guest.asked and not (self._plan_cache.was_given or self._closed)
         if not alike or self._last is None or not self._open_step.may_take_in:
             return False
         same_device = self.model_state.device == guest.model_state.device

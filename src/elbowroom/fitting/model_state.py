@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elbowroom.fitting.options import MemoryState
-from elbowroom.fitting.state_formats import States
+from elbowroom.fitting.state_formats import StateFormats
 from elbowroom.measure.resident_bytes import (
     expected_nbytes,
     gradients_nbytes,
@@ -40,7 +40,7 @@ class ModelState:
         self._guests: list[weakref.ref[ModelState]] = []
         self.is_fitted = True
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self.states = States(self.optimizers, self.resident_bytes)
+        self.states = StateFormats(self.optimizers, self.resident_bytes)
         if optimizer is not None:
             self.add(optimizer)
 

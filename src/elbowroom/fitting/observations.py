@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
     from elbowroom.plan.rehearsal import ForwardProfile
-    from elbowroom.plan.shares import Added, NoiseShares
+    from elbowroom.plan.shares import AddedVariance, NoiseShares
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class NoiseMeasured:
 
     shares: "NoiseShares | None"
     predicted: bool = False
-    added: "Added | None" = None
+    added: "AddedVariance | None" = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ class PlanCache:
     def __iter__(self) -> Iterator[Planner]:
         return iter(self._known.values())
 
+    @property
+    def was_given(self) -> bool:
+        """True if the first kind of forward begins with a plan of the user's."""
+        return self._first is not None
+
     def of(self, signature: Signature) -> Planner:
         """Returns the planner for forwards of this signature."""
         found = self._known.get(signature.bucket)

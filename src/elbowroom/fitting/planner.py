@@ -56,12 +56,7 @@ from elbowroom.fitting.execute import (
 )
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import (
-    say_unscripted,
-    warn_unexpected,
-    warn_unmeasured,
-    without_frames,
-)
+from elbowroom.fitting.messages import say_unscripted, warn_unexpected, warn_unmeasured
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.observations import (
     CannotRehearse,
@@ -84,6 +79,7 @@ from elbowroom.fitting.observations import (
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.phase import Phase
+from elbowroom.fitting.refusals import without_frames
 from elbowroom.fitting.rehearse import rehearse
 from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState

@@ -6,8 +6,8 @@ from math import inf
 from typing import Self
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.messages import without_frames
 from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.refusals import without_frames
 from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import AT_LEAST, LOSSY_HELPS, make_plan
 from elbowroom.plan.plan import Plan

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.fitting.model_state import storage_nbytes
-from elbowroom.measure.held import is_real
+from elbowroom.measure.live_storages import is_real
 from elbowroom.runtime.storage import storage_nbytes as nbytes_of_storage
 
 _SMALL = 1 << 14  # bytes: a loss, or a few scores

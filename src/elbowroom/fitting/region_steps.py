@@ -40,7 +40,7 @@ _measuring: "weakref.ref[RegionSteps] | None" = None  # the one whose step runs,
 
 
 @dataclass
-class _Step:
+class _RegionStep:
     """A step that is measured.
 
     region, numel  the region that began it, and the elements that this was given
@@ -72,7 +72,7 @@ class RegionSteps:
         self._tries = 0
         self._given: list[weakref.ref[Tensor]] = []  # what regions were given in the last step
         self._outputs = PreviousOutputs()
-        self._step: _Step | None = None
+        self._step: _RegionStep | None = None
         self._hook: RemovableHandle | None = None
 
     def watch(self, region: Region) -> Region:
@@ -128,7 +128,7 @@ class RegionSteps:
         if interval is None:
             self._tries += 1
             return
-        _measuring, self._step = weakref.ref(self), _Step(interval, region, numel, [])
+        _measuring, self._step = weakref.ref(self), _RegionStep(interval, region, numel, [])
         self._hook = register_optimizer_step_post_hook(partial(_updated, weakref.ref(self)))
 
     def _note(self, out: Any) -> None:
@@ -182,7 +182,7 @@ class RegionSteps:
         if step.is_settled:
             self._kept[step.region] = max(step.numel, self._kept[step.region])
 
-    def _says_above(self, peak: int, step: _Step) -> str:
+    def _says_above(self, peak: int, step: _RegionStep) -> str:
         above = show_nbytes(peak - self._budget_nbytes)
         budget = f"{above} more than its budget of {show_nbytes(self._budget_nbytes)}"
         if not step.is_settled:

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.attempts import Chosen
 from elbowroom.fitting.forward import Fit, FittedSaving
-from elbowroom.fitting.messages import warn_optimistic, without_frames
+from elbowroom.fitting.messages import warn_optimistic
 from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.fitting.planner_settings import PlannerSettings
-from elbowroom.fitting.state_formats import CHOICES, States
+from elbowroom.fitting.refusals import without_frames
+from elbowroom.fitting.state_formats import CHOICES, StateFormats
 from elbowroom.measure.background import Background
 from elbowroom.measure.graph import graph_of
 from elbowroom.measure.recording import Recording
@@ -131,7 +132,7 @@ Step = Callable[[Care], Profile]  # the rehearsed step, with so much care
 def plan_by_forward(
     steps: Step,
     in_turns: Step,
-    states: States,
+    states: StateFormats,
     owner: object,
     settings: PlannerSettings,
     *,
@@ -218,7 +219,7 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 def _refusal(
     steps: Step,
     in_turns: Step,
-    states: States,
+    states: StateFormats,
     owner: object,
     settings: PlannerSettings,
     gradient_nbytes: int,

@@ -36,7 +36,7 @@ def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fittin
     asked = [fitting.options.budget_nbytes for fitting in fittings]
     why = ""
     for _ in range(_MAX_TRIES):
-        attempt = _Attempt(models, fittings)
+        attempt = _GuardedRun(models, fittings)
         try:
             with attempt:
                 return step()
@@ -51,7 +51,7 @@ def repeat(step: Callable[[], T], models: list[nn.Module], fittings: list[Fittin
     raise _given_up(asked, fittings, why)
 
 
-class _Attempt:
+class _GuardedRun:
     """Context around one run of the step, which suppresses an out-of-memory error.
 
     why: the first line of that error

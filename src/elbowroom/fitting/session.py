@@ -22,7 +22,7 @@ counts its bytes to its end, or to a backward inside it, without holding tensors
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,13 @@ from torch.optim import Optimizer
 
 from elbowroom.codecs.dropped import dropped, why_dropped
 from elbowroom.errors import BudgetTooSmall, ElbowroomError, NothingHeld, PlanError
-from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.guests import SharesSteps, next_forward
 from elbowroom.fitting.late_optimizers import watch
-from elbowroom.fitting.messages import add_co_resident, add_room, warn_not_called
+from elbowroom.fitting.messages import warn_not_called
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
+from elbowroom.fitting.refusals import add_co_resident, add_room
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
@@ -56,6 +56,17 @@ from elbowroom.runtime.undo import Undo
 
 _MAX_MISSED = 3  # steps of the model's optimizers before a forward of it
 _MAX_REPEATED = 16  # forwards that are known, until what stands is looked after again
+
+
+@dataclass
+class Repeats:
+    """Known forwards in a row.
+
+    parameters  of the model, which they need not collect again
+    """
+
+    parameters: list[nn.Parameter]
+    forwards: int = 0
 
 
 class Fitting(SharesSteps):
@@ -89,10 +100,8 @@ class Fitting(SharesSteps):
         rates(self.model_state.device.type, lossy=not options.exact, moves=moves)
         self._shortage = Shortage()
         self._together = Together()
-        self._foreign = ForeignHooks()
         self._copies = True  # until a forward has not changed large tensors (`rewind.py`)
-        self._parameters: list[nn.Parameter] | None = None  # while forwards are known
-        self._repeated = 0  # known forwards in a row
+        self._repeats: Repeats | None = None  # while forwards are known
         self._dropped = dropped()  # codecs, until it was asked which of them a plan uses
         # Of weights and gradients at the last forward, once a graph has waited for two backwards.
         self._versions: tuple[object, ...] | None = None
@@ -103,7 +112,7 @@ class Fitting(SharesSteps):
         self.model_state.add(optimizer)
         if self.model_state.resident_nbytes() > before_nbytes:
             self._plan_cache.forget()
-            self._parameters = None
+            self._repeats = None
             self._tell_hosts()
 
     def meet(self, optimizer: Optimizer) -> None:
@@ -139,7 +148,7 @@ class Fitting(SharesSteps):
                 return self.successor.run(model, forward, given)
         hooks = self._foreign.around(self.options)
         if hooks is not None:
-            self._parameters = None
+            self._repeats = None
             run = partial(self._run_with_foreign_hooks, hooks)
             return self._run_together(run, model, forward, given)
         host = None if self._neighbors.is_alone else self._find_host()
@@ -208,24 +217,25 @@ class Fitting(SharesSteps):
         self._begin_foreign_step()
         with hooks:
             out = forward()
-        self._follow_foreign_graph(out)
+        self._foreign.follow(out)
         return out
 
     def _run_alone(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
-        if self._parameters is not None and not self.context.opens_checkpoints:
+        if self._repeats is not None and not self.context.opens_checkpoints:
             return self._run_noticed(model, forward, given)  # as the forward before
         with noticing(self.context):
             return self._run_noticed(model, forward, given)
 
     def _run_noticed(self, model: nn.Module, forward: Callable[[], Any], given: Given) -> Any:
-        last, known = self._last, self._parameters
-        signature = signature_of(model, *given, known)
+        last, known = self._last, self._repeats
+        parameters = None if known is None else known.parameters
+        signature = signature_of(model, *given, parameters)
         goes_on = self.may_go_on or self._may_resume(given)
         if self._versions is not None and not goes_on:
             self._versions = self._versions_now()
         with self._failures():
-            repeats = known is not None and not goes_on and dropped() == self._dropped
-            if repeats and self._repeats(signature):
+            may_repeat = not goes_on and dropped() == self._dropped
+            if known is not None and may_repeat and self._repeated(signature, known):
                 script = self.planner.repeat()
                 if script is not None:
                     self.context.begin_step()
@@ -272,17 +282,17 @@ class Fitting(SharesSteps):
         finally:
             self._open_step.runs = before
 
-    def _repeats(self, signature: Signature) -> bool:
+    def _repeated(self, signature: Signature, known: Repeats) -> bool:
         """Returns whether this forward equals the last one, and needs no examination.
 
         From time to time everything is examined: more may be resident beside the model.
         """
-        self._repeated += 1
+        known.forwards += 1
         alike = self.planner.now == signature and self._shortage.ran_out_nbytes is None
         free = self._shortage.less is None and self._step is None and self._neighbors.is_alone
-        if alike and free and self._repeated < _MAX_REPEATED:
+        if alike and free and known.forwards < _MAX_REPEATED:
             return True
-        self._parameters = None
+        self._repeats = None
         return False
 
     def _step_with(
@@ -307,9 +317,9 @@ class Fitting(SharesSteps):
         planner = self.planner
         script = planner.next_script() if self._step is None else None
         if script is not None and not planner.has_trials:
-            self._parameters, self._repeated = list(model.parameters()), 0
+            self._repeats = Repeats(list(model.parameters()))
             return self._replayed(forward, script)
-        self._parameters = None
+        self._repeats = None
         follows = not planner.state.may_rehearse or self._step is None
         if follows and not planner.takes_trials():
             return self._forward(forward)
@@ -445,7 +455,7 @@ class Fitting(SharesSteps):
 
     def close(self) -> None:
         super().close()
-        self._parameters = None
+        self._repeats = None
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans model(*args, **kwargs), in training mode, before the training begins.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elbowroom.fitting.signature import Signature
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
-    from elbowroom.plan.shares import Added
+    from elbowroom.plan.shares import AddedVariance
 
 PLAIN = 0  # index of "keep" in every ladder
 SAFEST_EXACT = 1  # index of "exact" in every ladder
@@ -30,7 +30,7 @@ _MEASURES = (Phase.WRITING, Phase.VERIFYING, Phase.SMALLEST)
 _PROFILED = 1.1  # of the budget: the peak that a profiled step may have
 
 
-class Before(NamedTuple):
+class ReplacedState(NamedTuple):
     """Settled state that was replaced because a step had more forwards, or saved more, than others.
 
     calls: number of forwards in a step until then
@@ -151,7 +151,7 @@ class FitState:
     was_rehearsed: bool = False
     was_watched: bool = False
     predicts_noise: bool = False
-    added: "Added | None" = None
+    added: "AddedVariance | None" = None
     unexpected_steps: int = 0
     was_unexpected: bool = False
     unexpected_nbytes: int = 0
@@ -159,7 +159,7 @@ class FitState:
     varies: bool = False
     only_largest: bool = False
     most: "Signature | None" = None
-    before: Before | None = None
+    before: ReplacedState | None = None
 
     def fresh(self) -> Self:
         """Returns a state without what was measured, as before the first forward."""

@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 
 from elbowroom.errors import BudgetTooSmall, PlanError
 from elbowroom.fitting.attempts import Candidate, Chosen
-from elbowroom.fitting.messages import say_states, without_frames
+from elbowroom.fitting.messages import say_states
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
+from elbowroom.fitting.refusals import without_frames
 from elbowroom.measure.timing import least_s
 from elbowroom.optim import SGD, AdamW, Lion
 from elbowroom.optim.auto import auto_groups, held_as, hold, nbytes_as
@@ -49,7 +50,7 @@ _CHOSEN = {
 Around = Callable[[], AbstractContextManager[object]]
 
 
-class States:
+class StateFormats:
     """Optimizer states of a fitted model whose format may be chosen.
 
     around  makes a context in which states are converted
@@ -290,7 +291,7 @@ def is_auto(optimizer: Optimizer) -> TypeGuard[EncodedOptimizer]:
     return isinstance(optimizer, EncodedOptimizer) and bool(auto_groups(optimizer))
 
 
-def check_alone(optimizer: Optimizer | None, others: Iterable[States]) -> None:
+def check_alone(optimizer: Optimizer | None, others: Iterable[StateFormats]) -> None:
     """Raises PlanError for an auto optimizer that belongs to another fitted model."""
     if any(known is optimizer for other in others for known in other.auto()):
         raise PlanError(

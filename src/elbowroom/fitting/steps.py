@@ -3,8 +3,10 @@
 One measurement runs at a time, from a step's first forward to the next step.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.fitting.co_resident import Neighbors
+from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
 from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside, warn_later
@@ -66,10 +69,19 @@ def foresee(
 
 
 _AMPLE = 0.25  # of the budget
-_MAX_EVALUATIONS = 16  # forwards without gradients within settled steps that are measured
-_MAX_LATE_MEASUREMENTS = 16  # settled steps, to measure one if none was until then
-_MAX_FOREIGN = 4  # steps in which the program's own hooks hold what is saved, to measure those
-HOOKS = "hooks"  # the setting of such a step
+HOOKS = "hooks"  # the setting of a step in which the program's own hooks hold what is saved
+
+
+class Extra(Enum):
+    """Measurements that no plan needs, and how many of them are made at most."""
+
+    EVALUATION = 0, 16  # forwards without gradients within settled steps
+    LATE = 1, 16  # settled steps, to measure one if none was until then
+    FOREIGN = 2, 4  # steps with the program's own hooks
+
+    @property
+    def most(self) -> int:
+        return self.value[1]
 
 
 class MeasuredSteps:
@@ -100,16 +112,10 @@ class MeasuredSteps:
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
         self._neighbors = Neighbors(model_state)
         self._outputs = PreviousOutputs()
-        self._said_lossy = False
-        self._said_blind = False
-        self._said_later = False
+        self._said: set[Callable[..., None]] = set()  # lines that are logged once
         self._skips_measuring = False  # the next step is measured of a model that runs inside
-        self._evaluations = 0  # forwards without gradients that were measured within settled steps
-        self._late_measurements = 0  # settled steps that were measured, to know at least one
-        # The graph of the last forward, if the program's own hooks hold what it has saved.
-        self._foreign_graph: Tally | None = None
-        self._foreign_steps = 0  # steps of such forwards
-        self._closed = False
+        self._extra: Counter[Extra] = Counter()  # how many there were
+        self._foreign = ForeignHooks()
 
     def _context(
         self, *, may_climb: bool = True, after: FittedSaving | None = None
@@ -147,10 +153,10 @@ class MeasuredSteps:
         self.end_step()
         last = self._last
         inside = last is not None and last.waits and self._step is None
-        is_over = self._closed or self._evaluations >= _MAX_EVALUATIONS
-        if not inside or is_over or self._has_ample_room:
+        if not inside or self._closed or self._has_ample_room:
             return forward()
-        self._evaluations += 1
+        if not self._may_measure(Extra.EVALUATION):
+            return forward()
         running = Interval.start(
             self.model_state.nbytes + self._neighbors.nbytes, self.model_state.device
         )
@@ -159,7 +165,7 @@ class MeasuredSteps:
         finally:
             peak = None if running is None else running.stop()
             if peak is not None and peak > self.options.budget_nbytes:
-                self._evaluations = _MAX_EVALUATIONS  # it is said once
+                self._extra[Extra.EVALUATION] = Extra.EVALUATION.most  # it is said once
                 warn_inside(self.options, peak)
 
     def end_step(self) -> None:
@@ -167,7 +173,7 @@ class MeasuredSteps:
         if self._step is None:
             return
         over = self._last is not None and self._last.is_over
-        if over or (self._foreign_graph is not None and not self._foreign_graph.waits):
+        if over or (self._foreign.graph is not None and not self._foreign.waits):
             self._step.end()
 
     def _learn(self) -> None:
@@ -175,7 +181,7 @@ class MeasuredSteps:
         self._note_backward()
         last, self._last = self._last, None
         step, self._step = self._step, None
-        graph, self._foreign_graph = self._foreign_graph, None
+        graph, self._foreign.graph = self._foreign.graph, None
         if step is None:
             return
         if graph is not None:
@@ -218,26 +224,19 @@ class MeasuredSteps:
         )
         waits = Background.running is not None  # backward is another model's; measure after it
         blind = self._step is None and self.highest_nbytes is None
-        if blind and not waits and not self._said_blind:
-            self._said_blind = True
+        if blind and not waits and self._is_first(warn_blind):
             warn_blind(self.options)
 
     def _begin_foreign_step(self) -> None:
         """Begins a step in which the program's own hooks hold what is saved, or goes on with it."""
-        if self._foreign_graph is not None and self._foreign_graph.waits:
+        if self._foreign.waits:
             return
         if self._last is not None and self._last.waits:
             self.interrupt()  # a part of this step was held by us
         self._learn()
         self.context.begin_step()
-        self._foreign_steps += 1
-        if self._foreign_steps <= _MAX_FOREIGN and not self._closed:
+        if not self._closed and self._may_measure(Extra.FOREIGN):
             self._step = Measurement.start(self.model_state, self._memory(), writes=False)
-
-    def _follow_foreign_graph(self, out: object) -> None:
-        """Follows the graph of such a forward."""
-        self._foreign_graph = Tally(0, 0)
-        self._foreign_graph.follow(out)
 
     def _end_foreign_step(self, step: Measurement, graph: Tally) -> None:
         """Ends the measurement of such a step, unless its backward is still to come."""
@@ -252,15 +251,25 @@ class MeasuredSteps:
     @property
     def setting(self) -> str:
         """The current setting of steps."""
-        return self.planner.setting if self._foreign_graph is None else HOOKS
+        return self.planner.setting if self._foreign.graph is None else HOOKS
 
     def _is_unknown(self, state: FitState) -> bool:
         """Returns whether steps have settled that could not be measured."""
         known = self.peak_nbytes is not None and not state.is_blind
-        if not state.settled or known or self._late_measurements >= _MAX_LATE_MEASUREMENTS:
+        return state.settled and not known and self._may_measure(Extra.LATE)
+
+    def _may_measure(self, extra: Extra) -> bool:
+        """Returns whether another such measurement is made, which is counted."""
+        if self._extra[extra] >= extra.most:
             return False
-        self._late_measurements += 1
+        self._extra[extra] += 1
         return True
+
+    def _is_first(self, line: Callable[..., None]) -> bool:
+        """Returns whether a line that is logged once is still to be logged."""
+        is_first = line not in self._said
+        self._said.add(line)
+        return is_first
 
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
         chosen, rounds = saving.setting, self.context.rounds
@@ -278,8 +287,7 @@ class MeasuredSteps:
         What other fitted models do meanwhile is measured of these.
         """
         is_above = step.later_nbytes > self.options.budget_nbytes >= (step.peak or inf)
-        if is_above and not self._said_later and self._neighbors.is_alone:
-            self._said_later = True
+        if is_above and self._neighbors.is_alone and self._is_first(warn_later):
             warn_later(self.options, step.later_nbytes)
 
     def _note_backward(self) -> None:
@@ -307,9 +315,9 @@ class MeasuredSteps:
         """Ends the training: its last step counts as measured, if none with its setting was."""
         self._note_backward()
         last, step = self._last, self._step
-        if step is not None and self._foreign_graph is not None:
+        if step is not None and self._foreign.graph is not None:
             self._step = None
-            self._end_foreign_step(step, self._foreign_graph)
+            self._end_foreign_step(step, self._foreign.graph)
         elif step is not None and last is not None and self.peak_setting != self.planner.setting:
             step.end()
             if step.peak is not None:
@@ -319,9 +327,12 @@ class MeasuredSteps:
     def close(self) -> None:
         """Ends a measurement that runs, since the model is not fitted any more."""
         self.interrupt()
-        self._closed = True
         self.model_state.is_fitted = False
         self._neighbors.leave()
+
+    @property
+    def _closed(self) -> bool:
+        return not self.model_state.is_fitted
 
     def interrupt(self) -> None:
         """Discards the running measurement: what follows is no training step."""
@@ -348,8 +359,9 @@ class MeasuredSteps:
             self.options,
             chosen,
             rounds=rounds,
-            was_lossy=self._said_lossy,
+            was_lossy=say_setting in self._said,
             estimated=self.planner.state.is_estimated,
             given=self.planner.state.follows_given,
         )
-        self._said_lossy = self._said_lossy or not (chosen.exact or rounds)
+        if not (chosen.exact or rounds):
+            self._said.add(say_setting)

@@ -10,7 +10,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.fitting.session import Fitting
 from elbowroom.fitting.steps import HOOKS
 from elbowroom.plan.make import plain_peak
-from elbowroom.plan.plan import Line
+from elbowroom.plan.plan import ExplainedLine
 from elbowroom.plan.site import NO_MODULE
 from elbowroom.runtime.compiler import ran_eagerly
 from elbowroom.units import show_nbytes, show_percent
@@ -54,7 +54,7 @@ class Summary:
     noise: float | None
     exact: bool
     steps: int
-    lines: tuple[Line, ...]
+    lines: tuple[ExplainedLine, ...]
     trained: bool = True
     predicts_noise: bool = False
     substitution: str = ""
@@ -103,7 +103,7 @@ class Summary:
             rows.append(("noise", "", show_percent(self.noise), remark))
         if self.substitution:
             rows.append(("codes", "", "", self.substitution))
-        by_action: dict[str, list[Line]] = {}
+        by_action: dict[str, list[ExplainedLine]] = {}
         for line in self.lines:
             by_action.setdefault(line.action, []).append(line)
         for action, lines in by_action.items():
@@ -201,7 +201,7 @@ def _over(nbytes: int | None, budget_nbytes: int) -> str:
     return f"{show_nbytes(over)} over the budget" if over > 0 else "within the budget"
 
 
-def _places(lines: list[Line], most: int = 3, columns: int = 64) -> str:
+def _places(lines: list[ExplainedLine], most: int = 3, columns: int = 64) -> str:
     """Names the modules of the largest tensors: one, and more of them in so many columns."""
     largest = sorted(lines, key=lambda line: -line.nbytes)
     names = list(dict.fromkeys(line.module or NO_MODULE for line in largest))

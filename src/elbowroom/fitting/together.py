@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.messages import without_frames
+from elbowroom.fitting.refusals import without_frames
 from elbowroom.measure.memory import device_of
 from elbowroom.optim.sharded import is_sharded
 from elbowroom.runtime.attach import Given

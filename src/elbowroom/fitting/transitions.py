@@ -67,7 +67,7 @@ from elbowroom.fitting.planned import (
     smallest_made,
     tries_more,
 )
-from elbowroom.fitting.state import SAFEST_EXACT, Before, FitState
+from elbowroom.fitting.state import SAFEST_EXACT, FitState, ReplacedState
 
 if TYPE_CHECKING:
     from elbowroom.fitting.options import MemoryState
@@ -144,7 +144,7 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
         refuses, varies = state.may_refuse, state.was_unexpected and not state.may_refuse
         known = replace(state, before=None, was_unexpected=False)
         may_go_back = (seen.grew and not refuses) or (varies and state.has_fit)
-        before = Before(known, seen.calls) if may_go_back else None
+        before = ReplacedState(known, seen.calls) if may_go_back else None
         state = replace(state.fresh(), varies=varies, before=before, infeasible=seen.grew)
         if seen.grew:
             state = replace(state, unexpected_nbytes=0, smaller_steps=0)

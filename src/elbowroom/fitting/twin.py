@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from elbowroom.compiled import Regions, compile_region, counted, frame_of, in_whole, reporting_to
 from elbowroom.errors import BudgetTooSmall
-from elbowroom.fitting.compiled_room import Room
+from elbowroom.fitting.compiled_room import CompiledRoom
 from elbowroom.fitting.inside import settings_of
 from elbowroom.fitting.options import FitOptions
 from elbowroom.runtime.attach import called
@@ -60,7 +60,7 @@ class Controller(Protocol):
 
     options: FitOptions
     how: CompileSettings
-    room: Room
+    room: CompiledRoom
 
     def counts_shape(self, frame: object, *, symbolic: bool) -> None: ...
 

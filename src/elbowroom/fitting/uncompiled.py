@@ -41,7 +41,7 @@ def uncompiled_nbytes(results: Sequence[Tensor], resident: Iterable[Tensor]) -> 
                 pending.append(below)
         if type(node).__name__ == "CompiledFunctionBackward":
             continue
-        packed = (one.x if isinstance(one, _Held) else one for one in held_by(node))
+        packed = (one.x if isinstance(one, _SavedTensor) else one for one in held_by(node))
         for x in tensors_in(list(packed)):
             if x.layout is torch.strided:
                 storages[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
@@ -65,7 +65,7 @@ class Examined(OwnHooks):
         self._in_regions = 0
         self._allowed_nbytes = allowed_nbytes
         self._seen = {_address(x) for x in resident}
-        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+        self._held: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         # Dynamo would compile them, as all that runs inside of a model that it has not compiled.
         disable: Any = torch.compiler.disable
         super().__init__(disable(self.pack), disable(self.unpack))
@@ -79,9 +79,9 @@ class Examined(OwnHooks):
         self._first_runs.__exit__(*given)
         super().__exit__(*given)
 
-    def pack(self, x: Tensor) -> "_Held":
+    def pack(self, x: Tensor) -> "_SavedTensor":
         """Holds a saved tensor, if there is room for it."""
-        held, address = _Held(x.detach(), x._version), _address(x)
+        held, address = _SavedTensor(x.detach(), x._version), _address(x)
         if address in self._seen:
             return held
         nbytes = 0 if address is None else x.untyped_storage().nbytes()
@@ -97,7 +97,7 @@ class Examined(OwnHooks):
             self._drop()
         return held
 
-    def unpack(self, held: "_Held") -> Tensor:
+    def unpack(self, held: "_SavedTensor") -> Tensor:
         """Returns a saved tensor to a backward that begins in this forward."""
         return _unpack(held)
 
@@ -115,14 +115,14 @@ class Examined(OwnHooks):
 
 
 @dataclass(eq=False)
-class _Held:
+class _SavedTensor:
     """A saved tensor, or None once it was dropped, and its version."""
 
     x: Tensor | None
     version: int
 
 
-def _unpack(held: _Held) -> Tensor:
+def _unpack(held: _SavedTensor) -> Tensor:
     x = held.x
     if x is None:  # by a forward that asks for gradients itself
         raise NothingCompiled

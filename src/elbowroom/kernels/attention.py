@@ -26,7 +26,7 @@ _WEIGHTS = 1 << 15, 1 << 17  # elements of p at once: from here, to here if q ha
 _DTYPES = torch.float32, torch.float64
 
 
-class Given(NamedTuple):
+class AttentionArguments(NamedTuple):
     """Arguments of attention: q [B, H, T, E], k [B, G, S, E], v [B, G, S, F], without dropout.
 
     mask   one that wants no gradient, or None
@@ -63,7 +63,7 @@ class Given(NamedTuple):
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def gradients(given: Given, grad: Tensor, into: Three | None = None) -> Three:
+def gradients(given: AttentionArguments, grad: Tensor, into: Three | None = None) -> Three:
     """The gradients of q, k and v; grad [B, H, T, F].
 
     into: what they are written to; None: fresh memory with the strides of q, k and v
@@ -125,7 +125,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _of_heads(
-    given: Given,
+    given: AttentionArguments,
     some: tuple[Tensor, ...],
     masked: Sequence[Tensor | None],
     seen_keys: Sequence[int],
@@ -185,7 +185,7 @@ def _hidden_rows(mask: Tensor) -> Tensor | None:
     return rows if bool(rows.any()) else None
 
 
-def _seen(given: Given) -> list[int]:
+def _seen(given: AttentionArguments) -> list[int]:
     """The number of keys that each run of `_ROWS` queries may see; those behind have a weight of 0.
 
     Of masks, the largest negative number hides as infinity does, but for rows that it fills.

@@ -32,7 +32,7 @@ LIMIT = 2.0**120  # beyond it a sum of coefficients might overflow: taken as not
 FIRST_GAIN = 1872  # gain code k > 0 is the float32 whose bits are (k + 1872) << 19: 2^-10 to 62
 
 
-class Run(NamedTuple):
+class LevelRange(NamedTuple):
     """Positions start..stop-1, all with `levels`."""
 
     start: int
@@ -53,7 +53,7 @@ class Bands:
     cell: int
     order: tuple[int, ...]  # position -> row * block + column
     band: tuple[int, ...]  # position -> min(row + column, LAST_BAND)
-    runs: tuple[Run, ...]  # run 0 is the mean
+    runs: tuple[LevelRange, ...]  # run 0 is the mean
     coded: int  # the residual is positions coded..block^2-1
 
     @property
@@ -92,14 +92,14 @@ def bands_of(block: int, levels: tuple[int, ...]) -> Bands:
     """levels by band, the last one repeated; 0 for bands that are not coded (at the end only)."""
     places = sorted((i + j, i, j) for i in range(block) for j in range(block))
     at = [levels[min(band, len(levels) - 1)] for band, _, _ in places]
-    runs = [Run(0, 1, at[0])]
+    runs = [LevelRange(0, 1, at[0])]
     for p in range(1, block**2):
         if not at[p]:
             break
         if at[p] == runs[-1].levels and len(runs) > 1:
             runs[-1] = runs[-1]._replace(stop=p + 1)
         else:
-            runs.append(Run(p, p + 1, at[p]))
+            runs.append(LevelRange(p, p + 1, at[p]))
     return Bands(
         block=block,
         lanes=128 if block == 4 else 32,
@@ -138,7 +138,7 @@ def cosines(block: int) -> tuple[tuple[float, ...], ...]:
     )
 
 
-def mixed(run: Run) -> Iterator[tuple[int, int]]:
+def mixed(run: LevelRange) -> Iterator[tuple[int, int]]:
     """The spans (start, size) of a run that are mixed in turn, sizes powers of two: all of it."""
     n = run.stop - run.start
     size = 1 << (n.bit_length() - 1)

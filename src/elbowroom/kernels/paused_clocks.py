@@ -20,14 +20,14 @@ class Pausable(Protocol):
         """Returns a context in which no time counts."""
 
 
-class _Clocks(threading.local):
+class _Thread(threading.local):
     """The clocks of this thread: another one's step does not wait for what this one compiles."""
 
     def __init__(self) -> None:
         self.all: WeakSet[Pausable] = WeakSet()
 
 
-_clocks = _Clocks()
+_clocks = _Thread()
 
 
 def watch(clock: Pausable) -> None:

@@ -68,7 +68,7 @@ MOST_RANGE = 32 * 256  # of a group, in 1/256 octaves: what is smaller is held a
 LEAST_RANGE = 9 / 256  # of a group, in octaves: beyond it the exponent k would exceed 507
 
 
-class Rows(NamedTuple):
+class StateRows(NamedTuple):
     """D rows of R elements, each of G groups."""
 
     D: int
@@ -76,9 +76,9 @@ class Rows(NamedTuple):
     G: int
 
 
-def rows_of(n: int, row: int) -> Rows:
+def rows_of(n: int, row: int) -> StateRows:
     """n elements in rows of `row`."""
-    return Rows(n // row if row else 0, row, -(-row // GROUP))
+    return StateRows(n // row if row else 0, row, -(-row // GROUP))
 
 
 def code_width(kind: str, row: Any) -> Any:

@@ -64,14 +64,14 @@ class Freed:
     by: object
 
 
-class Mark(NamedTuple):
+class NamedMoment(NamedTuple):
     """A moment that has a name: of the program's, or what was freed then."""
 
     at_ns: int
     name: str | Freed
 
 
-class _Event(Protocol):
+class _ProfilerEvent(Protocol):
     """The fields that we use of a node of the profiler's event tree."""
 
     name: str
@@ -109,7 +109,7 @@ class Allocations:
         self.shares, self.thread = shares, threading.get_ident()
         self.was_ended = False
         self._changes: list[Change] = []
-        self._marks: list[Mark] = []
+        self._marks: list[NamedMoment] = []
         if Allocations._running:
             _hand_out()
         else:
@@ -152,7 +152,7 @@ class Allocations:
                 one.was_ended = True
             cls._running.clear()
 
-    def stop(self) -> tuple[list[Change], list[Mark]]:
+    def stop(self) -> tuple[list[Change], list[NamedMoment]]:
         """Returns all changes and marks since the start, in order, or up to where it was ended."""
         if self in Allocations._running:
             try:
@@ -171,7 +171,7 @@ class Allocations:
                 "peak: PyTorch has one in a process. Measure a step without it."
             )
 
-    def take(self, changes: list[Change], marks: list[Mark]) -> None:
+    def take(self, changes: list[Change], marks: list[NamedMoment]) -> None:
         """Adds what has come since the last time."""
         self._changes += changes
         self._marks += marks
@@ -204,7 +204,7 @@ def _hand_out() -> None:
             gc.enable()
 
 
-def _read(results: Any) -> tuple[list[Change], list[Mark]]:
+def _read(results: Any) -> tuple[list[Change], list[NamedMoment]]:
     events = [event for event in _roots(results) if event.name == "[memory]"]
     only = None if torch.accelerator.is_available() else "cpu"  # to ask takes a fifth of it all
     found = [
@@ -215,13 +215,13 @@ def _read(results: Any) -> tuple[list[Change], list[Mark]]:
     found.sort(key=itemgetter(0))  # stable: ties keep their order
     marked = Allocations._marked
     changes: list[Change] = []
-    marks: list[Mark] = []
+    marks: list[NamedMoment] = []
     for one in found:
         at = one.ptr, one.nbytes
         if at not in marked:
             changes.append(one)
         elif (name := marked.pop(at)) is not None:  # once: a tensor may come to lie there
-            marks.append(Mark(one.at_ns, name))
+            marks.append(NamedMoment(one.at_ns, name))
     return changes, marks
 
 
@@ -298,13 +298,13 @@ def _enable(config: ProfilerConfig) -> None:
     cast(Callable[..., None], _enable_profiler)(config, _CPU, _NOBODYS)
 
 
-def _roots(results: Any) -> Sequence[_Event]:
+def _roots(results: Any) -> Sequence[_ProfilerEvent]:
     """Returns the profiler's events.
 
     They are private in torch 2.13: public ones give an allocation no time.
     """
     try:
-        return cast(Sequence[_Event], results.experimental_event_tree())
+        return cast(Sequence[_ProfilerEvent], results.experimental_event_tree())
     except AttributeError as error:
         raise RuntimeError(
             f"torch {torch.__version__} keeps the profiler's memory events elsewhere than 2.11 to "

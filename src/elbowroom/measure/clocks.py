@@ -18,7 +18,7 @@ import torch
 
 from elbowroom.kernels.paused_clocks import watch
 from elbowroom.measure.cuda_peak import CudaPeak
-from elbowroom.measure.held import Held
+from elbowroom.measure.live_storages import LiveStorages
 from elbowroom.measure.peak import MemoryCurve, mark
 
 _recordings = itertools.count()
@@ -185,7 +185,7 @@ class Clocks:
 class CpuMemory:
     """Marks each moment among the allocations of a step, and watches what was there before."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: LiveStorages) -> None:
         self._held = held
         # One that was interrupted still marks, into whatever is measured by then.
         self._moment = f"moment {next(_recordings)}."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elbowroom.measure.layouts import copied_nbytes
 from elbowroom.measure.recorder import StepRecorder
-from elbowroom.plan.backward import Graph, Node
+from elbowroom.plan.backward import BackwardOp, Graph
 
 _SAVED = "_raw_saved_"
 _RESULTS = ("result", "output", "out", "grad_input")  # fields of an op's own results
@@ -66,10 +66,10 @@ def _is_in(ranges: list[tuple[int, int]], nth: int) -> bool:
     return any(first <= nth < end for first, end in ranges[max(at, 0) : at + 2])
 
 
-def _node(fn: Any, found: dict[Any, int], hidden: list[tuple[int, int]], since: int) -> Node:
+def _node(fn: Any, found: dict[Any, int], hidden: list[tuple[int, int]], since: int) -> BackwardOp:
     """Returns the record of a node. hidden: ranges of numbers for which the user's hooks hold."""
     leaf, nth = getattr(fn, "variable", None), fn._sequence_nr()
-    return Node(
+    return BackwardOp(
         nth=nth,
         name=_name(fn),
         takes=tuple(map(_gradient_nbytes, fn._input_metadata)),

@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class HeldNoise:
+class CodeNoise:
     """One tensor that is held by a lossy code.
 
     energy  sum of squared errors of all its elements
@@ -144,12 +144,12 @@ class NoiseTable:
     """The noise that is known of all sites and ops of one training."""
 
     def __init__(self) -> None:
-        self.held: dict[SiteName, HeldNoise] = {}
+        self.held: dict[SiteName, CodeNoise] = {}
         self.ops: dict[SiteName, OpNoise] = {}
         self.gradient = GradientVariance()
         self.steps = 0  # watched in full
 
-    def take(self, held: dict[SiteName, HeldNoise], readings: dict[SiteName, OpReading]) -> bool:
+    def take(self, held: dict[SiteName, CodeNoise], readings: dict[SiteName, OpReading]) -> bool:
         """Adds a step that was watched in full; returns whether it can be learned from.
 
         Nothing is learned from a forward without a backward, or from a step that overflowed

@@ -24,7 +24,14 @@ from math import inf
 import torch
 
 from elbowroom._checks import check_device, check_function
-from elbowroom.measure.allocations import Allocations, Change, Freed, Mark, is_busy, is_in_backward
+from elbowroom.measure.allocations import (
+    Allocations,
+    Change,
+    Freed,
+    NamedMoment,
+    is_busy,
+    is_in_backward,
+)
 from elbowroom.measure.background import Background
 
 
@@ -142,7 +149,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
 
 
 def curve_of(
-    changes: list[Change], marks: list[Mark], device_type: str, *, by: object = None
+    changes: list[Change], marks: list[NamedMoment], device_type: str, *, by: object = None
 ) -> MemoryCurve:
     """Returns what was allocated and freed on one type of device, as a curve.
 

@@ -40,12 +40,12 @@ from elbowroom.codecs import Codec, Dither
 from elbowroom.measure.curvature import curvature
 from elbowroom.measure.gradient_variance import GradientVariance, Key
 from elbowroom.measure.probe import RESULT, arguments, keys_of
-from elbowroom.measure.sensitivity import PART, Form, energy, form_of, is_weight
+from elbowroom.measure.sensitivity import PART, LinearForm, energy, form_of, is_weight
 from elbowroom.measure.watching import call_values, one_by_one, parts_of, roots_of
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.prices import levels_of
-from elbowroom.plan.shares import PREDICTED, Added, NoiseShares, SiteShares
+from elbowroom.plan.shares import PREDICTED, AddedVariance, NoiseShares, SiteShares
 from elbowroom.plan.site import NORMS
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.observer import Use
@@ -70,7 +70,7 @@ _PRODUCTS = frozenset(
 
 
 @dataclass
-class _Op:
+class _ReachedOp:
     """An op that reads tensors which may carry errors, or weights.
 
     sources  the sites of these, and the node whose gradient has none of their error, or -1; and
@@ -87,7 +87,7 @@ class _Op:
     weights  the keys of weights, and whether each is a vector
     """
 
-    form: Form | None = None
+    form: LinearForm | None = None
     is_norm: bool = False
     scale: tuple[Key, float] | None = None
     sources: dict[tuple[SiteName, int], Tensor | float] = field(default_factory=dict)
@@ -116,9 +116,9 @@ class ReachWatch:
     def __init__(self, gradient: GradientVariance) -> None:
         self._gradient = gradient
         self._paths = Paths()
-        self._ops: list[_Op] = []
-        self._current: tuple[Call, _Op] | None = None  # until the call has ended
-        self._waiting: weakref.WeakKeyDictionary[Slot, list[tuple[_Op, int]]] = (
+        self._ops: list[_ReachedOp] = []
+        self._current: tuple[Call, _ReachedOp] | None = None  # until the call has ended
+        self._waiting: weakref.WeakKeyDictionary[Slot, list[tuple[_ReachedOp, int]]] = (
             weakref.WeakKeyDictionary()
         )
         self._codes: dict[SiteName, float] = {}
@@ -128,7 +128,10 @@ class ReachWatch:
     @torch.no_grad()
     def saved(self, use: Use, x: Tensor) -> None:
         if self._current is None or self._current[0] is not use.call:
-            self._current = use.call, _Op(form_of(use.call, most=_PLACES), use.call.name in NORMS)
+            self._current = (
+                use.call,
+                _ReachedOp(form_of(use.call, most=_PLACES), use.call.name in NORMS),
+            )
         op = self._current[1]
         if op.form is not None and op.folded is None:
             of = _errors_by(use.view.slot, x)
@@ -154,7 +157,7 @@ class ReachWatch:
         for arg in given:
             if arg is not out:  # which a module counts in, as batch norm its batches
                 self._gradient.reads(arg, call)
-        op = _Op()
+        op = _ReachedOp()
         if self._current is not None and self._current[0] is call:
             op, self._current = self._current[1], None
         op.weights = tuple((self._gradient.listen(w), w.dim() < 2) for w in given if is_weight(w))
@@ -166,7 +169,7 @@ class ReachWatch:
                 self._follow(op, made)
         self._find_sources()
 
-    def _follow(self, op: _Op, made: Tensor) -> None:
+    def _follow(self, op: _ReachedOp, made: Tensor) -> None:
         """Hears of the gradient of what an op has made."""
         node = made.grad_fn
         assert node is not None
@@ -228,7 +231,12 @@ class ReachWatch:
         return dict(found), sum(found[name] * one for name, one in self._codes.items())
 
     def _past(
-        self, op: _Op, vectors: float, spared: int, gains: dict[int, float], sizes: dict[Key, float]
+        self,
+        op: _ReachedOp,
+        vectors: float,
+        spared: int,
+        gains: dict[int, float],
+        sizes: dict[Key, float],
     ) -> float:
         """Returns what an error as large as what an op reads adds to vectors and to all below."""
         below = self._paths.sent_on(op.nodes, gains, spared)
@@ -239,7 +247,7 @@ class ReachWatch:
             passed_on = (sizes.get(key, 0.0) / received + 1) / each
         return vectors + passed_on * below
 
-    def _of_weights(self, op: _Op, sizes: dict[Key, float]) -> tuple[float, float]:
+    def _of_weights(self, op: _ReachedOp, sizes: dict[Key, float]) -> tuple[float, float]:
         """Returns what errors as large as what an op reads, or receives, add to its weights.
 
         That is to matrices, and to vectors. sizes: of gradients, by the ops that read the weight
@@ -303,7 +311,7 @@ def _without_error(x: Tensor, call: Call) -> int:
     return -1 if node is None else node._sequence_nr()
 
 
-def _reader(op: _Op, output: int) -> Callable[[Sequence[Tensor | None]], None]:
+def _reader(op: _ReachedOp, output: int) -> Callable[[Sequence[Tensor | None]], None]:
     @torch.no_grad()
     def read(grads: Sequence[Tensor | None]) -> None:
         grad, form, folded = grads[output], op.form, op.folded
@@ -344,12 +352,14 @@ class ReachMeter:
         self._gradient.end_step(last=self.step >= self.steps)
 
     @property
-    def added(self) -> Added | None:
+    def added(self) -> AddedVariance | None:
         """The noise that the watched codes are predicted to have added; None: not known."""
         if not self._counted:
             return None
         share = self._added / self._counted
-        return Added(share, share / self._sampling if self._knows_batches else None, self._counted)
+        return AddedVariance(
+            share, share / self._sampling if self._knows_batches else None, self._counted
+        )
 
     @property
     def _knows_batches(self) -> bool:

@@ -23,7 +23,7 @@ from elbowroom.errors import PlanError
 from elbowroom.measure.allocations import Allocations
 from elbowroom.measure.background import Background
 from elbowroom.measure.clocks import Clocks, CpuMemory, CudaMemory, StepClock
-from elbowroom.measure.held import Held, all_tensors
+from elbowroom.measure.live_storages import LiveStorages, all_tensors
 from elbowroom.measure.peak import curve_of, pick_device
 from elbowroom.measure.rates import rates
 from elbowroom.measure.recorder import StepRecorder
@@ -137,7 +137,7 @@ def _sized(
         clock.stopwatch.start()
         recorder = run_recorded(step, both, policy, min_nbytes, clock.stopwatch)
         return recorder, counters.levels(), static
-    held = Held(all_tensors(device.type))
+    held = LiveStorages(all_tensors(device.type))
     static = held.nbytes()
     marks = CpuMemory(held)
     Background.interrupt()

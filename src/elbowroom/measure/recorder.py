@@ -22,13 +22,13 @@ from elbowroom.measure.hidden import HiddenNodes
 from elbowroom.measure.recorder_notes import (
     MAX_SPANS,
     NOBODY,
-    Alive,
     Clock,
     Made,
     ModuleNotes,
     Span,
     StorageNotes,
     Timer,
+    UserStorage,
     calling_line,
 )
 from elbowroom.plan import Site
@@ -70,7 +70,7 @@ class StepRecorder:
         self._at: dict[tuple[int, int], int] = {}  # storage address and version -> index
         self._made: dict[tuple[int, int], Made] = {}  # by address and version: the op that made it
         self._known: dict[int, WeakStorage] = {}  # by address: of all those above
-        self._alive: deque[Alive] = deque()
+        self._alive: deque[UserStorage] = deque()
         self._owned: dict[nn.Module, dict[int, Tensor]] = {}  # until forward has ended
         self._calls = 0  # so many ops have ended
         self._read: dict[int, int] = {}  # the last op that was given a tensor, by id
@@ -401,7 +401,9 @@ class StepRecorder:
         self._storages.append(StorageNotes(site.nbytes, moment, moment, made=made))
         self._index[slot] = index
         if is_planned:  # else nobody asks who holds it: of buffers their model always does
-            self._alive.append(Alive(WeakStorage(x), weakref.ref(slot), self._storages[index]))
+            self._alive.append(
+                UserStorage(WeakStorage(x), weakref.ref(slot), self._storages[index])
+            )
         self._at[address, version_of(x)] = index
         weakref.finalize(slot, self._freed, index).atexit = False
         return index

@@ -72,7 +72,7 @@ class StorageNotes:
         return all(save.site.need in (Need.MASK, Need.SHAPE) for save in self.saves)
 
 
-class Alive(NamedTuple):
+class UserStorage(NamedTuple):
     """Storage that the user holds, a local variable of forward, say; what the slot holds apart.
 
     weak    the storage itself

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elbowroom.measure.clocks import CpuMemory, CudaMemory, StepClock
-from elbowroom.measure.held import Held
 from elbowroom.measure.interval import Interval
+from elbowroom.measure.live_storages import LiveStorages
 from elbowroom.measure.rates import rates
 from elbowroom.measure.recorder import StepRecorder
 from elbowroom.plan.profile import Profile
@@ -29,8 +29,8 @@ class Recording:
         passing: list[Tensor],
     ) -> None:
         self._interval, self._device = interval, device
-        self._static = Held(model_state).nbytes()
-        self._held = Held([*model_state, *passing])
+        self._static = LiveStorages(model_state).nbytes()
+        self._held = LiveStorages([*model_state, *passing])
         self._clock = StepClock()
         self._cpu = CpuMemory(self._held) if device.type != "cuda" else None
         self._cuda = CudaMemory(device) if device.type == "cuda" else None

@@ -33,7 +33,7 @@ _PRODUCTS = {
 }
 
 
-class Form(Protocol):
+class LinearForm(Protocol):
     """An op that is linear in x."""
 
     def fold(self, error: Tensor, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -48,7 +48,7 @@ class Form(Protocol):
         ...
 
 
-def form_of(call: Call, *, most: int = 0) -> Form | None:
+def form_of(call: Call, *, most: int = 0) -> LinearForm | None:
     """The closed form of this op for x beside a weight, or None where there is none.
 
     most: tokens or places to count, drawn evenly, for all of them; 0: all

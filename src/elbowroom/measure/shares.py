@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from elbowroom.codecs import Codec, Dither
 from elbowroom.codecs.dither import LEVELS
 from elbowroom.measure.meter import NoiseMeter
-from elbowroom.measure.noise import HeldNoise, NoiseTable
+from elbowroom.measure.noise import CodeNoise, NoiseTable
 from elbowroom.plan import Lossy, Site
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.plan.shares import NoiseShares, SiteShares
@@ -65,7 +65,7 @@ def _unit(shares: SiteShares) -> float:
     return sum(share * (levels - 1) ** 2 for levels, share in pairs) / len(shares.levels)
 
 
-def _shares(table: NoiseTable, held: HeldNoise, sampling: float) -> SiteShares | None:
+def _shares(table: NoiseTable, held: CodeNoise, sampling: float) -> SiteShares | None:
     variance = table.variance_of(held.site.name)
     each = held.energy / max(held.numel, 1)  # of a code that is none of those which are tried
     now = next((trial.error for trial in held.trials if trial.codec == held.codec), each)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from elbowroom.codecs import Codec
-from elbowroom.measure.noise import HeldNoise, NoiseTable, OpReading, Trial
+from elbowroom.measure.noise import CodeNoise, NoiseTable, OpReading, Trial
 from elbowroom.measure.probe import RESULT, Probe, arguments, can_probe, keys_of
-from elbowroom.measure.sensitivity import Form, energy, form_of, is_weight
+from elbowroom.measure.sensitivity import LinearForm, energy, form_of, is_weight
 from elbowroom.plan import Site, SiteName
 from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.runtime.consumers import Call
@@ -32,11 +32,11 @@ _CHECK_EVERY = 4  # every so many watched steps, closed forms are checked
 
 
 @dataclass
-class _Op:
+class _WatchedOp:
     """A call that reads tensors which may carry errors."""
 
     name: SiteName
-    form: Form | None
+    form: LinearForm | None
     weight: "weakref.ref[Tensor] | None" = None
     energies: dict[SiteName, Tensor] = field(default_factory=dict)
     folded: Tensor | None = None
@@ -53,7 +53,7 @@ class _Op:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _CodeError:
     site: Site
     codec: Codec
     numel: int
@@ -83,15 +83,15 @@ class StepWatch:
     ) -> None:
         self._table, self._probed, self._variants, self._full = table, probed, variants, full
         self._probes_left = probes
-        self._ops: dict[SiteName, _Op] = {}
+        self._ops: dict[SiteName, _WatchedOp] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._current: tuple[Call, _Op] | None = None
-        self._pending: weakref.WeakKeyDictionary[Slot, list[tuple[_Op, Geometry]]] = (
+        self._current: tuple[Call, _WatchedOp] | None = None
+        self._pending: weakref.WeakKeyDictionary[Slot, list[tuple[_WatchedOp, Geometry]]] = (
             weakref.WeakKeyDictionary()
         )
         # What ops read that is made from a tensor which waits: it lives until that is encoded.
-        self._derived: dict[Slot, list[tuple[_Op, Slot, Tensor, int]]] = defaultdict(list)
-        self._held: dict[SiteName, _Held] = {}
+        self._derived: dict[Slot, list[tuple[_WatchedOp, Slot, Tensor, int]]] = defaultdict(list)
+        self._held: dict[SiteName, _CodeError] = {}
         self._weights: dict[int, weakref.ref[Tensor]] = {}
 
     # forward
@@ -130,7 +130,9 @@ class StepWatch:
             error = slot.restore_value(private=True).sub_(whole)
             trials = self._trials(whole, site)
             nbytes = 0 if slot.value is None else slot.value.nbytes
-            self._held[site.name] = _Held(site, codec, whole.numel(), nbytes, energy(error), trials)
+            self._held[site.name] = _CodeError(
+                site, codec, whole.numel(), nbytes, energy(error), trials
+            )
         for op, geometry in self._pending.pop(slot, ()):
             self._measure(op, slot, geometry, geometry.on(whole))
         for op, made, x, version in self._derived.pop(slot, ()):
@@ -175,7 +177,7 @@ class StepWatch:
                 only_weights=linear,
             )
 
-    def _op(self, use: Use) -> _Op:
+    def _op(self, use: Use) -> _WatchedOp:
         call = use.call
         if self._current is None or self._current[0] is not call:
             count = self._calls[use.module, call.name]
@@ -184,18 +186,18 @@ class StepWatch:
             form = form_of(call)
             linear_in = () if form is None else filter(is_weight, call_values(call))
             weight = next((weakref.ref(arg) for arg in linear_in), None)
-            op = self._ops[name] = _Op(name, form, weight)
+            op = self._ops[name] = _WatchedOp(name, form, weight)
             self._current = call, op
         return self._current[1]
 
-    def _waits(self, op: _Op, slot: Slot, x: Tensor) -> bool:
+    def _waits(self, op: _WatchedOp, slot: Slot, x: Tensor) -> bool:
         """Returns whether x is made from a tensor that waits; its error is measured after that."""
         root = next((root for root in roots_of(slot) if root is not slot and root.waits), None)
         if root is not None:
             self._derived[root].append((op, slot, x, version_of(x)))
         return root is not None
 
-    def _measure(self, op: _Op, slot: Slot, geometry: Geometry, x: Tensor) -> None:
+    def _measure(self, op: _WatchedOp, slot: Slot, geometry: Geometry, x: Tensor) -> None:
         """Measures the error of x, which lies in the slot's tensor where `geometry` says.
 
         What x is made from has a part each (`_parts`).
@@ -238,7 +240,7 @@ class StepWatch:
                 root.whole = before
         return parts_of(found)
 
-    def _is_turn(self, op: _Op) -> bool:
+    def _is_turn(self, op: _WatchedOp) -> bool:
         """Returns whether this op is to be probed: the least probed one of its kind.
 
         Ops without a closed form have most turns; the others are only checked now and then.
@@ -269,7 +271,7 @@ class StepWatch:
 
     # backward
 
-    def _reader(self, op: _Op, output: int) -> Callable[[Sequence[Tensor | None]], None]:
+    def _reader(self, op: _WatchedOp, output: int) -> Callable[[Sequence[Tensor | None]], None]:
         @torch.no_grad()
         def read(grads: Sequence[Tensor | None]) -> None:
             grad = grads[output]
@@ -297,7 +299,7 @@ class StepWatch:
         read = [op for op in self._ops.values() if op.energies]
         return bool(read) and all(op.unit is None for op in read)
 
-    def deliver(self) -> tuple[dict[SiteName, HeldNoise], dict[SiteName, OpReading]]:
+    def deliver(self) -> tuple[dict[SiteName, CodeNoise], dict[SiteName, OpReading]]:
         """Returns all readings as numbers, in one transfer a device."""
         read = [op for op in self._ops.values() if op.energies and op.unit is not None]
         scalars: list[Tensor] = []
@@ -311,7 +313,7 @@ class StepWatch:
         for name, h in self._held.items():
             size = next(values)
             trials = tuple(Trial(codec, bits, next(values)) for codec, bits, _ in h.trials)
-            held[name] = HeldNoise(h.site, h.codec, h.numel, h.nbytes, size, trials)
+            held[name] = CodeNoise(h.site, h.codec, h.numel, h.nbytes, size, trials)
         readings = {}
         for op in read:
             energies = {source: next(values) for source in op.energies}

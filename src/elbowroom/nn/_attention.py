@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from elbowroom.nn._autograd import apply, autocast_dtype, refuse_twice, without_autocast
-from elbowroom.nn._flow import Codes, Form, encode, in_flow, remember
+from elbowroom.nn._flow import Codes, EncodedForm, encode, in_flow, remember
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class _Place(NamedTuple):
+class _ViewOf(NamedTuple):
     """A saved tensor as a view of one of the tensors that are there again in backward.
 
     owner   which of them
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Saved:
+class _CallSaves:
     """Tensors that the recorded call has saved.
 
     They are tensors while the call runs, then places, and in backward views. A graph has one of
@@ -49,7 +49,7 @@ class _Saved:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.places: list[_Place] = []
+        self.places: list[_ViewOf] = []
         self.now: Sequence[Tensor] = ()
         self.turn = threading.Lock()
 
@@ -79,7 +79,7 @@ class _Saved:
                 owners[owner] = len(wholes)
                 wholes.append(x)
                 inside = 0
-            self.places.append(_Place(owners[owner], tuple(x.shape), x.stride(), inside))
+            self.places.append(_ViewOf(owners[owner], tuple(x.shape), x.stride(), inside))
         self.tensors = []
         return wholes[len(known) :]
 
@@ -121,10 +121,10 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         call: Attend,
-        forms: tuple[Form, ...],
+        forms: tuple[EncodedForm, ...],
         *buffers: Tensor,
     ) -> Tensor:
-        values, saved = _decoded(forms, buffers), _Saved()
+        values, saved = _decoded(forms, buffers), _CallSaves()
         # Modes and hooks that others have installed must not see what happens inside a node.
         with torch.enable_grad(), without_autocast(q), torch._C.DisableTorchFunction():
             seed = torch.empty(0, requires_grad=True)
@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
         return *made, None, None, *(None for _ in buffers)
 
 
-def _decoded(forms: Sequence[Form], buffers: Sequence[Tensor]) -> list[Tensor]:
+def _decoded(forms: Sequence[EncodedForm], buffers: Sequence[Tensor]) -> list[Tensor]:
     made, at = [], 0
     for form in forms:
         n = 1 if form.raw else 2

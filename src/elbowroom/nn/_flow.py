@@ -35,7 +35,7 @@ from elbowroom.runtime.storage import PLAIN
 Make = Callable[[Sequence[Tensor]], Tensor]
 
 
-class Form(NamedTuple):
+class EncodedForm(NamedTuple):
     """All that an Encoded has but for its buffers, which autograd saves."""
 
     codec: Codec
@@ -54,7 +54,7 @@ class Form(NamedTuple):
 class Codes(NamedTuple):
     """x8: codes and scales, and what they stand for."""
 
-    form: Form
+    form: EncodedForm
     buffers: Buffers
 
 
@@ -88,7 +88,7 @@ def is_traced() -> bool:
 _known = WeakTensorKeyDictionary()
 
 
-class _Entry(NamedTuple):
+class _TensorFacts(NamedTuple):
     """Facts about a tensor: its version, its source, and the saved-tensor hooks that saved it."""
 
     version: int
@@ -98,7 +98,7 @@ class _Entry(NamedTuple):
 
 def remember(y: Tensor, source: Source | None) -> None:
     """Records how y can be rebuilt; None: y itself is saved, and so is every view of it."""
-    _known[y] = _Entry(version_of(y), source, _hooks())
+    _known[y] = _TensorFacts(version_of(y), source, _hooks())
 
 
 def version_of(x: Tensor) -> int:
@@ -112,7 +112,7 @@ def _hooks() -> Any:
     return None if top is None else top[0]
 
 
-def _entry(x: Tensor) -> tuple[_Entry, Tensor] | None:
+def _entry(x: Tensor) -> tuple[_TensorFacts, Tensor] | None:
     """Returns the entry of x, or of the tensor that it is a view of; and which of the two."""
     for y in (x, x._base):
         entry = None if y is None else _known.get(y)  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ def encode(x: Tensor) -> Codes:
     if not torch.ops.aten.is_non_overlapping_and_dense(x):
         x = x.clone()  # which keeps the order of its dimensions in memory, on which kernels rely
     code = codec.encode(x)
-    return Codes(Form(codec, code.shape, code.stride, code.dtype, code.raw), code.buffers)
+    return Codes(EncodedForm(codec, code.shape, code.stride, code.dtype, code.raw), code.buffers)
 
 
 _codes = Last(encode)
@@ -211,7 +211,7 @@ _codes = Last(encode)
 @dataclass(frozen=True, eq=False)
 class _NormMake:
     facts: NormFacts
-    form: Form
+    form: EncodedForm
     n: int  # buffers; then weight, and bias
     dtype: torch.dtype
 
@@ -281,7 +281,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, facts: NormFacts) -> Te
 @dataclass(frozen=True, eq=False)
 class _ActMake:
     f: Callable[[Tensor], Tensor]
-    form: Form
+    form: EncodedForm
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         # A mode that is entered around us must not take f for one more node.

@@ -23,7 +23,7 @@ _MAX_SETS = 16  # of parameters whose steps are known at a time
 Places = tuple[int, ...]
 
 
-class _Known(NamedTuple):
+class _StepCounts(NamedTuple):
     there: Tensor  # int64 [P]
     here: list[int]  # what the host takes them to be
 
@@ -32,7 +32,7 @@ class DeviceSteps:
     """The steps of sets of parameters, by their places among all; was_captured: by a graph."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[torch.device, Places], _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[torch.device, Places], _StepCounts] = OrderedDict()
         self.was_captured = False
 
     def advance(self, p: Tensor, places: Places, steps: list[int], skip: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ class DeviceSteps:
         else:
             there = known.there
         there += 1 if skip is None else skip == 0
-        self._known[key] = _Known(there, steps)
+        self._known[key] = _StepCounts(there, steps)
         while len(self._known) > _MAX_SETS:
             self._known.popitem(last=False)
         self.was_captured |= is_capturing(p.device)

@@ -22,7 +22,7 @@ from elbowroom.optim.sharded import in_whole_rows, is_sharded, local
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Facts(NamedTuple):
+class ParameterFacts(NamedTuple):
     """All of a parameter that its update depends on, but for values and device."""
 
     shape: torch.Size
@@ -58,22 +58,22 @@ class Update:
 
 
 # A named tuple's own way to make one is a function of Python's.
-_new: Callable[[type[Facts], Any], Facts] = tuple.__new__
+_new: Callable[[type[ParameterFacts], Any], ParameterFacts] = tuple.__new__
 
 
-def facts_of(p: Tensor) -> Facts:
+def facts_of(p: Tensor) -> ParameterFacts:
     """Returns what `update_of` wants to know."""
     shape, layout = p.shape, p.layout
     if layout is not torch.strided:
-        return Facts(shape, p.dtype, layout, shape, (), whole_rows=True)
+        return ParameterFacts(shape, p.dtype, layout, shape, (), whole_rows=True)
     if is_sharded(p):
         part = local(p)
-        return Facts(shape, p.dtype, layout, part.shape, part.stride(), in_whole_rows(p))
-    return _new(Facts, (shape, p.dtype, layout, shape, p.stride(), True))
+        return ParameterFacts(shape, p.dtype, layout, part.shape, part.stride(), in_whole_rows(p))
+    return _new(ParameterFacts, (shape, p.dtype, layout, shape, p.stride(), True))
 
 
 @lru_cache(maxsize=1 << 14)
-def update_of(facts: Facts, state: str, weights: str, moments: tuple[str, ...]) -> Update:
+def update_of(facts: ParameterFacts, state: str, weights: str, moments: tuple[str, ...]) -> Update:
     """Returns how a parameter of a group with these settings is updated.
 
     Raises UnsupportedParameter for what is not dense, in whole rows, and of a dtype of ours.
@@ -104,7 +104,7 @@ def update_of(facts: Facts, state: str, weights: str, moments: tuple[str, ...]) 
     )
 
 
-def _check(facts: Facts, weights: str) -> None:
+def _check(facts: ParameterFacts, weights: str) -> None:
     named = f"a parameter of shape {tuple(facts.shape)} is {_name(facts.dtype)}"
     if facts.dtype not in DTYPES:
         raise UnsupportedParameter(
@@ -156,7 +156,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stand_in(facts: Facts) -> Tensor:
+def _stand_in(facts: ParameterFacts) -> Tensor:
     """A tensor without memory that lies as the parameter does."""
     return torch.empty_strided(facts.local_shape, facts.strides, device="meta")
 

@@ -23,7 +23,7 @@ class CodeChoice(NamedTuple):
     variance: float
 
 
-class _Move(NamedTuple):
+class _PricedMove(NamedTuple):
     """A move of tensor `which` to option `to`; price: variance added for a byte saved."""
 
     price: float
@@ -69,7 +69,7 @@ def quietest(tensors: Sequence[Sequence[CodeChoice]], allowed_nbytes: float) -> 
     return chosen
 
 
-def _path(tensors: Sequence[Sequence[CodeChoice]]) -> Iterator[_Move]:
+def _path(tensors: Sequence[Sequence[CodeChoice]]) -> Iterator[_PricedMove]:
     """Returns all moves from the mildest to the smallest, the best price first."""
     steps = [_steps(which, options) for which, options in enumerate(tensors)]
     heap = [first for moves in steps if (first := next(moves, None)) is not None]
@@ -84,16 +84,16 @@ def _path(tensors: Sequence[Sequence[CodeChoice]]) -> Iterator[_Move]:
         yield move
 
 
-def _steps(which: int, options: Sequence[CodeChoice]) -> Iterator[_Move]:
+def _steps(which: int, options: Sequence[CodeChoice]) -> Iterator[_PricedMove]:
     """The moves of one tensor along its hull."""
     at = _mildest(options)
     while True:
-        best: _Move | None = None
+        best: _PricedMove | None = None
         for to, option in enumerate(options):
             saved = options[at].nbytes - option.nbytes
             if saved > 0:
                 added = option.variance - options[at].variance
-                move = _Move(added / saved, which, to, added, saved)
+                move = _PricedMove(added / saved, which, to, added, saved)
                 best = move if best is None or move < best else best
         if best is None:
             return

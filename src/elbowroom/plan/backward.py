@@ -110,7 +110,7 @@ _DIFFERENCE = "SubBackward"  # its second input gets what came in with the other
 
 
 @dataclass(frozen=True)
-class Node:
+class BackwardOp:
     """One op of the backward graph.
 
     nth     autograd's number of it: the later it was made, the higher
@@ -149,7 +149,7 @@ class Graph:
             hooks hold for; it puts all of that back at once
     """
 
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[BackwardOp, ...] = ()
     roots: tuple[tuple[int, int], ...] = ()
     asks: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -200,7 +200,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Moment:
+class OpPeak:
     """Largest bytes that one op of backward takes, apart from what it has saved.
 
     nth      its number
@@ -249,7 +249,7 @@ class _Gradients:
             self.nbytes -= self._size[one]
 
 
-def run(graph: Graph) -> list[Moment]:
+def run(graph: Graph) -> list[OpPeak]:
     """Returns all ops of backward, in the order in which they will run."""
     return list(_Backward(graph).moments())
 
@@ -271,7 +271,7 @@ class _Backward:
         ready = {to for to, _ in graph.roots if not self._missing[to]}
         self._ready = [(-graph.nodes[to].nth, to) for to in ready]
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[OpPeak]:
         heapq.heapify(self._ready)
         while self._ready:
             _, at = heapq.heappop(self._ready)
@@ -279,9 +279,9 @@ class _Backward:
             waits = self._peak = self._gradients.nbytes
             self._run(at, node)
             hidden = self._hidden.read_by(at)
-            yield Moment(node.nth, self._peak, waits, self._stay, hidden, node.is_leaf)
+            yield OpPeak(node.nth, self._peak, waits, self._stay, hidden, node.is_leaf)
 
-    def _run(self, at: int, node: Node) -> None:
+    def _run(self, at: int, node: BackwardOp) -> None:
         came = self._came.pop(at, {})
         if node.is_leaf:
             if node.stays:
@@ -304,7 +304,7 @@ class _Backward:
                 if not self._missing[to]:
                     heapq.heappush(self._ready, (-self._nodes[to].nth, to))
 
-    def _made(self, node: Node, nth: int, to: int, which: int, came: dict[int, int]) -> int:
+    def _made(self, node: BackwardOp, nth: int, to: int, which: int, came: dict[int, int]) -> int:
         if to < 0:
             return -1
         is_rows = self._nodes[to].name == _ROWS and node.name in _READ_ROWS
@@ -343,7 +343,7 @@ def _reached(graph: Graph) -> set[int]:
     return found
 
 
-def _between(node: Node, nodes: tuple[Node, ...]) -> int:
+def _between(node: BackwardOp, nodes: tuple[BackwardOp, ...]) -> int:
     """Returns the bytes that a node's formula takes beside what came in and what comes out."""
     name = _stripped(node.name)
     sizes = [nodes[to].takes[which] for to, which in node.gives if to >= 0]

@@ -12,7 +12,7 @@ from elbowroom.plan.build_problem import BuiltProblem, as_planned, build_problem
 from elbowroom.plan.coarse import checked
 from elbowroom.plan.menu import KEEP, action_name, preset_named
 from elbowroom.plan.places import with_codes
-from elbowroom.plan.plan import Line, Plan, PlanEntry
+from elbowroom.plan.plan import ExplainedLine, Plan, PlanEntry
 from elbowroom.plan.problem import (
     Choice,
     Item,
@@ -358,7 +358,7 @@ def _lines(
     choice: Choice,
     shared: Mapping[int, float],
     reasons: Reasons,
-) -> Iterator[Line]:
+) -> Iterator[ExplainedLine]:
     """A line for each storage that is not recomputed."""
     problem = built.problem
     gone = recomputed_items(problem, choice.recomputed)
@@ -381,9 +381,9 @@ def _lines(
 
 def _line(
     storage: Storage, held: int, action: str, why: str, seconds: float = 0.0, error: float = 0.0
-) -> Line:
+) -> ExplainedLine:
     site = storage.saves[0].site
-    return Line(
+    return ExplainedLine(
         site.module, site.consumer, site.shape, storage.nbytes, held, action, seconds, error, why
     )
 
@@ -396,7 +396,7 @@ def _why(storage: Storage) -> str:
 
 def _recomputed(
     profile: Profile, built: BuiltProblem, choice: Choice, reasons: Reasons
-) -> Iterator[Line]:
+) -> Iterator[ExplainedLine]:
     """A line for each module that runs again."""
     for r in sorted(choice.recomputed):
         region, call = built.problem.regions[r], profile.modules[built.modules[r]]
@@ -407,6 +407,6 @@ def _recomputed(
         why += "; it runs again from a code" if error else ""
         above = reasons.of_region(r)
         why += f"; {above}" if above else ""
-        yield Line(
+        yield ExplainedLine(
             region.name, call.kind, (), nbytes, region.extra, RECOMPUTE, region.seconds, error, why
         )

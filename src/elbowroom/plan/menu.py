@@ -138,7 +138,7 @@ class Menu:
 
 
 @dataclass
-class _Held:
+class _StoredForm:
     """The form in which the runtime would hold one storage so far.
 
     value  "" for nothing, "exact", "lossy"
@@ -246,8 +246,8 @@ def option(
     )
 
 
-def _held_by(profile: Profile, storage: Storage, preset: Preset, *, is_gated: bool) -> _Held:
-    held = _Held()
+def _held_by(profile: Profile, storage: Storage, preset: Preset, *, is_gated: bool) -> _StoredForm:
+    held = _StoredForm()
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
             _set_held(held, preset, save.site, storage, profile, is_gated=is_gated)
@@ -310,7 +310,7 @@ def _shared(profile: Profile, storage: Storage) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _direct_needs(storage: Storage, held: _Held, *, exact: bool) -> dict[int, list[Reads]]:
+def _direct_needs(storage: Storage, held: _StoredForm, *, exact: bool) -> dict[int, list[Reads]]:
     """The moments of backward at which only ops ask for it that read what is held, and how."""
     asked = {
         need: [save.site.reads for save in storage.saves if save.asked == need]
@@ -331,7 +331,7 @@ def _more_nbytes(profile: Profile, storage: Storage, moment: int, reads: list[Re
     return -workspace(profile, storage, moment) if reads == [Reads.CODE] else 0
 
 
-def _as_encoded(storage: Storage, held: _Held) -> Iterator[tuple[int, int]]:
+def _as_encoded(storage: Storage, held: _StoredForm) -> Iterator[tuple[int, int]]:
     """The moment at which it gets a code, and the bytes that this takes beside tensor and code.
 
     A code of logits is one of log-probabilities, which are made for it as a whole.
@@ -344,7 +344,7 @@ def _as_encoded(storage: Storage, held: _Held) -> Iterator[tuple[int, int]]:
         yield storage.born, nbytes
 
 
-def _taken(storage: Storage, held: _Held) -> tuple[int, int]:
+def _taken(storage: Storage, held: _StoredForm) -> tuple[int, int]:
     """Returns the bytes that encoding and decoding take beside tensor and code."""
     if held.codec is None or held.rebuilt:
         return 0, 0
@@ -404,7 +404,13 @@ def action_name(preset: Preset, storage: Storage) -> str:
 
 
 def _set_held(
-    held: _Held, preset: Preset, site: Site, storage: Storage, profile: Profile, *, is_gated: bool
+    held: _StoredForm,
+    preset: Preset,
+    site: Site,
+    storage: Storage,
+    profile: Profile,
+    *,
+    is_gated: bool,
 ) -> None:
     site = _as_made(preset, site)
     match preset.policy(site):
@@ -468,7 +474,7 @@ def _as_made(preset: Preset, site: Site) -> Site:
     return site
 
 
-def _add_travel(held: _Held, nbytes: int, profile: Profile) -> None:
+def _add_travel(held: _StoredForm, nbytes: int, profile: Profile) -> None:
     """Counts the time of a transfer: on a CPU, threads that copy take theirs from the step.
 
     A profile of an older version has only the rates of the link, by the wall clock.

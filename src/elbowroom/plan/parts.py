@@ -19,7 +19,7 @@ from elbowroom.plan.rehearsal import ForwardProfile
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Forwards before one backward.
 
     forwards  by their numbers in the step; those that wait from before come first
@@ -30,7 +30,7 @@ class Part:
     waits: frozenset[int]
 
 
-def step_of_parts(parts: Sequence[Part], whole: Callable[[ForwardProfile], Profile]) -> Profile:
+def step_of_parts(parts: Sequence[StepPart], whole: Callable[[ForwardProfile], Profile]) -> Profile:
     """Returns the whole step. whole: makes a step of one part, its backward included."""
     places: dict[int, int] = {}  # of the storages of each forward in the step: the first of them
     step: Profile | None = None
@@ -60,7 +60,7 @@ def step_of_parts(parts: Sequence[Part], whole: Callable[[ForwardProfile], Profi
     return step
 
 
-def _joined(part: Part) -> ForwardProfile:
+def _joined(part: StepPart) -> ForwardProfile:
     """Returns the forwards of a part, in whose graph no gradient comes into those that wait."""
     forwards = [
         replace(one, loss_nbytes=(0, 0)) if nth in part.waits else one

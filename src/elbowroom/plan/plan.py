@@ -45,7 +45,7 @@ _name_of: Callable[[Site], Any] = attrgetter(*SiteName._fields)
 
 
 @dataclass(frozen=True)
-class Line:
+class ExplainedLine:
     """One line of `explain`: a storage, or a module that is recomputed.
 
     error  estimated variance that it adds to the gradient, relative to that over mini-batches
@@ -109,7 +109,7 @@ class Plan:
     solver: str
     sites: dict[SiteName, PlanEntry]
     recompute: frozenset[str]
-    lines: tuple[Line, ...]
+    lines: tuple[ExplainedLine, ...]
     watched: int = 0
     standing: ResidentBytes | None = None
     unknown_sites: Counter[SiteName] = field(default_factory=Counter, compare=False, repr=False)
@@ -418,7 +418,8 @@ def _plan(data: dict[str, Any]) -> Plan:
         except CodecError as error:
             raise ValueError(f"no setting {preset!r}: {error}") from error
     lines = tuple(
-        files.made(Line, {**line, "shape": _shape(line["shape"])}) for line in data["lines"]
+        files.made(ExplainedLine, {**line, "shape": _shape(line["shape"])})
+        for line in data["lines"]
     )
     if not all(isfinite(line.seconds) for line in lines):
         raise ValueError("seconds of a line are finite")
@@ -470,20 +471,20 @@ def _table(plan: Plan) -> str:
     return console.export_text()
 
 
-def _shown(plan: Plan) -> Iterator[Line]:
+def _shown(plan: Plan) -> Iterator[ExplainedLine]:
     """Yields the lines of the table: small tensors in one, and last what several add together."""
     small = [line for line in plan.lines if line.why == "small"]
     yield from (line for line in plan.lines if line.why != "small")
     if small:
         nbytes, held = sum(line.nbytes for line in small), sum(line.held for line in small)
-        yield Line("", f"{len(small)} others", (), nbytes, held, "keep", 0.0, 0.0, "small")
+        yield ExplainedLine("", f"{len(small)} others", (), nbytes, held, "keep", 0.0, 0.0, "small")
     if unlisted := plan.unlisted_nbytes:
         why = "subclasses, sparse tensors and lazy conjugates"
-        yield Line("", "others", (), unlisted, unlisted, "keep", 0.0, 0.0, why)
+        yield ExplainedLine("", "others", (), unlisted, unlisted, "keep", 0.0, 0.0, why)
     together = plan.seconds - plan.plain_seconds - sum(line.seconds for line in plan.lines)
     if together > _SHORTEST_S:
         why = "attentions that run again for several codes, and waiting for what is moved"
-        yield Line("", "", (), 0, 0, "", together, 0.0, why)
+        yield ExplainedLine("", "", (), 0, 0, "", together, 0.0, why)
 
 
 def _sums(plan: Plan) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from elbowroom.plan.backward import Graph, Node, run
+from elbowroom.plan.backward import BackwardOp, Graph, run
 from elbowroom.plan.profile import ModuleCall, Profile, Storage, is_planned
 from elbowroom.plan.site import Reads
 
@@ -142,7 +142,7 @@ class ForwardProfile:
 
 
 @dataclass
-class _Moment:
+class _AskingMoment:
     """One moment of backward: an op that asks for something, or several that do not.
 
     waits: gradients that wait as it begins
@@ -233,7 +233,7 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
     )
     at = {(i, nth): k for k, (_, i, nth) in enumerate(saves)}
     nodes = tuple(
-        Node(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),))
+        BackwardOp(k, "", (_differentiable_nbytes(storages[i]),), ((k - 1, 0),))
         for k, (_, i, _) in enumerate(saves)
     )
     asks = tuple(
@@ -242,25 +242,25 @@ def _chain(storages: tuple[Storage, ...]) -> Graph:
     return Graph(nodes, ((len(nodes) - 1, 0),) if nodes else (), asks)
 
 
-def _moments(graph: Graph, care: Care) -> list[_Moment]:
+def _moments(graph: Graph, care: Care) -> list[_AskingMoment]:
     """Returns the moments of backward: its ops; several in a row that ask for nothing are one."""
     ran = run(graph)
     asks = _requests(graph, sorted(one.nth for one in ran if not one.is_leaf))
-    found: list[_Moment] = []
+    found: list[_AskingMoment] = []
     for one in ran:
         nbytes, waits = (int(care.ops * part) + one.hidden for part in (one.nbytes, one.waits))
         asking = [] if one.is_leaf else asks.pop(one.nth, [])
         if asking or not found:
-            found.append(_Moment(asking, nbytes, waits, one.stay))
+            found.append(_AskingMoment(asking, nbytes, waits, one.stay))
             continue
         last = found[-1]
         if nbytes + one.stay <= last.nbytes + last.stay:
             continue
         if last.asks:
-            found.append(_Moment([], nbytes, waits, one.stay))
+            found.append(_AskingMoment([], nbytes, waits, one.stay))
         else:
             last.nbytes, last.stay = nbytes, one.stay
-    return found or [_Moment([])]
+    return found or [_AskingMoment([])]
 
 
 def _requests(graph: Graph, there: list[int]) -> dict[int, list[tuple[int, int]]]:
@@ -288,7 +288,7 @@ def _contains(numbers: list[int], one: int) -> bool:
     return at < len(numbers) and numbers[at] == one
 
 
-def _small(held: Mapping[int, int], moments: list[_Moment]) -> list[int]:
+def _small(held: Mapping[int, int], moments: list[_AskingMoment]) -> list[int]:
     """Bytes that autograd holds by itself in each moment; a storage goes after its last op.
 
     held: bytes of each of these storages, by index
@@ -306,14 +306,14 @@ def _differentiable_nbytes(storage: Storage) -> int:
     return storage.nbytes if any(d.is_floating_point or d.is_complex for d in dtypes) else 0
 
 
-def _workspace_nbytes(storages: tuple[Storage, ...], moment: _Moment) -> int:
+def _workspace_nbytes(storages: tuple[Storage, ...], moment: _AskingMoment) -> int:
     """Returns the bytes that only the op that filled them can read: those without a dtype."""
     asked = {i for i, _ in moment.asks}
     return sum(storages[i].nbytes for i in asked if storages[i].saves[0].site.dtype is torch.uint8)
 
 
 def _kept_places_nbytes(
-    storages: tuple[Storage, ...], moment: _Moment, results: frozenset[int]
+    storages: tuple[Storage, ...], moment: _AskingMoment, results: frozenset[int]
 ) -> int:
     """Returns the bytes of what is asked for, and whose place no gradient takes: others hold it."""
     asked = (

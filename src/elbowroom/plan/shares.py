@@ -72,7 +72,7 @@ class NoiseShares:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedVariance:
     """The variance that the codes of a plan add to the gradient, predicted.
 
     of_gradient   as a share of |g|^2

@@ -26,7 +26,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: list[_Block] = []
+        self._blocks: list[_ArenaBlock] = []
         self._task = -1
         self.enabled = True
 
@@ -71,7 +71,7 @@ class Arena:
             self._blocks.clear()
             self._task = -1
 
-    def _block(self, nbytes: int) -> "_Block":
+    def _block(self, nbytes: int) -> "_ArenaBlock":
         """The smallest free block of at least this size, and at most twice.
 
         Else a new one, in place of all free ones.
@@ -82,7 +82,7 @@ class Arena:
             return min(fitting, key=lambda block: block.memory.numel())
         self._blocks = [block for block in self._blocks if not block.is_free()]
         del free
-        self._blocks.append(_Block(nbytes))
+        self._blocks.append(_ArenaBlock(nbytes))
         return self._blocks[-1]
 
     def _backward_runs(self) -> bool:
@@ -99,7 +99,7 @@ class Arena:
         return True
 
 
-class _Block:
+class _ArenaBlock:
     """Flat bytes, and the use count of their storage when it is not used elsewhere."""
 
     __slots__ = ("address", "idle", "memory")

@@ -53,7 +53,7 @@ class Arguments:
         self._others: list[Any] = []
         self._stand_ins: dict[int, Tensor] = {}
         self._copy: Any = b""
-        places: dict[int, _Place] = {}
+        places: dict[int, _TensorIndex] = {}
         values = (*args, *kwargs.values())
         simple = self._simple(values, places)
         if simple is None:
@@ -63,7 +63,7 @@ class Arguments:
             self.direct = [i for i, x in enumerate(self.tensors) if id(x) in given]
         else:
             self._copy = simple, len(args), tuple(kwargs)
-            self.direct = sorted({x.place for x in simple if type(x) is _Place})
+            self.direct = sorted({x.place for x in simple if type(x) is _TensorIndex})
 
     def again(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) as they were, in fresh objects, with these as the tensors."""
@@ -102,7 +102,7 @@ class Arguments:
         copy = repr(self._copy) if type(self._copy) is tuple else self._copy
         return copy, self.why_not, list(map(type, self._others))
 
-    def _simple(self, values: tuple[Any, ...], places: "dict[int, _Place]") -> Any:
+    def _simple(self, values: tuple[Any, ...], places: "dict[int, _TensorIndex]") -> Any:
         """Returns the values with places for their tensors; None: there are others to be copied."""
         simple: list[Any] = []
         for x in values:
@@ -112,7 +112,7 @@ class Arguments:
             elif kind is Tensor or isinstance(x, Tensor):
                 place = places.get(id(x))
                 if place is None:
-                    place = places[id(x)] = _Place(len(self.tensors))
+                    place = places[id(x)] = _TensorIndex(len(self.tensors))
                     self.tensors.append(x)
                 simple.append(place)
             elif kind is tuple:
@@ -126,7 +126,7 @@ class Arguments:
 
     def _take(self, values: Any) -> None:
         written = _Limited()
-        saving = _Saving(written, protocol=5)
+        saving = _ArgumentPickler(written, protocol=5)
         saving.tensors, saving.others = self.tensors, self._others
         try:
             saving.dump(values)
@@ -150,7 +150,7 @@ class _Limited(io.BytesIO):
         return super().write(data)
 
 
-class _Saving(pickle.Pickler):
+class _ArgumentPickler(pickle.Pickler):
     tensors: list[Tensor]
     others: list[Any]
     last = iterator = ""
@@ -189,7 +189,7 @@ def _taken(is_tensor: bool, place: int) -> Any:
     raise NotImplementedError
 
 
-class _Place(NamedTuple):
+class _TensorIndex(NamedTuple):
     """Place of a tensor among simple arguments."""
 
     place: int
@@ -197,7 +197,11 @@ class _Place(NamedTuple):
 
 def _filled(simple: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple(
-        tensors[x.place] if type(x) is _Place else _filled(x, tensors) if type(x) is tuple else x
+        tensors[x.place]
+        if type(x) is _TensorIndex
+        else _filled(x, tensors)
+        if type(x) is tuple
+        else x
         for x in simple
     )
 

@@ -34,7 +34,7 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"
 _TABLES, _VALUES = itemgetter(*_HOOKS), methodcaller("values")
 
 
-class _Held(NamedTuple):
+class _ModuleRecord(NamedTuple):
     """Record of a module: its `vars`, a copy of them, and copies of its hooks."""
 
     held: dict[str, Any]
@@ -59,8 +59,8 @@ class _Held(NamedTuple):
                 self.held[name].update(hooks)
 
 
-def _read(held: dict[str, Any]) -> _Held:
-    return _Held(held, held.copy(), _hooks_of(held))
+def _read(held: dict[str, Any]) -> _ModuleRecord:
+    return _ModuleRecord(held, held.copy(), _hooks_of(held))
 
 
 def _hooks_of(held: dict[str, Any]) -> dict[str, dict[int, Any]]:
@@ -204,7 +204,7 @@ class Attributes:
                 copy.update({n: _without_graph(x) for n, x in copy.items() if _has_graph(x)})
             found = [x for x in found if not _has_graph(x)]
         self._contents = _contents_below(found) if found else []
-        self._values = [*map(_Held, held, values, hooks)]
+        self._values = [*map(_ModuleRecord, held, values, hooks)]
 
     @property
     def have_changed(self) -> bool:
@@ -221,7 +221,7 @@ class Attributes:
         """Sets the attributes as they were recorded, and on exit back to what they are now."""
         changed = [one for one in self._values if one.has_changed]
         inside = [one for one in self._contents if one.has_changed]
-        now: list[_Held | _Contents] = [
+        now: list[_ModuleRecord | _Contents] = [
             *(_read(one.held) for one in changed),
             *(one._replace(held=one.access.read(one.it)) for one in inside),
         ]
@@ -232,7 +232,7 @@ class Attributes:
             _restore(now)
 
 
-def _restore(*records: Iterable[_Held | _Contents]) -> None:
+def _restore(*records: Iterable[_ModuleRecord | _Contents]) -> None:
     for some in records:
         for one in some:
             one.restore()

@@ -28,7 +28,7 @@ from elbowroom.codecs.room import Space
 from elbowroom.kernels import ops
 from elbowroom.kernels.layout import TILE
 from elbowroom.runtime import late
-from elbowroom.runtime.tiers.slabs import Part, Slabs
+from elbowroom.runtime.tiers.slabs import SlabPart, Slabs
 
 _MAX_SITES = 8192
 _SLOTS = 1024
@@ -50,8 +50,8 @@ class Capacities:
 
     def __init__(self) -> None:
         self.spills = self.spilled_nbytes = 0
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._places: dict[tuple[torch.device, int], _Place] = {}
+        self._known: OrderedDict[Hashable, _SiteSizes] = OrderedDict()
+        self._places: dict[tuple[torch.device, int], _StreamSlots] = {}
         self._lock = threading.Lock()
 
     def room(self, site: Hashable) -> "SiteRoom":
@@ -80,7 +80,7 @@ class Capacities:
         self, site: Hashable, payload: Tensor, max_nbytes: int
     ) -> "tuple[Tensor, NoSpill | HostSpill]":
         """See `Room.first`."""
-        known = _Known(payload.numel())
+        known = _SiteSizes(payload.numel())
         with self._lock:
             self._place(payload.device).pool.try_spills()
             self._known[site] = known
@@ -90,16 +90,16 @@ class Capacities:
         memory[: payload.numel()] = payload
         return memory, NoSpill(payload[:0])
 
-    def _place(self, device: torch.device) -> "_Place":
+    def _place(self, device: torch.device) -> "_StreamSlots":
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = device, stream
         place = self._places.get(key)
         if place is None:
-            pool = _POOLS.setdefault(key, _Pool(device))
-            place = self._places[key] = _Place(device, pool)
+            pool = _POOLS.setdefault(key, _SpillMemory(device))
+            place = self._places[key] = _StreamSlots(device, pool)
         return place
 
-    def _learn(self, place: "_Place") -> None:
+    def _learn(self, place: "_StreamSlots") -> None:
         for known, capacity, used in place.arrived():
             known.learn(used)
             self.spills += used > capacity
@@ -123,7 +123,7 @@ class SiteRoom:
         return self._capacities.first(self._site, payload, max_nbytes)
 
 
-class _Known:
+class _SiteSizes:
     """Sizes that the payloads of one site have needed."""
 
     __slots__ = ("capacity", "highest", "steps", "waits")
@@ -162,14 +162,14 @@ class HostSpill:
 
     __slots__ = ("_dropped", "_part", "memory")
 
-    def __init__(self, part: Part, dropped: deque[Part]) -> None:
+    def __init__(self, part: SlabPart, dropped: deque[SlabPart]) -> None:
         self.memory, self._part, self._dropped = part.flat, part, dropped
 
     def __del__(self) -> None:
         self._dropped.append(self._part)
 
 
-class _Pool:
+class _SpillMemory:
     """Host memory for the spills of one stream; it lives as long as the process (rule 3).
 
     nothing  an empty spill
@@ -177,7 +177,7 @@ class _Pool:
 
     def __init__(self, device: torch.device) -> None:
         self._slabs = Slabs(_memory_nbytes(), _within_share, _SLAB_NBYTES)
-        self._dropped: deque[Part] = deque()
+        self._dropped: deque[SlabPart] = deque()
         self._lock = threading.Lock()
         self._can_spill: bool | None = None  # not tested yet
         self.nothing = torch.empty(0, dtype=torch.uint8, device=device)
@@ -208,7 +208,7 @@ class _Pool:
         return None if part is None else HostSpill(part, self._dropped)
 
 
-_POOLS: dict[tuple[torch.device, int], _Pool] = {}
+_POOLS: dict[tuple[torch.device, int], _SpillMemory] = {}
 
 
 def _memory_nbytes() -> int:
@@ -226,16 +226,16 @@ def _within_share(nbytes: int) -> Tensor:
     return late.pinned(nbytes)
 
 
-class _Place:
+class _StreamSlots:
     """The slots of one stream, and its pool."""
 
-    def __init__(self, device: torch.device, pool: _Pool) -> None:
+    def __init__(self, device: torch.device, pool: _SpillMemory) -> None:
         self.pool = pool
         self._slots = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
-        self._waiting: list[tuple[_Known, int]] = []  # whose slots were not copied yet
-        self._sent: deque[tuple[late.Sent, list[tuple[_Known, int]]]] = deque()
+        self._waiting: list[tuple[_SiteSizes, int]] = []  # whose slots were not copied yet
+        self._sent: deque[tuple[late.Sent, list[tuple[_SiteSizes, int]]]] = deque()
 
-    def slot(self, known: _Known, capacity: int) -> Tensor:
+    def slot(self, known: _SiteSizes, capacity: int) -> Tensor:
         """Returns the slot to which the size of the next payload of a site is written."""
         if known.waits or len(self._waiting) == _SLOTS:
             self._send()
@@ -244,7 +244,7 @@ class _Place:
         known.waits = True
         return self._slots[at : at + 1]
 
-    def arrived(self) -> list[tuple[_Known, int, int]]:
+    def arrived(self) -> list[tuple[_SiteSizes, int, int]]:
         """Returns sites, capacities and sizes that have arrived at the host."""
         found = []
         while self._sent and self._sent[0][0].has_arrived:

@@ -5,7 +5,7 @@
 Rows that wait (`gathered.py`) may go through such functions without being made. What comes out
 waits, too, as an expression of the tensors that are there (`Computed`). Where it has far fewer
 elements than its rows, it is made in parts, at once. Its gradient is an expression as well
-(`Gradient`): autograd runs f again with a part of the rows. So all bits are those of torch's own
+(`RowGradient`): autograd runs f again with a part of the rows. So all bits are those of torch's own
 ops, and an edge of the graph takes memory only while its part is made.
 """
 
@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from elbowroom.runtime.gathered import Gathered, here, is_in_parts, wait_for
 from elbowroom.runtime.node import itself
 from elbowroom.runtime.row_sources import (
-    Added,
-    Sources,
+    GradientSum,
+    RowSources,
     assembled,
     check_versions,
     part_nbytes,
@@ -124,7 +124,7 @@ class Computed:
 
 
 @dataclass(frozen=True, eq=False)
-class Gradient:
+class RowGradient:
     """The gradient of an argument of `of`, from that of its result."""
 
     of_rows: Computed
@@ -162,7 +162,7 @@ class Gradient:
         return found
 
 
-ROWS = (Sources, Added, Computed, Gradient)
+ROWS = (RowSources, GradientSum, Computed, RowGradient)
 
 
 def gradient_of(computed: Computed, number: int, shape: torch.Size, grad: Tensor) -> Argument:
@@ -176,7 +176,7 @@ def gradient_of(computed: Computed, number: int, shape: torch.Size, grad: Tensor
             args = (known, other)
             tensors = (x for one in args for x in _tensors(one))
             return Computed(torch.mul, args, {}, versions_of(*tensors))
-    return Gradient(computed, number, known)
+    return RowGradient(computed, number, known)
 
 
 def _unpacked() -> saved_tensors_hooks:
@@ -199,13 +199,13 @@ def _part_of(one: Argument, part: slice) -> Any:
 
 
 def _of_others(one: Argument, tensors: Iterator[Tensor]) -> Argument:
-    if isinstance(one, (Sources, Computed)):
+    if isinstance(one, (RowSources, Computed)):
         return one.of(tensors)
     return type(one)(next(tensors)) if isinstance(one, (Each, All)) else one
 
 
 def _with_graph(one: Argument) -> Any:
-    if isinstance(one, (Sources, Computed)):
+    if isinstance(one, (RowSources, Computed)):
         return one.with_graph()
     return one.x if isinstance(one, (Each, All)) else one
 

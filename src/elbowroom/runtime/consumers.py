@@ -311,7 +311,7 @@ def _is_cast(x: Tensor, of: Any) -> bool:
     return (below, number) == (of.grad_fn, of.output_nr)
 
 
-class Part(Enum):
+class FormulaPart(Enum):
     """Part of a saved tensor in a later formula, which decides whether it may have a code."""
 
     NONE = "none"
@@ -341,7 +341,7 @@ class Reading(NamedTuple):
     width: int = 0
     dims: tuple[int, ...] = ()
     by_size: bool = False
-    part: Part = Part.NONE
+    part: FormulaPart = FormulaPart.NONE
     number: int = -1
 
 

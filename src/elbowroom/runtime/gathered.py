@@ -12,7 +12,7 @@ which calls read in parts).
 
 1. For all other readers the rows `become` an ordinary tensor before the call: the same Python
    object, a plain torch.Tensor then, with its hooks, its attributes and its place in the graph. The
-   node that gives the rows (`_Rows`) has saved its own result, and gives it back with its edge.
+   node that gives the rows (`_GiveRows`) has saved its own result, and gives it back with its edge.
 2. Code that does not call torch through Python, another thread, or the forward of an autograd
    function gets the values through `__torch_dispatch__`, as with any wrapper of a tensor.
 3. A sum gives the rows a gradient without memory only if nobody could look at it: the rows are
@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.row_sources import (
-    Added,
-    Rows,
-    Sources,
+    GradientSum,
+    RowSources,
+    WaitingRows,
     assembled,
     part_nbytes,
     parts,
@@ -50,7 +50,7 @@ _lock = threading.RLock()  # two threads may read the same rows
 
 
 @dataclass(eq=False)
-class Mark:
+class RowsUse:
     """Knowledge that nodes share of rows: of those that they gave or have read.
 
     ref    the rows, unless nothing refers to them any more
@@ -67,11 +67,11 @@ class Mark:
 
 
 @dataclass(eq=False)
-class _State:
+class _WaitingState:
     """sources: None once all rows were made. hooks: those of saved tensors, at the gather."""
 
-    sources: Rows | None
-    mark: Mark
+    sources: WaitingRows | None
+    mark: RowsUse
     hooks: Any = None
     values: Tensor | None = None
 
@@ -79,7 +79,7 @@ class _State:
 class Gathered(Tensor):
     """Rows of a tensor, perhaps times a factor, that do not exist yet."""
 
-    _state: _State | None
+    _state: _WaitingState | None
 
     @classmethod
     def like(cls, x: Tensor, index: Tensor) -> Self:
@@ -93,11 +93,11 @@ class Gathered(Tensor):
         made._state = None
         return made
 
-    def of(self, sources: Rows, mark: Mark | None = None) -> Self:
+    def of(self, sources: WaitingRows, mark: RowsUse | None = None) -> Self:
         """Notes what the rows are made of. Returns itself."""
-        mark = mark or Mark()
+        mark = mark or RowsUse()
         mark.ref = weakref.ref(self)
-        self._state = _State(sources, mark, _innermost_hooks(True))
+        self._state = _WaitingState(sources, mark, _innermost_hooks(True))
         return self
 
     @property
@@ -106,13 +106,13 @@ class Gathered(Tensor):
         return self.state.values is None
 
     @property
-    def state(self) -> _State:
+    def state(self) -> _WaitingState:
         """What is known of them."""
         assert self._state is not None
         return self._state
 
     @property
-    def sources(self) -> Rows:
+    def sources(self) -> WaitingRows:
         """What they are made of, as long as they wait."""
         found = self.state.sources
         assert found is not None
@@ -147,7 +147,7 @@ class Gathered(Tensor):
             self.become()
             return
         here.rows = self
-        if not isinstance(state.sources, Sources):
+        if not isinstance(state.sources, RowSources):
             ask(computed_rows, (), state.sources.tensors, {})
         elif state.sources.factor is None:
             ask(index_select, (), (state.sources.x, 0, state.sources.at), {})
@@ -222,7 +222,7 @@ class Gathered(Tensor):
         first, kwargs = args[0] if args else None, kwargs or {}
         if func is torch.ops.aten.add.Tensor and _are_gradients(*args):
             one, other = args
-            return cls.empty(one.shape, one).of(Added(one.sources, other.sources))
+            return cls.empty(one.shape, one).of(GradientSum(one.sources, other.sources))
         if type(first) is Gathered and first._state is None:  # a node of ours saves its own result
             assert func is torch.ops.aten.detach.default
             return Gathered.like(first, first)
@@ -251,7 +251,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.rows: Gathered | None = None
-        self.made: Rows | None = None
+        self.made: WaitingRows | None = None
         self.call: tuple[Any, tuple[Any, ...]] | None = None
         self.alive: list[weakref.ref[Gathered]] = []
 
@@ -368,19 +368,19 @@ def computed_rows(*tensors: Tensor) -> Tensor:
     return rows.become()
 
 
-def wait_for(rows: Tensor, sources: Rows) -> Gathered:
+def wait_for(rows: Tensor, sources: WaitingRows) -> Gathered:
     """Returns rows that wait, which the node of these gives, and that are made of the sources."""
-    mark = Mark()
+    mark = RowsUse()
     waits = _give(rows, mark)
     here.alive.append(weakref.ref(waits))
     return waits.of(sources, mark)
 
 
-def _give(rows: Tensor, mark: Mark, *, is_changed: bool = False) -> Gathered:
+def _give(rows: Tensor, mark: RowsUse, *, is_changed: bool = False) -> Gathered:
     """Returns rows whose node can give its result again; is_changed: the same ones."""
-    place = _Place()
+    place = _RowValues()
     with saved_tensors_hooks(lambda own: place, lambda place: place.given()), torch.enable_grad():
-        given: Gathered = _Rows.apply(rows, mark, place, is_changed)  # type: ignore[no-untyped-call]
+        given: Gathered = _GiveRows.apply(rows, mark, place, is_changed)  # type: ignore[no-untyped-call]
     return given
 
 
@@ -390,7 +390,7 @@ def _unseen() -> AbstractContextManager[Any]:
     return _disable_current_modes() if watched else nullcontext()
 
 
-class _Place:
+class _RowValues:
     """Where the node that gives the rows finds their values, when it is asked for its result."""
 
     values: Tensor | None = None
@@ -399,11 +399,13 @@ class _Place:
         return torch.empty(0) if self.values is None else self.values
 
 
-class _Rows(torch.autograd.Function):
+class _GiveRows(torch.autograd.Function):
     """Gives the rows. It has saved its own result, so that `become` gets one with its edge."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Gathered, mark: Mark, place: _Place, is_changed: bool) -> Gathered:
+    def forward(
+        ctx: Any, rows: Gathered, mark: RowsUse, place: _RowValues, is_changed: bool
+    ) -> Gathered:
         ctx.set_materialize_grads(False)
         ctx.mark, ctx.place = mark, place
         if is_changed:
@@ -417,10 +419,10 @@ class _Rows(torch.autograd.Function):
         return grads[0], None, None, None
 
 
-class _RowsBackward(_Rows._backward_cls):  # type: ignore[name-defined, misc]
+class _RowsBackward(_GiveRows._backward_cls):  # type: ignore[name-defined, misc]
     """The node that gives the rows: who adds a hook to it looks at their gradient."""
 
-    mark: Mark
+    mark: RowsUse
 
     def register_hook(self, *args: Any, **kwargs: Any) -> Any:
         self.mark.used = True
@@ -431,7 +433,7 @@ class _RowsBackward(_Rows._backward_cls):  # type: ignore[name-defined, misc]
         return super().register_prehook(*args, **kwargs)
 
 
-_Rows._backward_cls = _RowsBackward
+_GiveRows._backward_cls = _RowsBackward
 
 
 class _GatherRows(torch.autograd.Function):
@@ -459,7 +461,7 @@ class _GatherRows(torch.autograd.Function):
 class _ScaleRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Gathered, x: Tensor, index: Tensor, factor: Tensor, mark: Mark
+        ctx: Any, rows: Gathered, x: Tensor, index: Tensor, factor: Tensor, mark: RowsUse
     ) -> Gathered:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if factor.requires_grad else None, index, factor)
@@ -481,7 +483,7 @@ class _ScaleRows(torch.autograd.Function):
                     own = grad.sources.part(part) * x.index_select(0, index[part])
                     of_factor[part] = own.sum_to_size(factor[part].shape)
             known = grad.sources
-            if not ctx.mark.is_whole and isinstance(known, Sources) and known.factor is None:
+            if not ctx.mark.is_whole and isinstance(known, RowSources) and known.factor is None:
                 known.check()
                 of_rows = Gathered.empty(grad.shape, grad).of(sources_of(*known[:2], factor))
         elif x is not None:
@@ -492,7 +494,7 @@ class _ScaleRows(torch.autograd.Function):
 
 class _SumOfRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, into: Tensor, rows: Gathered, at: Tensor, mark: Mark) -> Tensor:
+    def forward(ctx: Any, into: Tensor, rows: Gathered, at: Tensor, mark: RowsUse) -> Tensor:
         ctx.set_materialize_grads(False)
         add = into.scatter_add_ if at.dim() > 1 else into.index_add_
         for part in parts(at, rows.shape):

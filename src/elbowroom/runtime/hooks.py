@@ -30,7 +30,7 @@ from elbowroom.runtime import modules, opened
 from elbowroom.runtime.changed_parameters import written
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.checkpoints import checkpoint_call
-from elbowroom.runtime.consumers import Call, Consumers, Part, Reading, is_buffer, reading_of
+from elbowroom.runtime.consumers import Call, Consumers, FormulaPart, Reading, is_buffer, reading_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
@@ -291,9 +291,9 @@ class Packer(NodeChoice, ModuleCalls):
             is_powered = reading.formula is Formula.RELATIVE
             if reading.need is Need.LOSSY and not is_powered and self._may_round:
                 part = part_of(reader.node, x, out)
-                if part is Part.GAUSSIAN:
+                if part is FormulaPart.GAUSSIAN:
                     reading = Reading(Need.EXACT, Formula.DIFFERENCE, WHY[part])
-                elif part is not Part.NONE:
+                elif part is not FormulaPart.NONE:
                     reading = reading._replace(part=part, number=reader.number)
             if reading.need is Need.LOSSY and reader.of is not None and measures:
                 of_call = (other for other, _ in saved)

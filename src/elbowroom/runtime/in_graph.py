@@ -1,7 +1,7 @@
 """Compiled modules inside a context, whose graphs follow the context's policy.
 
 A compiled region passes all its saved tensors to hooks at once, without the ops that saved them. So
-where a policy has a form for graphs (`GraphForm`), a compiled module runs through it: its call
+where a policy has a form for graphs (`ActsInGraph`), a compiled module runs through it: its call
 leaves the context's hooks and function mode, and Dynamo compiles with another backend. Code that
 was compiled for the plain module stays cached, and is used again outside.
 
@@ -26,7 +26,7 @@ _running = threading.RLock()
 _autograd = torch._C._autograd
 
 
-class GraphForm(Protocol):
+class ActsInGraph(Protocol):
     """A policy as it acts in compiled graphs."""
 
     def backend(self, options: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -39,7 +39,7 @@ class GraphForm(Protocol):
 
 
 @contextmanager
-def compiled_by(form: GraphForm, ledger: Ledger, *, watches: bool) -> Iterator[list[str]]:
+def compiled_by(form: ActsInGraph, ledger: Ledger, *, watches: bool) -> Iterator[list[str]]:
     """Compiles modules on this thread by `form`, where Inductor compiles them.
 
     Yields the names of those that have been called so far.

@@ -1,7 +1,7 @@
 """Tensors without a slot: their op has not ended yet, or their bytes are only counted.
 
 Deferred      is decided on when the call that saves it has ended
-Given         stands in for a saved tensor while its node runs once more (`redrawn.py`)
+Substitute    stands in for a saved tensor while its node runs once more (`redrawn.py`)
 Lone          has no storage of the common kind (subclass, sparse), or is one of thousands
 Beside, Many  the thousands: each storage of them is counted once
 """
@@ -43,7 +43,7 @@ def last_node() -> int:
     return torch._C._autograd._get_sequence_nr() - 1
 
 
-class Given:
+class Substitute:
     """A value that stands in for a saved tensor."""
 
     __slots__ = ("_x",)
@@ -66,7 +66,7 @@ class Deferred:
 
     def __init__(self, x: Tensor) -> None:
         self.node = last_node()
-        self.held: View | Lone | KeepHandle | Given = KeepHandle(x, "its op has not ended")
+        self.held: View | Lone | KeepHandle | Substitute = KeepHandle(x, "its op has not ended")
 
     def restore(self) -> Tensor:
         """Returns the saved tensor again."""

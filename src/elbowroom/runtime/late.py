@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """Interface of an event of a stream."""
 
     def query(self) -> bool:
@@ -27,7 +27,7 @@ def pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def event(device: torch.device) -> Event:
+def event(device: torch.device) -> StreamEvent:
     """Returns an event behind all work of the current stream."""
     made = torch.cuda.Event()  # type: ignore[no-untyped-call]
     made.record(torch.cuda.current_stream(device))

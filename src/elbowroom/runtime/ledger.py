@@ -25,7 +25,7 @@ from elbowroom.units import show_nbytes
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """Sums over the saved tensors that share module, consumer, dtype and fate."""
 
     module: str
@@ -126,7 +126,7 @@ class Counts:
         return self.held_nbytes - sum(e.after_nbytes for e in self.by_slot.values() if not e.ended)
 
 
-class Mark(NamedTuple):
+class LedgerMark(NamedTuple):
     """Figures of a ledger at a moment; later counts belong to another forward."""
 
     clock: int
@@ -160,7 +160,7 @@ class NoEntry:
 NOT_COUNTED = NoEntry()
 
 
-class _Graph:
+class _GraphToken:
     """Token that lives as long as the graph of a forward's results, as a hook of its nodes."""
 
     __slots__ = ("__weakref__", "backward_began", "ends", "over")
@@ -190,11 +190,11 @@ class Tally:
     def __init__(self, held_nbytes: int, before_nbytes: int) -> None:
         self.after_nbytes = self.max_nbytes = held_nbytes
         self.before_nbytes = before_nbytes
-        self._graph: weakref.ref[_Graph] | None = None
+        self._graph: weakref.ref[_GraphToken] | None = None
 
     def follow(self, out: Any) -> None:
         """Follows the graph of a forward that has ended with these results."""
-        graph = _Graph()
+        graph = _GraphToken()
         for x in (out,) if type(out) is Tensor else tree_leaves(out):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 x.grad_fn.register_prehook(graph.begins)
@@ -250,7 +250,7 @@ class Account(ABC):
 
     @property
     @abstractmethod
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """The saved tensors of the fullest moment, in order of saving.
 
         They are summed by module, consumer, dtype and fate.
@@ -311,7 +311,7 @@ class Ledger(Account):
         return entry
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """The saved tensors of the fullest moment."""
         return summed(self._of_fullest())
 
@@ -324,12 +324,12 @@ class Ledger(Account):
         """Bytes that plain autograd would hold now, and those that are held."""
         return self._plain_nbytes, self.held_nbytes
 
-    def mark(self) -> Mark:
+    def mark(self) -> LedgerMark:
         """Returns a mark of the current moment."""
         sums = self.before_nbytes, self.after_nbytes, self.away_nbytes
-        return Mark(self._clock, *sums, self.max_nbytes, self.held_nbytes)
+        return LedgerMark(self._clock, *sums, self.max_nbytes, self.held_nbytes)
 
-    def counts(self, slot_of: Callable[[Entry], int], since: Mark) -> Counts:
+    def counts(self, slot_of: Callable[[Entry], int], since: LedgerMark) -> Counts:
         """Returns what a forward has added to the ledger, for forwards that repeat it.
 
         slot_of: entry -> the number of its slot, or a negative one
@@ -389,7 +389,7 @@ class Ledger(Account):
         self.after_nbytes, self.away_nbytes = self.held_nbytes, self.held_away_nbytes
 
 
-def summed(entries: Iterable[Entry | Counted]) -> list[Row]:
+def summed(entries: Iterable[Entry | Counted]) -> list[LedgerRow]:
     """Returns sums by module, consumer, dtype and fate, in order of saving.
 
     Several calls of one module are one.
@@ -400,7 +400,7 @@ def summed(entries: Iterable[Entry | Counted]) -> list[Row]:
         key = module, entry.consumer, entry.dtype, entry.action, entry.why
         groups[key].append(entry)
     return [
-        Row(
+        LedgerRow(
             *key,
             len(part),
             sum(e.before_nbytes for e in part),
@@ -418,7 +418,7 @@ class Ledgers(Account):
         self._parts = parts
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """The saved tensors of the fullest moment of each."""
         return [row for part in self._parts for row in part.rows]
 
@@ -463,7 +463,7 @@ def _render(ledger: Account) -> str:
     return console.export_text()
 
 
-def _shown(rows: Iterable[Row]) -> list[Row]:
+def _shown(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
     """Returns the rows of the table, largest first; all small tensors share the last one."""
     rows = sorted(rows, key=lambda row: -row.before_nbytes)
     small = [row for row in rows if row.why == SMALL]
@@ -471,5 +471,5 @@ def _shown(rows: Iterable[Row]) -> list[Row]:
         return rows
     names = ("count", "before_nbytes", "after_nbytes", "away_nbytes")
     sums = {name: sum(getattr(row, name) for row in small) for name in names}
-    others = Row("", "others", "", small[0].action, SMALL, **sums)
+    others = LedgerRow("", "others", "", small[0].action, SMALL, **sums)
     return [*(row for row in rows if row.why != SMALL), others]

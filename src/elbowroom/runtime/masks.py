@@ -54,7 +54,7 @@ def unpacked(
     return encoded.decode(ARENA.take(encoded.numel, dtype, bits.device))
 
 
-class Bits(tuple[Tensor, tuple[int, ...], tuple[int, ...], torch.dtype, Any]):
+class HeldMask(tuple[Tensor, tuple[int, ...], tuple[int, ...], torch.dtype, Any]):
     """The mask of a tensor of which a settled step holds nothing else.
 
     A tuple of the bits; shape, strides and dtype of the tensor; and a token that lives as long as

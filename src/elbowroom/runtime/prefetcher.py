@@ -87,7 +87,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Place:
+class RoundPosition:
     """Position of one handle in its round."""
 
     round: Round
@@ -132,13 +132,13 @@ class Prefetcher:
         self._early: WeakValueDictionary[int, Movable] = WeakValueDictionary()
         self._busy = threading.Lock()  # if it is taken, nothing is started
 
-    def put(self, handle: Movable, name: Hashable) -> Place:
+    def put(self, handle: Movable, name: Hashable) -> RoundPosition:
         """Adds a handle that was made; returns its place."""
         if self._round.asked is not None:
             self._round = Round()
-        return Place(self._round, self._round.put(handle, name))
+        return RoundPosition(self._round, self._round.put(handle, name))
 
-    def asked(self, place: Place, handle: Movable, *, was_early: bool | None) -> None:
+    def asked(self, place: RoundPosition, handle: Movable, *, was_early: bool | None) -> None:
         """Starts what is probably needed next, while a handle is being restored.
 
         was_early: None if nothing had to be fetched for it.
@@ -154,14 +154,14 @@ class Prefetcher:
         finally:
             self._busy.release()
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: RoundPosition) -> None:
         around = place.round
         if around.asked is None:
             self._orders.begin(around)
         if around.asked is not None and len(around.asked) < _MAX_PASSES * around.count:
             around.asked.append(place.index)
 
-    def _start(self, place: Place, was_early: bool | None) -> None:
+    def _start(self, place: RoundPosition, was_early: bool | None) -> None:
         handles = place.round.handles
         ahead = [handles.get(index) for index in islice(place.round.after(place.index), _LOOKAHEAD)]
         if was_early is False:

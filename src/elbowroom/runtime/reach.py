@@ -253,7 +253,7 @@ class Reach:
         return held
 
 
-class Values:
+class TensorValues:
     """The current values of tensors, which restore tensors that are changed in place.
 
     No value is kept for a tensor that needs a gradient: its changes are part of a graph.

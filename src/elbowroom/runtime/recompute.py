@@ -38,7 +38,7 @@ from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.modules import cut_short
 from elbowroom.runtime.opened_checkpoints import as_now
-from elbowroom.runtime.rerun import Region
+from elbowroom.runtime.rerun import DroppedCall
 from elbowroom.runtime.rewind import Generators, modules_of
 from elbowroom.runtime.storage import version_of, versions_of
 from elbowroom.runtime.unread import leave_out_unread, noting_unread
@@ -70,7 +70,9 @@ def recomputed(
     is_exact: no code adds errors, so that the second run makes the same values
     """
     with torch._C.DisableTorchFunction():  # not for ops of other code
-        state = State(module, arguments.sources, fingerprints, is_examined=reading is not None)
+        state = ForwardState(
+            module, arguments.sources, fingerprints, is_examined=reading is not None
+        )
         if reading is not None:
             reading.append(state.parameters)
         large = state.take()
@@ -85,7 +87,7 @@ def recomputed(
 
     with torch._C.DisableTorchFunction():
         current = state.parameters.current
-        region = Region(type(module).__name__, tensors, again, current, compares=is_exact)
+        region = DroppedCall(type(module).__name__, tensors, again, current, compares=is_exact)
     del tensors
     begin()
     out = region.first(first, args, kwargs)
@@ -107,7 +109,7 @@ def _rng_nbytes() -> int:
     return torch.get_rng_state().nbytes
 
 
-class State:
+class ForwardState:
     """State that a module's forward reads besides its inputs, as it was before it ran.
 
     changed_buffer  the name of a large buffer that a run inside of `again` has changed

@@ -29,30 +29,29 @@ restored once more, as the node will do; meanwhile only a sample of single eleme
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from itertools import pairwise
-from math import inf, prod, sqrt
-from typing import Any, NamedTuple
+from math import inf, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from elbowroom.codecs import Cast, Dither
-from elbowroom.codecs.base import PART
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import error_of_dither, quality_of
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import LEVELS
 from elbowroom.plan.site import Formula, HalfSuffices, LevelsSuffice, Site, key_of
-from elbowroom.runtime.context import Context, mixed
+from elbowroom.runtime.context import Context
+from elbowroom.runtime.drawn_again import Sample, SampledValues, code_of, upstream
 from elbowroom.runtime.handles import EncodeHandle
-from elbowroom.runtime.kept import Deferred, Given
+from elbowroom.runtime.kept import Deferred, Substitute
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.saturated import LateWarnings
 from elbowroom.runtime.second_pass import second_pass
-from elbowroom.runtime.slot import Slot, View, is_in_order
+from elbowroom.runtime.slot import Slot, View
 
 MOST = 0.05
 _TOO_COARSE = f"its error is more than {MOST:.0%} of the gradient that is computed with it"
@@ -60,8 +59,6 @@ _ENOUGH = 8.0  # times less than MOST: what a finer code should add
 _READ = frozenset((Formula.PRODUCT, Formula.CURVED, Formula.TAIL))
 _PRODUCTS = ("MulBackward0", "_ProductBackward")  # grad times each factor
 _TIMES = 4.0
-_EACH, _MIN, _MAX = 16, 2, 4  # parts that are compared: one of so many; at least, and at most
-_FAR, _FEW = 64, 256  # of single elements: one of so many, but as many
 _MAX_CARRIED = 1024  # elements of a result that is followed
 _MAX_FOLLOWED = 6  # ops that a result goes on through
 # Nodes that work element by element, and may let through but a part, or enlarge it.
@@ -98,7 +95,7 @@ class Redrawn:
             return
         self._nodes.add(number)
         held = [weakref.ref(one) for one in saved if one.node == number]
-        node.register_prehook(_Reading(self, held, outermost()).before)
+        node.register_prehook(_NodeReading(self, held, outermost()).before)
 
     def takes_turn(self, model: nn.Module | None, root: Slot) -> bool:
         """Returns whether a code is measured in this forward: a program may replay none."""
@@ -120,7 +117,7 @@ class Redrawn:
         return _looks.setdefault(context if context.learns or model is None else model, {})
 
 
-class _Reading:
+class _NodeReading:
     """The reading of one node, which measures how wrong codes make its results; holds no tensor."""
 
     def __init__(
@@ -186,10 +183,10 @@ class _Reading:
         dithers: Mapping[Slot, Dither],
         grad: Tensor,
         nth: int = 0,
-    ) -> tuple["_Sample", _Results, dict[Slot, _Results]]:
+    ) -> tuple["Sample", _Results, dict[Slot, _Results]]:
         """Returns the nth sample, what the node makes of it, and with other noise of each code."""
         seed, node = self._forward.context.count + _APART * nth, _node()
-        values = _Values.of(coded.values(), grad.shape, seed)
+        values = SampledValues.of(coded.values(), grad.shape, seed)
         own, others = values.read(dithers)
         sample = values.sample
         given = {}
@@ -207,47 +204,6 @@ class _Reading:
         model, why = None if self._model is None else self._model(), reason(levels, share)
         if self._forward.context.learn_limit(model, key_of(site), why):
             self._forward.late_warnings.warn(site.consumer, site.module, why)
-
-
-class _Sample(NamedTuple):
-    """Some elements of a gradient, and of what is multiplied with them.
-
-    shape   of the gradient
-    places  of the elements, in logical order
-    """
-
-    shape: tuple[int, ...]
-    places: tuple[slice, ...]
-
-    @classmethod
-    def parts(cls, shape: tuple[int, ...], seed: int) -> "_Sample":
-        """Returns parts that a code can be decoded in, spread over all; each seed has its own."""
-        n = prod(shape)
-        parts = -(-n // PART)
-        wanted = min(max(parts // _EACH, _MIN), _MAX)
-        if parts <= wanted:
-            return cls(shape, (slice(0, n),))
-        bounds = [nth * parts // wanted for nth in range(wanted + 1)]
-        starts = (
-            PART * (first + mixed(seed + first) % (end - first)) for first, end in pairwise(bounds)
-        )
-        return cls(shape, tuple(slice(start, min(start + PART, n)) for start in starts))
-
-    @classmethod
-    def apart(cls, shape: tuple[int, ...], seed: int) -> "_Sample":
-        """Returns few elements, each apart from the others."""
-        n = prod(shape)
-        every = max(min(n // _FEW, _FAR), n // (_MAX * PART)) | 1  # odd: in every channel
-        return cls(shape, (slice(mixed(seed) % every, n, every),))
-
-    def taken(self, x: Tensor) -> Tensor:
-        """Returns these elements of a tensor that has the gradient's shape, or is broadcast."""
-        x = x.expand(self.shape)
-        if x.is_contiguous():
-            flat = x.view(-1)
-            return torch.cat([flat[at] for at in self.places])
-        ranges = [torch.arange(at.start, at.stop, at.step or 1) for at in self.places]
-        return x[torch.unravel_index(torch.cat(ranges).to(x.device), self.shape)]
 
 
 def reason(levels: int, share: float) -> str:
@@ -271,7 +227,7 @@ class _Carried:
     for this. A sum of several gradients is not followed.
     """
 
-    def __init__(self, sample: _Sample, keep: Callable[[float], None]) -> None:
+    def __init__(self, sample: Sample, keep: Callable[[float], None]) -> None:
         """keep: called once, with the share, if noise is above `most` of what is let through."""
         self._sample, self._keep = sample, keep
         self._is_kept = False
@@ -320,93 +276,6 @@ class _Carried:
             self.follow(node, passed, passed + noise, most, steps)
 
 
-class _Values(NamedTuple):
-    """Sampled values of what a node reads.
-
-    are_parts  of codes; otherwise each tensor is restored, of which few elements are held: it takes
-               as much as for the node itself
-    """
-
-    views: tuple[View, ...]
-    sample: _Sample
-    are_parts: bool
-
-    @classmethod
-    def of(cls, views: Iterable[View], shape: Sequence[int], seed: int) -> "_Values":
-        shape, views = tuple(shape), tuple(views)
-        are_parts = all(_has_parts(view, shape) for view in views)
-        sample = _Sample.parts(shape, seed) if are_parts else _Sample.apart(shape, seed)
-        return cls(views, sample, are_parts)
-
-    def read(self, dithers: Mapping[Slot, Dither]) -> tuple[list[Tensor], dict[Slot, list[Tensor]]]:
-        """Returns what each view reads, and the same with other noise of each of these codes."""
-        if self.are_parts:
-            own = [self._decoded(_code_of(view.slot)) for view in self.views]
-            pairs = [*zip(self.views, own, strict=True)]
-            return own, {
-                root: [
-                    _code_of(root).drawn_again(x.clone(), codec, self.sample.places)
-                    if view.slot is root
-                    else x
-                    for view, x in pairs
-                ]
-                for root, codec in dithers.items()
-            }
-        with _undisturbed(self.views):
-            again = {root: self._restored(root, codec) for root, codec in dithers.items()}
-            own = [self._of(view) for view in self.views]
-        others = {
-            root: [x if y is None else y for x, y in zip(own, values, strict=True)]
-            for root, values in again.items()
-        }
-        return own, others
-
-    def _decoded(self, code: EncodeHandle) -> Tensor:
-        part = code.parts()
-        assert part is not None
-        return torch.cat([part(at.start, at.stop - at.start) for at in self.sample.places])
-
-    def _restored(self, root: Slot, codec: Dither) -> list[Tensor | None]:
-        """Returns what views read with other noise of a code; None: it is not made of that."""
-        found: list[Tensor | None] = []
-        for view in self.views:
-            if root in _upstream(view.slot):
-                with _drawn_again(root, view.slot, codec):
-                    found.append(self._of(view))
-            else:
-                found.append(None)
-        return found
-
-    def _of(self, view: View) -> Tensor:
-        slot = view.slot
-        whole = slot.restore_value() if slot.whole is None else slot.whole
-        return self.sample.taken(view.geometry.within(slot.base, whole))
-
-
-def _has_parts(view: View, shape: tuple[int, ...]) -> bool:
-    """Returns whether a view of this shape reads a code that can be decoded in parts."""
-    held, at = view.slot.value, view.geometry
-    if not isinstance(held, EncodeHandle) or held.parts() is None:
-        return False
-    is_base = at == view.slot.base and at.shape == shape and not view.slot.is_window
-    return is_base and is_in_order(at.shape, at.stride)
-
-
-class _DrawnAgain:
-    """Handle: what a code decodes to, with its noise drawn again. It is decoded for each reader."""
-
-    exact = False
-    label = "drawn again"
-
-    def __init__(self, held: EncodeHandle, codec: Dither) -> None:
-        self.nbytes, self.mask, self.where = held.nbytes, held.mask, held.where
-        self._held, self._codec = held, codec
-
-    def restore(self, *, private: bool = False) -> Tensor:
-        x = self._held.restore(private=True)
-        return self._held.drawn_again(x, self._codec, (slice(0, x.numel()),))
-
-
 def _bears_error(view: View, grad: Tensor) -> bool:
     """Returns whether what a view reads has an error, element by element of a gradient."""
     shape = view.geometry.shape
@@ -430,7 +299,7 @@ def _run(
     before = [(one, one.held) for one in values]
     try:
         for one, x in values.items():
-            one.held = Given(x)
+            one.held = Substitute(x)
         made = node(grad)
     finally:
         for one, held in before:
@@ -440,19 +309,11 @@ def _run(
 
 def _roots(slot: Slot) -> Iterator[Slot]:
     """Yields the slots of the codes that a slot is decoded or rebuilt from."""
-    for one in _upstream(slot):
+    for one in upstream(slot):
         held = one.value
         is_lossy = isinstance(held, EncodeHandle) and not held.exact and bool(one.sites)
-        if is_lossy and _code_of(one).original() is None:
+        if is_lossy and code_of(one).original() is None:
             yield one
-
-
-def _upstream(slot: Slot) -> Iterator[Slot]:
-    """Yields a slot, and those that it is rebuilt from."""
-    yield slot
-    ready = getattr(slot.value, "ready", None)
-    for one in () if ready is None else ready.slots:
-        yield from _upstream(one)
 
 
 def _is_shared_by_views(root: Slot, read: Slot) -> bool:
@@ -461,48 +322,13 @@ def _is_shared_by_views(root: Slot, read: Slot) -> bool:
     With other noise it would be held once more. The first view that was restored has measured it.
     """
     return any(
-        one.has_many_views and one.whole is not None and root in _upstream(one)
-        for one in _upstream(read)
+        one.has_many_views and one.whole is not None and root in upstream(one)
+        for one in upstream(read)
     )
 
 
 def _key_of(root: Slot) -> object:
-    return key_of(root.sites[-1]), setting_name(_code_of(root).codec)
-
-
-def _code_of(slot: Slot) -> EncodeHandle:
-    assert isinstance(slot.value, EncodeHandle)
-    return slot.value
-
-
-@contextmanager
-def _undisturbed(views: Iterable[View]) -> Iterator[None]:
-    """Lets nothing wait for later readers that is restored meanwhile."""
-    known = {id(one): one for view in views for one in _upstream(view.slot)}
-    before = [(one, one.whole, one.views_asked) for one in known.values()]
-    for one in known.values():
-        one.views_asked = max(one.views, one.readers)
-    try:
-        yield
-    finally:
-        for one, whole, asked in before:
-            one.whole, one.views_asked = whole, asked
-
-
-@contextmanager
-def _drawn_again(root: Slot, read: Slot, codec: Dither) -> Iterator[None]:
-    """Lets a slot hold what another draw of its code's noise would have given."""
-    held = root.value
-    waiting = [(one, one.whole) for one in _upstream(read) if root in _upstream(one)]
-    root.value = _DrawnAgain(_code_of(root), codec)
-    for one, _ in waiting:
-        one.whole = None
-    try:
-        yield
-    finally:
-        root.value = held
-        for one, whole in waiting:
-            one.whole = whole
+    return key_of(root.sites[-1]), setting_name(code_of(root).codec)
 
 
 def _dither_of(slot: Slot) -> Dither | None:
@@ -510,7 +336,7 @@ def _dither_of(slot: Slot) -> Dither | None:
 
     A code by stochastic rounding would not change what is one of its levels already.
     """
-    codec = _code_of(slot).codec
+    codec = code_of(slot).codec
     if isinstance(codec, Dither):
         return codec
     if isinstance(codec, Cast):

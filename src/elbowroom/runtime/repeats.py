@@ -30,11 +30,11 @@ from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.own_hooks import OwnHooks
-from elbowroom.runtime.reach import LARGE, Reach, Values, behind_calls
-from elbowroom.runtime.recompute import State
+from elbowroom.runtime.reach import LARGE, Reach, TensorValues, behind_calls
+from elbowroom.runtime.recompute import ForwardState
 from elbowroom.runtime.transforms import is_transformed
 from elbowroom.runtime.unread import (
-    Reads,
+    NoteReads,
     may_be_unread,
     never_leave_out,
     note_unread,
@@ -153,7 +153,7 @@ def _tested(
     values of all blocks may be large; those that are not read are no arguments the second time.
     Also returns whether there were any.
     """
-    state = State(module, arguments.sources)
+    state = ForwardState(module, arguments.sources)
     state.take(all_of_them=True)
     candidates = may_be_unread(arguments) if leave else frozenset[int]()
     unread = frozenset[int]()
@@ -166,7 +166,7 @@ def _tested(
         for _ in range(2):
             tensors: list[Tensor] = []  # without those of the run before
             tensors = with_stand_ins(arguments.tensors, candidates, module)
-            reads = Reads(arguments, tensors, candidates - unread)
+            reads = NoteReads(arguments, tensors, candidates - unread)
             reach = Reach([*behind_calls(module), *arguments.shared])
             try:
                 with torch.random.fork_rng(devices), state.again(), _holding_nothing():
@@ -212,7 +212,7 @@ def _put_back(module: nn.Module, reach: Reach) -> Iterator[ChangedParameters]:
     Yields the record of changes of its parameters.
     """
     parameters = ChangedParameters(module)
-    tensors = Values(reach.tensors, LARGE)
+    tensors = TensorValues(reach.tensors, LARGE)
     try:
         with parameters:
             yield parameters

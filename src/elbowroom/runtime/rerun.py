@@ -3,19 +3,19 @@
 As PyTorch's non-reentrant checkpoint does it, with three functions of Python for each saved tensor
 where that enters 25. A call saves the same tensors in the same order whenever it runs.
 
-    Dropped  what autograd holds in place of a saved tensor
-    Region   one call. The first Dropped that backward asks for runs it again, which fills all that
-             are alive; the run ends with the last of them. Each is given out once, so that nothing
-             outlives its use. A second backward (`retain_graph`) runs the call again: parameters
-             may have changed since. A few bytes of every other tensor are compared with those of
-             forward, except on a GPU: the call may read more than is known of it. They are bytes of
-             results that have a graph: what an op makes for its own backward may have parts that it
-             did not write
-    Ambient  torch's own state that the call depends on: autocast, the default device, what chooses
-             kernels, and the default generators of random numbers
+    Dropped      what autograd holds in place of a saved tensor
+    DroppedCall  one call. The first Dropped that backward asks for runs it again, which fills all
+                 that are alive; the run ends with the last of them. Each is given out once, so that
+                 nothing outlives its use. A second backward (`retain_graph`) runs the call again:
+                 parameters may have changed since. A few bytes of every other tensor are compared
+                 with those of forward, except on a GPU: the call may read more than is known of it.
+                 They are bytes of results that have a graph: what an op makes for its own backward
+                 may have parts that it did not write
+    Ambient      torch's own state that the call depends on: autocast, the default device, what
+                 chooses kernels, and the default generators of random numbers
 
-The inputs are saved through the hooks around the call. So regions may lie in checkpoints of the
-user's and these in regions: the inner one's inputs are tensors that the outer one saves. Backward
+The inputs are saved through the hooks around the call. So such calls may lie in checkpoints of
+the user's and these in them: the inner one's inputs are tensors that the outer one saves. Backward
 may run inside of the call, on what it has saved so far.
 """
 
@@ -50,11 +50,11 @@ class Dropped:
 
     __slots__ = ("__weakref__", "region", "tensor")
 
-    region: "Region"
+    region: "DroppedCall"
     tensor: Tensor | None
 
 
-class Region:
+class DroppedCall:
     """A call whose saved tensors are dropped.
 
     backward: number of the one for which it ran again last

@@ -29,7 +29,7 @@ from elbowroom.runtime.reach import (
     LARGE,
     SMALL,
     Reach,
-    Values,
+    TensorValues,
     behind_calls,
     is_left_alone,
     nbytes_of,
@@ -53,8 +53,8 @@ class Rewind:
         self._generators = Generators(modules_of(module), tree_leaves(given))
         self._given, self._reachable = Reach(given), Reach(behind_calls(module))
         self._values = (
-            Values(self._given.tensors, sys.maxsize if copies else SMALL),
-            Values(self._reachable.tensors, LARGE if copies else SMALL),
+            TensorValues(self._given.tensors, sys.maxsize if copies else SMALL),
+            TensorValues(self._reachable.tensors, LARGE if copies else SMALL),
         )
         self._cpu = torch.get_rng_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -259,7 +259,7 @@ def _may_be_generator(kind: type) -> bool:
     return issubclass(kind, KINDS) or says_other or kind in weakref.ProxyTypes
 
 
-class _Known(NamedTuple):
+class _GeneratorState(NamedTuple):
     """State of a global generator, and the memory of the MT19937 that it was read from."""
 
     source: Any
@@ -267,8 +267,8 @@ class _Known(NamedTuple):
     state: Any
 
 
-_UNKNOWN = _Known(None, b"", None)
-_known: dict[Any, _Known] = {}  # of `random` and `np.random`
+_UNKNOWN = _GeneratorState(None, b"", None)
+_known: dict[Any, _GeneratorState] = {}  # of `random` and `np.random`
 _MT19937_NBYTES = 624 * 4 + 4  # its key (uint32) and position (int32)
 _MEMORY = ctypes.c_char * _MT19937_NBYTES
 
@@ -288,7 +288,9 @@ def _state_of_numpy() -> Any:
         return known.state
     state: Any = np.random.get_state(legacy=False)
     if not state["has_gauss"] and place.raw == memory:
-        _known[np.random] = _Known(source, memory, state)  # no other thread has drawn meanwhile
+        _known[np.random] = _GeneratorState(
+            source, memory, state
+        )  # no other thread has drawn meanwhile
     return state
 
 
@@ -303,7 +305,7 @@ def _state_of_python() -> Any:
         return known.state
     state = random.getstate()
     if state[-1] is None and place.raw == memory:
-        _known[random] = _Known(source, memory, state)
+        _known[random] = _GeneratorState(source, memory, state)
     return state
 
 

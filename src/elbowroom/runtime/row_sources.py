@@ -12,7 +12,7 @@ PART_NUMEL = 1 << 18  # of rows that are made at once
 _VECTOR = 64  # elements: a multiple of what a vectorized loop of torch takes at once
 
 
-class Sources(NamedTuple):
+class RowSources(NamedTuple):
     """Tensors that rows are gathered from, with the versions that they had then.
 
     at: the index, [E], or [E, ...] as in `torch.gather`
@@ -45,7 +45,7 @@ class Sources(NamedTuple):
             rows = x.index_select(0, at) if at.dim() == 1 else x.gather(0, at)
             return rows if factor is None else factor[part] * rows
 
-    def of(self, tensors: Iterator[Tensor]) -> "Sources":
+    def of(self, tensors: Iterator[Tensor]) -> "RowSources":
         """Returns the same of other tensors, such as those that backward restores."""
         return sources_of(*(None if one is None else next(tensors) for one in self[:3]))
 
@@ -56,11 +56,11 @@ class Sources(NamedTuple):
         return rows if factor is None else factor * rows
 
 
-class Added(NamedTuple):
+class GradientSum(NamedTuple):
     """The sum of two gradients of the same rows."""
 
-    one: "Rows"
-    other: "Rows"
+    one: "WaitingRows"
+    other: "WaitingRows"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -77,8 +77,8 @@ class Added(NamedTuple):
         return self.one.part(part) + self.other.part(part)
 
 
-class Rows(Protocol):
-    """What rows that wait are made of (`Sources`, and those of `computed_rows.py`)."""
+class WaitingRows(Protocol):
+    """What rows that wait are made of (`RowSources`, and those of `computed_rows.py`)."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -91,11 +91,11 @@ class Rows(Protocol):
         """Returns a new copy of some of the rows, outside of the graph."""
 
 
-def sources_of(x: Tensor | None, at: Tensor | None, factor: Tensor | None = None) -> Sources:
+def sources_of(x: Tensor | None, at: Tensor | None, factor: Tensor | None = None) -> RowSources:
     """Returns the sources of rows, as they are now."""
     assert x is not None
     assert at is not None
-    found = Sources(x, at, factor, ())
+    found = RowSources(x, at, factor, ())
     return found._replace(versions=versions_of(*found.tensors))
 
 
@@ -135,13 +135,13 @@ def _rows_of_part(count: int, of: torch.Size) -> int:
     return max(-(-rows // _VECTOR), 1) * _VECTOR
 
 
-def assembled(rows: Rows, shape: torch.Size, widest: torch.Size) -> Tensor:
+def assembled(rows: WaitingRows, shape: torch.Size, widest: torch.Size) -> Tensor:
     """Returns all rows in one tensor of this shape, made in parts.
 
     widest: the shape of the largest rows on the way
     """
     first = rows.tensors[0]
-    if isinstance(rows, Sources):
+    if isinstance(rows, RowSources):
         return rows.part()
     made = torch.empty(shape, dtype=first.dtype, device=first.device)
     for part in parts(made, widest):

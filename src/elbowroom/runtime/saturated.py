@@ -50,7 +50,7 @@ from torch.autograd.graph import Node
 from elbowroom.plan import Action, Encode, Site
 from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
 from elbowroom.plan.site import Formula, HalfSuffices
-from elbowroom.runtime.consumers import RESHAPES, Call, Part
+from elbowroom.runtime.consumers import RESHAPES, Call, FormulaPart
 from elbowroom.runtime.formulas import LENGTHS
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.slot import Slot
@@ -81,11 +81,13 @@ _QUOTIENTS = "Div", "Addcdiv"
 _DIVIDED = "what is made of it is divided by, or its logarithm or root is taken"
 _SQUARED = "an exponential of its square follows, to which a small part of its range matters"
 WHY = {
-    Part.SATURATED: _DIVIDED,
-    Part.EXPONENTIAL: HalfSuffices(_DIVIDED),
-    **dict.fromkeys((Part.SQUARED, Part.DIFFERENCE), _SQUARED),
-    Part.FACTOR: "a small difference of squares and its product, or an inverse of it, follows",
-    Part.GAUSSIAN: "where it is 0, its argument may have any slope",
+    FormulaPart.SATURATED: _DIVIDED,
+    FormulaPart.EXPONENTIAL: HalfSuffices(_DIVIDED),
+    **dict.fromkeys((FormulaPart.SQUARED, FormulaPart.DIFFERENCE), _SQUARED),
+    FormulaPart.FACTOR: (
+        "a small difference of squares and its product, or an inverse of it, follows"
+    ),
+    FormulaPart.GAUSSIAN: "where it is 0, its argument may have any slope",
 }
 _MAX_SAVES = 3  # saving calls, in a chain of results of it alone
 _OURS = 1  # the handle
@@ -151,26 +153,30 @@ _OF_EXPONENTS = (
 _TO_SQUARES = (*_ELEMENTWISE, *_SUMMED, *_ADDED, "Sqrt", *LENGTHS)
 
 
-def part_of(node: str, x: Tensor, out: Any) -> Part:
+def part_of(node: str, x: Tensor, out: Any) -> FormulaPart:
     """Returns what x is, which a node of this name has saved in making `out`."""
     if node in SATURATING:
         if node not in _SOFTMAX and _reaches(
             _argument(x), partial(_is_singular, x.numel()), (*_ELEMENTWISE, "Abs")
         ):
-            return Part.GAUSSIAN
+            return FormulaPart.GAUSSIAN
         if node not in EXPONENTIAL:
-            return Part.SATURATED
+            return FormulaPart.SATURATED
         of_square = _reaches(x.grad_fn, _is_steep, (*_TO_SQUARES, "Exp"))
-        return Part.GAUSSIAN if of_square else Part.EXPONENTIAL
+        return FormulaPart.GAUSSIAN if of_square else FormulaPart.EXPONENTIAL
     if node == _PRODUCT and not (isinstance(out, Tensor) and _is_square(out.grad_fn)):
         through = (*_ALONE, *_SUMMED, *_SCALED, *_ADDED)
         is_scaled = _reaches(x.grad_fn, _is_square, through)
-        return Part.DIFFERENCE if is_scaled else Part.NONE
+        return FormulaPart.DIFFERENCE if is_scaled else FormulaPart.NONE
     if node.startswith(_CONTRACTIONS):
-        return Part.FACTOR
+        return FormulaPart.FACTOR
     if node not in (_POWER, _PRODUCT, _SUM_OF_PRODUCT, _QUOTIENT, *LENGTHS):
-        return Part.NONE
-    return Part.DIFFERENCE if _reaches(x.grad_fn, _is_difference, _SCALED) else Part.SQUARED
+        return FormulaPart.NONE
+    return (
+        FormulaPart.DIFFERENCE
+        if _reaches(x.grad_fn, _is_difference, _SCALED)
+        else FormulaPart.SQUARED
+    )
 
 
 def _reaches(node: Node | None, found: Callable[[Node], bool], through: tuple[str, ...]) -> bool:
@@ -262,12 +268,16 @@ class Saturated:
     """Slot whose encoding waits for ops that may divide by 1 minus the tensor, or the like."""
 
     def __init__(
-        self, slot: Slot, action: Action, hold: Callable[[Slot, Tensor, Action], None], part: Part
+        self,
+        slot: Slot,
+        action: Action,
+        hold: Callable[[Slot, Tensor, Action], None],
+        part: FormulaPart,
     ) -> None:
         self.slot = weakref.ref(slot)
         slot.waits = True
         self._action, self._hold = action, hold
-        self._open = _ALONE if part is Part.SATURATED else (*_ELEMENTWISE, *_SUMMED)
+        self._open = _ALONE if part is FormulaPart.SATURATED else (*_ELEMENTWISE, *_SUMMED)
         self._saves = 0  # saving calls since then
         self._is_read = False
         self._is_open = False  # a result of it alone may still be a divisor

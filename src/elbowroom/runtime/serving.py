@@ -52,7 +52,7 @@ from elbowroom.plan.site import (
     limited,
 )
 from elbowroom.runtime.checkpoints import Pieces
-from elbowroom.runtime.consumers import Call, Part, Reading
+from elbowroom.runtime.consumers import Call, FormulaPart, Reading
 from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.deferred import MAX_SAVES, Waiting
 from elbowroom.runtime.handles import (
@@ -161,7 +161,7 @@ class Serving:
         if (slot.sites or slot.value is not None) and is_served(request):
             if slot.sites and request.reading.formula is Formula.RELATIVE:
                 slot.sites.append(self._site(request)[0])  # for a tighter policy
-            if slot.sites and request.reading.part is not Part.NONE:
+            if slot.sites and request.reading.part is not FormulaPart.NONE:
                 self.undecided.note(request, slot.sites[-1])
             if slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(slot, self._site(request)[0])
@@ -220,7 +220,7 @@ class Serving:
         slot.entry.why = action.why if isinstance(action, Keep) else ""
         seed = self.next_seed() if isinstance(action, Encode) else 0
         hold = partial(self._hold, name, site, ready, seed, self._context.count)
-        if reading.part is not Part.NONE:
+        if reading.part is not FormulaPart.NONE:
             self.undecided.note(request, site)
         covers = x.numel() == whole.numel()
         if need is Need.SHAPE and isinstance(action, Rebuild):
@@ -231,7 +231,7 @@ class Serving:
         elif call is not None and call.name in AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
-        elif reading.part is not Part.NONE and self._waits(reading, action):
+        elif reading.part is not FormulaPart.NONE and self._waits(reading, action):
             self._keep(slot, whole, name)
             self.waiting.wait(Saturated(slot, action, hold, reading.part))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
@@ -246,9 +246,9 @@ class Serving:
         """Returns whether a part waits for what follows; a recipe is as exact as its source."""
         if not self._lets_wait or not is_lossy(action, reading.need):
             return False
-        if reading.part is Part.DIFFERENCE:
+        if reading.part is FormulaPart.DIFFERENCE:
             return not isinstance(action, Rebuild)
-        return reading.part in (Part.SATURATED, Part.EXPONENTIAL)
+        return reading.part in (FormulaPart.SATURATED, FormulaPart.EXPONENTIAL)
 
     def _wait_for_sources(self, request: Request, site: Site) -> None:
         """Lets a kept tensor wait until an op saves a source of it, in exact contexts.
@@ -296,7 +296,7 @@ class Serving:
             return not self._is_dear(ready)
         if site.consumer == RECOMPUTE and site.need is Need.LOSSY:
             return False  # the plan expects a code
-        if request.reading.part is Part.DIFFERENCE and not ready.exact:
+        if request.reading.part is FormulaPart.DIFFERENCE and not ready.exact:
             return False  # an exponential may follow, for which it must be exact
         too_coarse = any(
             is_too_coarse_for(slot, site) or (slot.waits and self.waiting.is_too_coarse(slot, site))

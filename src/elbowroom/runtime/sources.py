@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.runtime import modules
-from elbowroom.runtime.handles.rebuild import Expected, Link, Op, Recipe, followed
+from elbowroom.runtime.handles.rebuild import ExpectedSlot, Link, Op, Recipe, followed
 from elbowroom.runtime.ledger import Entry, Ledger
 from elbowroom.runtime.slot import CountedSlot, Geometry, Handle, KeepHandle, Slot
 from elbowroom.runtime.storage import (
@@ -29,7 +29,7 @@ from elbowroom.runtime.storage import (
 if TYPE_CHECKING:
     from elbowroom.runtime.consumers import Call
 
-Source: TypeAlias = Slot | Recipe | Expected  # sources from which an op can be recomputed
+Source: TypeAlias = Slot | Recipe | ExpectedSlot  # sources from which an op can be recomputed
 _EXPANDED = 8  # least size of a result relative to a copy of its source
 # Multiplications of recomputed linear layers, as a share of forward's, which are a third of a
 # step's; they are recomputed until the held bytes are smaller than plain autograd's by the second
@@ -112,7 +112,7 @@ class Sources(Storages):
         """Returns whether y is held as a saved tensor, or is a parameter."""
         return type(y) is nn.Parameter or (not untouchable(y) and self._held(y) is not None)
 
-    def expected(self, x: Tensor, version: int | None = None) -> Expected | None:
+    def expected(self, x: Tensor, version: int | None = None) -> ExpectedSlot | None:
         """Returns a link to what a later op may save of x, in contexts where that pays.
 
         version: of x as it was before an op that may have changed it in place
@@ -135,11 +135,11 @@ class Sources(Storages):
         held = self._held(x) if version in (None, version_of(x)) else None
         return self._link(x, version, recipe) if held is None else held
 
-    def _link(self, x: Tensor, version: int | None, recipe: Recipe | None) -> Expected:
+    def _link(self, x: Tensor, version: int | None, recipe: Recipe | None) -> ExpectedSlot:
         """Returns a link to the slot that x may get; `recipe` is used if it gets none."""
         known = self.stored(x)
         key = version_of(x) if version is None else version, x.dtype
-        return Expected(known.slots, key, known.weak, recipe)
+        return ExpectedSlot(known.slots, key, known.weak, recipe)
 
     def affords(self, products: int) -> bool:
         """Returns whether so many multiplications may be recomputed, by the bytes kept so far."""

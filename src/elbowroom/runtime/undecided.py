@@ -13,7 +13,7 @@ from torch import nn
 
 from elbowroom.plan import Need, Site
 from elbowroom.plan.site import HalfSuffices, SiteKey, key_of
-from elbowroom.runtime.consumers import Call, Part
+from elbowroom.runtime.consumers import Call, FormulaPart
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, MovedCodeHandle, RebuildHandle
 from elbowroom.runtime.modules import outermost
@@ -22,19 +22,19 @@ from elbowroom.runtime.saturated import WHY, LateWarnings, decomposed, divided, 
 from elbowroom.runtime.sites import Request
 from elbowroom.runtime.slot import Slot
 
-_BEFORE_EXPONENTIAL = (Part.SQUARED, Part.DIFFERENCE, Part.FACTOR)
+_BEFORE_EXPONENTIAL = (FormulaPart.SQUARED, FormulaPart.DIFFERENCE, FormulaPart.FACTOR)
 
 
-class _Saved(NamedTuple):
+class _UndecidedTensor(NamedTuple):
     """One undecided tensor. model: the outermost module that ran as it was saved."""
 
     slot: weakref.ref[Slot]
     site: Site
-    part: Part
+    part: FormulaPart
     model: nn.Module | None
 
 
-class Undecided(dict[int, list[_Saved]]):
+class Undecided(dict[int, list[_UndecidedTensor]]):
     """Undecided tensors of one forward, by autograd's numbers of the nodes that saved them."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Undecided(dict[int, list[_Saved]]):
     def note(self, request: Request, site: Site) -> None:
         """Notes a tensor that a later op may need exactly. site: that of what is held."""
         reading = request.reading
-        saved = _Saved(weakref.ref(request.slot), site, reading.part, outermost())
+        saved = _UndecidedTensor(weakref.ref(request.slot), site, reading.part, outermost())
         self.setdefault(reading.number, []).append(saved)
 
     def ended(self, call: Call, out: Any, recorder: Recorder | None) -> None:
@@ -59,14 +59,14 @@ class Undecided(dict[int, list[_Saved]]):
         exponential, and what is multiplied on the way into a decomposition of a matrix.
         """
         for number in divided(call):
-            self._keep_parts(number, tuple(Part), call, recorder)
+            self._keep_parts(number, tuple(FormulaPart), call, recorder)
         for number in exponents(call, out):
             self._keep_parts(number, _BEFORE_EXPONENTIAL, call, recorder)
         for number in decomposed(call):
-            self._keep_parts(number, (Part.FACTOR,), call, recorder)
+            self._keep_parts(number, (FormulaPart.FACTOR,), call, recorder)
 
     def _keep_parts(
-        self, number: int, parts: tuple[Part, ...], call: Call, recorder: Recorder | None
+        self, number: int, parts: tuple[FormulaPart, ...], call: Call, recorder: Recorder | None
     ) -> None:
         """Keeps what a node has saved; a tensor that has a code by now, from the next step on.
 

@@ -38,8 +38,8 @@ class Undo:
     ) -> None:
         """given: what its forward is handed. copies: it may change large tensors in place."""
         self._rewind = Rewind(model, given, copies=copies)
-        self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
-        self._states = [_States(optimizer) for optimizer in optimizers]
+        self._gradients = [_GradientBefore(p) for p in model.parameters() if p.requires_grad]
+        self._states = [_OptimizerStates(optimizer) for optimizer in optimizers]
         self._parametrized = dict(parametrize._cache)
 
     @property
@@ -113,7 +113,7 @@ class Undo:
             gradient.close()
 
 
-class _Gradient:
+class _GradientBefore:
     """Gradient of one parameter, which may have none."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -149,7 +149,7 @@ class _Gradient:
             self._hook = None
 
 
-class _States:
+class _OptimizerStates:
     """States of one optimizer as they were before the step."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -79,7 +79,7 @@ class StandIn(Tensor):
         )
 
 
-class Reads(TorchFunctionMode):
+class NoteReads(TorchFunctionMode):
     """Function mode that notes which tensors ops are given, to find those that are not.
 
     tensors: those of the arguments, or copies of them. late: those of them that are stand-ins, and
@@ -168,7 +168,7 @@ def noting_unread(
     module: nn.Module, arguments: Arguments, call: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Returns the call, for one time, which notes what tensors it does not read."""
-    reads = [Reads(arguments, arguments.tensors)]
+    reads = [NoteReads(arguments, arguments.tensors)]
     key = _key(arguments)
 
     def noting(*args: Any, **kwargs: Any) -> Any:

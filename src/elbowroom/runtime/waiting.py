@@ -36,7 +36,7 @@ from elbowroom.runtime.gathered import (
     use_all,
 )
 from elbowroom.runtime.gathered import index_select as _made
-from elbowroom.runtime.row_sources import Sources
+from elbowroom.runtime.row_sources import RowSources
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _LEAST_NBYTES = 1 << 20  # of all rows: fewer are not worth it
@@ -219,7 +219,7 @@ def _is_scaled(*args: Any, **kwargs: Any) -> bool:
     if type(factor) is not Tensor or not _reads_in_parts(rows):
         return False
     known = rows.sources
-    if not isinstance(known, Sources) or known.factor is not None:
+    if not isinstance(known, RowSources) or known.factor is not None:
         return False
     if factor.dtype is not rows.dtype:
         return False

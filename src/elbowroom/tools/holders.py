@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elbowroom.measure.held import all_tensors, is_real
+from elbowroom.measure.live_storages import all_tensors, is_real
 from elbowroom.runtime.readers import held_by
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import storage_nbytes

@@ -160,7 +160,7 @@ def find_largest(
     Raises BudgetTooSmall where a batch of 1 has no plan; PlanError if backward would train.
     """
     check_keeps_gradients(model, "largest_batch")
-    trial, budget = _Trial(model, make_batch, loss, options, optimizer), options.budget_nbytes
+    trial, budget = _BatchTrial(model, make_batch, loss, options, optimizer), options.budget_nbytes
     optimizers = trial.model_state.optimizers()
     with untouched(model, optimizers, "largest_batch"), waiting("the largest batch") as tell:
         tell(f"a step with batch {_SMALL} is written down")
@@ -174,7 +174,7 @@ def find_largest(
 
 
 def _confirmed(
-    trial: "_Trial", pair: TwoBatches, batch: int, options: FitOptions, tell: Tell
+    trial: "_BatchTrial", pair: TwoBatches, batch: int, options: FitOptions, tell: Tell
 ) -> LargestBatch:
     """Returns the largest batch that was seen to fit.
 
@@ -219,7 +219,7 @@ def _confirmed(
     )
 
 
-class _Trial:
+class _BatchTrial:
     """Forward and backward of one model, at any batch."""
 
     def __init__(
@@ -246,7 +246,7 @@ class _Trial:
         data = self._make_batch(batch)  # is no part of a budget
         measurement = Measurement.start(self.model_state, self._memory(), writes=False)
         try:
-            with _attached(self._model, _Following(plan, self._options.min_nbytes)):
+            with _attached(self._model, _PlanRunner(plan, self._options.min_nbytes)):
                 self._run(data)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -260,7 +260,7 @@ class _Trial:
     def seconds(self, batch: int, plan: Plan) -> float:
         """Measures the seconds of forward and backward under a plan."""
         data = self._make_batch(batch)
-        with _attached(self._model, _Following(plan, self._options.min_nbytes)):
+        with _attached(self._model, _PlanRunner(plan, self._options.min_nbytes)):
             start = time.perf_counter()
             self._run(data)
             return time.perf_counter() - start
@@ -301,7 +301,7 @@ class _Trial:
         self._model.zero_grad(set_to_none=True)
 
 
-class _Following:
+class _PlanRunner:
     """Runner of the forwards of a model that follows a given plan."""
 
     def __init__(self, plan: Plan, min_nbytes: int) -> None:

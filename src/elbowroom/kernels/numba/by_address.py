@@ -8,13 +8,15 @@ one run of bytes, which one launch makes and one reads:
     nonzero    bounds [T, 2] bf16 | bits [ceil(N / 8)]  | payload, whose size depends on x
     group      step [G] bf16      | low [G] bf16        | codes
 
-The same bytes as `dither.py`, `nonzero.py` and `group.py` write into three tensors.
+The same bytes as `dither.py`, `nonzero.py` and `group.py` write into three tensors. The backward of
+a norm takes tensors and launches by address itself; here it is called without the dispatcher.
 """
 
 import numpy as np
 
 from elbowroom.kernels.numba.addresses import array_at
 from elbowroom.kernels.numba.affine import rows_at
+from elbowroom.kernels.numba.batch_norm_backward import batch_norm_backward as batch_norm_backward
 from elbowroom.kernels.numba.bits import pack_flags, unpack_flags
 from elbowroom.kernels.numba.compiled import TILE, counted, f32, i32, jit, u8, u32
 from elbowroom.kernels.numba.dither import _dequantize as _dither_dequantize
@@ -27,6 +29,7 @@ from elbowroom.kernels.numba.head_spread import _heads
 from elbowroom.kernels.numba.head_spread import _rows as _rows_of_heads
 from elbowroom.kernels.numba.launch import SERIAL as SERIAL
 from elbowroom.kernels.numba.launch import runs_serially as runs_serially
+from elbowroom.kernels.numba.layer_norm_backward import layer_norm_backward as layer_norm_backward
 from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
 from elbowroom.kernels.numba.nonzero import _pack_mapped, _starts_of
 from elbowroom.kernels.numba.nonzero import _quantize as _nonzero_quantize

@@ -52,13 +52,13 @@ _forked = False
 _safe_layer: bool | None = None  # None until numba has chosen its layer, at the first parallel loop
 
 
-class _Pool(threading.local):
+class _Thread(threading.local):
     """Number of threads that this thread has asked numba for: to ask at each call takes 20 us."""
 
     threads = 0
 
 
-_pool = _Pool()
+_pool = _Thread()
 
 
 def _after_fork() -> None:

@@ -19,7 +19,7 @@ from elbowroom.plan.solve.boundaries import best_start, searched
 from elbowroom.plan.solve.greedy import walk
 from elbowroom.plan.solve.limits import Limits, fits, obeys, peak
 from elbowroom.plan.solve.milp import first_moments, search_relaxed, whole
-from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.model import ColumnModel
 from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.program import Vector
 
@@ -58,11 +58,11 @@ def least_bound(problem: Problem, limits: Limits) -> float:
     )
 
 
-def _relaxed(problem: Problem, limits: Limits) -> tuple[Model, set[int], Vector | None]:
+def _relaxed(problem: Problem, limits: Limits) -> tuple[ColumnModel, set[int], Vector | None]:
     """Returns the model, the moments that bind and the fractions of the least peak."""
     asked = "least fractions", replace(limits, budget=0)
     if asked not in problem.answers:
-        model, moments = Model(searched(problem), limits, least=True), first_moments(problem)
+        model, moments = ColumnModel(searched(problem), limits, least=True), first_moments(problem)
         problem.answers[asked] = model, moments, search_relaxed(model, moments)
     model, moments, x = problem.answers[asked]
     return model, set(moments), x

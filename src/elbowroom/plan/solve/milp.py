@@ -17,7 +17,7 @@ import numpy as np
 from elbowroom.plan.problem import Choice, Problem, keep_all, levels
 from elbowroom.plan.solve.boundaries import searched
 from elbowroom.plan.solve.limits import Limits, fits, obeys
-from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.model import ColumnModel
 from elbowroom.plan.solve.program import Vector
 
 GAP = 0.005
@@ -43,7 +43,7 @@ def milp(problem: Problem, limits: Limits) -> Choice | None:
 class Relaxation:
     """A problem in fractions: its model, the moments that bind, the solution."""
 
-    model: Model
+    model: ColumnModel
     moments: set[int]
     x: Vector
 
@@ -55,7 +55,7 @@ class Relaxation:
 
 def relaxed(problem: Problem, limits: Limits) -> Relaxation | None:
     """The best in fractions; None if not even these fit."""
-    model = Model(searched(problem), limits)
+    model = ColumnModel(searched(problem), limits)
     moments = first_moments(problem)
     x = search_relaxed(model, moments)
     return None if x is None else Relaxation(model, moments, x)
@@ -70,7 +70,7 @@ def first_moments(problem: Problem) -> set[int]:
     return set(loaded[np.linspace(0, len(loaded) - 1, _FIRST).astype(int)].tolist())
 
 
-def search_relaxed(model: Model, moments: set[int]) -> Vector | None:
+def search_relaxed(model: ColumnModel, moments: set[int]) -> Vector | None:
     """The best fractions; adds the moments that bind."""
     while True:
         x = model.program.solve(relaxed=True, dense=model.level_rows(moments))
@@ -84,7 +84,7 @@ def search_relaxed(model: Model, moments: set[int]) -> Vector | None:
 
 
 def whole(
-    model: Model,
+    model: ColumnModel,
     moments: set[int],
     *,
     gap: float,

@@ -54,7 +54,7 @@ _NOISE = 1e-3  # of an item inside a recomputed region, whose options count for 
 _ALLOWED = 1e3  # what the variance that is allowed is scaled to
 
 
-class Model:
+class ColumnModel:
     """The columns of a problem, and how to read a solution.
 
     least  minimize the peak in place of the seconds

@@ -16,7 +16,7 @@ from elbowroom.plan.problem import Choice, Problem, cost, keep_all
 from elbowroom.plan.solve.greedy import cheapest_of, finished, from_boundaries, walked
 from elbowroom.plan.solve.limits import Limits, fits, obeys
 from elbowroom.plan.solve.milp import GAP, Relaxation, relaxed, whole
-from elbowroom.plan.solve.model import Model
+from elbowroom.plan.solve.model import ColumnModel
 from elbowroom.plan.solve.partial import PartialSolution
 from elbowroom.plan.solve.program import Vector
 from elbowroom.plan.solve.uniform import uniform_fitting
@@ -81,7 +81,7 @@ def rounded(relaxation: Relaxation, near: Choice | None = None) -> Choice | None
     return finished(PartialSolution(model.problem, model.limits, choice)) if choice else None
 
 
-def _agreed(model: Model, x: Vector, near: Choice | None) -> dict[int, float]:
+def _agreed(model: ColumnModel, x: Vector, near: Choice | None) -> dict[int, float]:
     """The columns of all items that are not split, and held as in the other choice."""
     other = x if near is None else model.columns(near)
     agreed = {}
@@ -91,7 +91,7 @@ def _agreed(model: Model, x: Vector, near: Choice | None) -> dict[int, float]:
     return agreed
 
 
-def _nearest(model: Model, x: Vector) -> Choice | None:
+def _nearest(model: ColumnModel, x: Vector) -> Choice | None:
     """The largest fraction of each item, if that breaks no limit but the budget."""
     choice = model.choice(x)
     return choice if obeys(model.problem, choice, model.limits) else None

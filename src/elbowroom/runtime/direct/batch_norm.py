@@ -106,5 +106,7 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     if ctx.dtypes[0] is not None:
         factor = factor * packed(saved[1]).restore().float()
     encoded.decode_own(out := torch.empty_like(flat))
-    sums = ops.batch_norm_backward(flat, factor, statistics.inner, out)
+    kernels = ops.by_address(flat)
+    run = ops.batch_norm_backward if kernels is None else kernels.batch_norm_backward
+    sums = run(flat, factor, statistics.inner, out)
     return out.as_strided(grad.shape, grad.stride()), *wanted(sums, ctx)

@@ -281,7 +281,7 @@ class _Logits(Node):
             if not _is_known(logp, labels.asked(came.target, x.shape[1]), ctx.picked):
                 raise RestoreError(_CHANGED)
             return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype).to(x.dtype), None
-        logits = _Checked(ctx, came.target)
+        logits = _UnchangedLogits(ctx, came.target)
         return _gradient(labels, came, logits.place(), _parts(logits.x), logits.normalized), None
 
 
@@ -347,7 +347,7 @@ def _is_whole(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or bool(untouchable(grad))
 
 
-class _Checked:
+class _UnchangedLogits:
     """Logits that are those of forward, part by part."""
 
     def __init__(self, ctx: Any, target: Tensor) -> None:

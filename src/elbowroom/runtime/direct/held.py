@@ -136,4 +136,7 @@ def normalized_of(saved: Sequence[Any], grad: Tensor) -> tuple[Encoded, Statisti
 def wanted(sums: tuple[Tensor, ...], ctx: Any) -> list[Tensor | None]:
     """The gradients of weight and bias, in their dtypes; None for one that is not wanted."""
     each = zip(sums, ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
-    return [total.to(dtype) if needed else None for total, dtype, needed in each]
+    return [
+        None if not needed else total if total.dtype is dtype else total.to(dtype)
+        for total, dtype, needed in each
+    ]

@@ -82,7 +82,9 @@ def _on_code(ctx: Any, grad: Tensor) -> _Grads | None:
     if ctx.dtypes[1] is not None:
         packed(saved[2]).restore()  # raises torch's error if it was changed in place
     encoded.decode_own(out := torch.empty_like(flat))
-    sums = ops.layer_norm_backward(flat, weight, statistics.rstd.float().flatten(), out)
+    kernels = ops.by_address(flat)
+    run = ops.layer_norm_backward if kernels is None else kernels.layer_norm_backward
+    sums = run(flat, weight, statistics.rstd.float().flatten(), out)
     if len(ctx.shape) > 1:
         of_weight, of_bias = (total.view(tuple(ctx.shape)) for total in sums)
         sums = of_weight, of_bias

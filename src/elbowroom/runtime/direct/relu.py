@@ -13,7 +13,7 @@ from elbowroom.plan import Need
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import is_alike, packed, view_of
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.masks import Bits
+from elbowroom.runtime.masks import HeldMask
 from elbowroom.runtime.node import Node
 from elbowroom.runtime.slot import View
 
@@ -64,7 +64,7 @@ def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
     """The gradient by the bits alone; None where there are none, or in another order."""
     (saved,) = ctx._raw_saved_tensors
     held = packed(saved)
-    mask = held if type(held) is Bits else _mask_of(view_of(saved))
+    mask = held if type(held) is HeldMask else _mask_of(view_of(saved))
     if mask is None:
         return None
     bits, shape, stride, dtype, _ = mask
@@ -80,14 +80,14 @@ def _masked(ctx: Any, grad: Tensor) -> Tensor | None:
     return made
 
 
-def _mask_of(view: View | None) -> Bits | None:
+def _mask_of(view: View | None) -> HeldMask | None:
     """The bits that a view has in place of the tensor."""
     if view is None or view.need is not Need.MASK or view.slot.is_window:
         return None
     slot, (shape, stride, _) = view.slot, view.geometry
     if slot.bits is None or isinstance(slot.value, KeepHandle):
         return None  # a kept tensor checks whether it was changed meanwhile
-    return Bits((slot.bits, shape, stride, slot.dtype, None))
+    return HeldMask((slot.bits, shape, stride, slot.dtype, None))
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from elbowroom.codecs.compact import Compact
 from elbowroom.codecs.dropped import encoded_or_dropped, refuse_undecodable, suspect
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.quality import is_own
-from elbowroom.codecs.room import Room
+from elbowroom.codecs.room import PayloadRoom
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Offload, SiteName
 from elbowroom.plan.site import Rows
@@ -400,7 +400,7 @@ def say_raw(code: Encoded, name: SiteName, context: "Context | None") -> None:
         )
 
 
-def _room(context: "Context | None", kind: Hashable, base: Tensor) -> Room | None:
+def _room(context: "Context | None", kind: Hashable, base: Tensor) -> PayloadRoom | None:
     """Returns memory for a code whose size only the device knows; None: the host knows it."""
     return context.capacities.room(kind) if context is not None and would_wait(base) else None
 

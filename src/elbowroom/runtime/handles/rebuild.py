@@ -66,11 +66,11 @@ DEEPEST_READY = 11  # the same, through saved tensors that are rebuilt themselve
 # Elements that the ops of a chain compute for each element of the result. Without a limit, each
 # step of a loop would recompute a product over all time steps, to read its slice.
 _MAX_WORK = 16
-Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `Expected`
+Link: TypeAlias = "Recipe | Callable[[], Slot | None]"  # a weak reference, or an `ExpectedSlot`
 OTHER_SHAPE = "dropout's factor has another shape than its input; use er.saving(..., rebuild=False)"
 
 
-class Expected:
+class ExpectedSlot:
     """Link to the slot of a tensor that no op has saved yet, but a later op may save.
 
         0.5 * x * (1 + tanh(a * x + b * x**3))      0.5 * x comes first, and x**3 saves x
@@ -204,7 +204,7 @@ class Recipe:
             return None
         if sum(map(_work_of_link, links)) > _MAX_WORK * out.numel():
             return None
-        if any(isinstance(one, Expected) for one in links):
+        if any(isinstance(one, ExpectedSlot) for one in links):
             op = replace(op, is_extra=True)
         if versions is None:
             versions = tuple(version_of(tensor) for tensor in op.fixed)

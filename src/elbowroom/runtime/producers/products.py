@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.handles.rebuild import Expected, Op, Recipe, link_to
+from elbowroom.runtime.handles.rebuild import ExpectedSlot, Op, Recipe, link_to
 from elbowroom.runtime.producers.copies import reordered_slot
 from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
@@ -104,7 +104,7 @@ def binary(
 
 
 def _may_be_exact(source: Source) -> bool:
-    if isinstance(source, Expected):
+    if isinstance(source, ExpectedSlot):
         return True
     made_of = source.ready() if isinstance(source, Recipe) else source
     return made_of is not None and made_of.exact
@@ -197,7 +197,7 @@ def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         return None  # a chain would run from its beginning for each of its tensors
     w, b = weight.detach(), None if bias is None else bias.detach()
     dtype, given, learns = out.dtype, seen, weight.requires_grad
-    if isinstance(source, Expected) and source.recipe is None:  # its own copy may be held
+    if isinstance(source, ExpectedSlot) and source.recipe is None:  # its own copy may be held
         copy = reordered_slot(call, dtype, sources)
         source, given = (source, seen) if copy is None else (copy, copy.base)
     if source is None:

@@ -3,7 +3,8 @@
     learning    every op is examined (`runtime/hooks.py`); a `Tracer` (`tracer.py`) notes all
                 actions (`notes.py`), and a `Writer` turns the notes into a script (`writer.py`,
                 `instruction_writer.py`)
-    replaying   the i-th op of a forward does what the i-th op did before (`replay.py`)
+    replaying   the i-th op of a forward does what the i-th op did before (`replay.py`); a module
+                that is recomputed saves its inputs alone (`module_calls.py`)
     which       `scripts.py` keeps the scripts of a plan or setting
     by hand     `saving_context.py` chooses among the scripts of its setting, `following.py` counts
 

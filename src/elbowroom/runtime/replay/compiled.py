@@ -23,7 +23,14 @@ from torch._C._dynamo.guards import TensorGuards
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle
 from elbowroom.runtime.replay.held import Coded, Flat, encoder, kept
 from elbowroom.runtime.replay.instructions import do, late
-from elbowroom.runtime.replay.script import NOWHERE, Instruction, Like, Save, Step, instructions_of
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    Instruction,
+    Like,
+    ScriptedCall,
+    ScriptedSave,
+    instructions_of,
+)
 from elbowroom.runtime.replay.sizes import Varying, now
 from elbowroom.runtime.slot import Geometry, View
 
@@ -63,13 +70,13 @@ class Act:
     )
 
     def __init__(
-        self, step: Step, flat: Flat, max_numel: int = 0, *, is_exact: bool = True
+        self, step: ScriptedCall, flat: Flat, max_numel: int = 0, *, is_exact: bool = True
     ) -> None:
         """flat: what is held without slots. is_exact: nothing in its script is lossy."""
         self.func: Callable[..., Any] = step.func
         self.is_plain: bool = step.is_plain
         self.guard: Guard | None = None if step.args is None else _guard(step)
-        self.saves: tuple[Save | None, ...] | None = step.saves
+        self.saves: tuple[ScriptedSave | None, ...] | None = step.saves
         self.holds: tuple[Hold | None, ...] | None = (
             None
             if step.saves is None
@@ -98,7 +105,7 @@ class Compiled:
     """
 
     def __init__(
-        self, steps: Sequence[Step], last: Sequence[Instruction], max_numels: Sequence[int]
+        self, steps: Sequence[ScriptedCall], last: Sequence[Instruction], max_numels: Sequence[int]
     ) -> None:
         exact = not any(instruction.is_lossy for instruction in instructions_of(steps, last))
         self.is_exact = exact
@@ -108,7 +115,7 @@ class Compiled:
             for step, numel in zip(steps, max_numels, strict=True)
         ]
         # The last one is no call: nothing is equal to its function.
-        self.acts = (*acts, Act(Step(_nothing), flat))
+        self.acts = (*acts, Act(ScriptedCall(_nothing), flat))
         self.last = tuple(late(instruction, exact) for instruction in last)
 
 
@@ -119,7 +126,7 @@ def _nothing() -> None:
 # --- What a call must be
 
 
-def _guard(step: Step) -> Guard:
+def _guard(step: ScriptedCall) -> Guard:
     """Compares the arguments of a call: constants by identity first, then all tensors at once."""
     assert step.args is not None
     count, names = len(step.args), tuple(name for name, _ in step.kwargs)
@@ -284,7 +291,7 @@ def _fits_varying(like: Like, geometry: Varying) -> Check:
 # --- What is held of a tensor
 
 
-def _hold(save: Save, is_exact: bool, flat: Flat) -> Hold:
+def _hold(save: ScriptedSave, is_exact: bool, flat: Flat) -> Hold:
     varies = isinstance(save.geometry, Varying) or isinstance(save.whole, Varying)
     hold: Callable[[Replay, Tensor], Any] | None
     if varies:
@@ -313,7 +320,7 @@ def _hold_first(hold: Callable[[Replay, Tensor], Any] | None) -> Callable[[Repla
     return hold_first
 
 
-def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
+def _hold_in_slot(save: ScriptedSave, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     number, fresh, geometry, need = save.slot, save.fresh, save.geometry, save.need
     whole = geometry if save.whole is None else save.whole
     instruction = None if save.instruction is None else do(save.instruction, is_exact)
@@ -342,7 +349,7 @@ def _hold_in_slot(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]
     return hold
 
 
-def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
+def _hold_code(save: ScriptedSave, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     """Holds a code by itself, and in a slot what the codec holds exactly: more bytes than known."""
     instruction, hold_in_slot = save.instruction, _hold_in_slot(save, is_exact)
     assert instruction is not None
@@ -360,7 +367,7 @@ def _hold_code(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     return hold
 
 
-def _hold_varying(save: Save, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
+def _hold_varying(save: ScriptedSave, is_exact: bool) -> Callable[[Replay, Tensor], Any]:
     """Holds what has another number of rows in each forward."""
     wanted, dtype, same, need = save.geometry, save.dtype, save.same, save.need
     number, fresh, nbytes = save.slot, save.fresh, save.nbytes

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from elbowroom.runtime.context import Context
-from elbowroom.runtime.ledger import NOT_COUNTED, Account, Counted, Counts, NoEntry, Row, summed
+from elbowroom.runtime.ledger import (
+    NOT_COUNTED,
+    Account,
+    Counted,
+    Counts,
+    LedgerRow,
+    NoEntry,
+    summed,
+)
 from elbowroom.runtime.replay.held import Token
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import NOWHERE, Script
@@ -87,7 +95,7 @@ class RepeatedLedger(Account):
         return slot
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """The saved tensors of the fullest moment."""
         return summed(
             counted if (mine := self._entries.get(counted.slot)) is None else _now(counted, mine[0])

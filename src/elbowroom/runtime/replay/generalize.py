@@ -26,12 +26,12 @@ from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
     Like,
-    Norm,
+    NormStatistics,
     NumberedRecipe,
     Ref,
-    Save,
     Script,
-    Step,
+    ScriptedCall,
+    ScriptedSave,
     instructions_of,
 )
 from elbowroom.runtime.replay.sizes import FEWEST, Size, Varying
@@ -86,7 +86,7 @@ class _Merger:
         self.open: set[int] = set()
         self._is_lossy = is_lossy
 
-    def step(self, a: Step, b: Step) -> Step:
+    def step(self, a: ScriptedCall, b: ScriptedCall) -> ScriptedCall:
         """Returns a step that is both."""
         same = ("func", "run", "replaced_by", "opens", "place", "copies", "inputs", "inside")
         _check(all(getattr(a, name) == getattr(b, name) for name in same))
@@ -125,7 +125,7 @@ class _Merger:
         _check(a.parameter is b.parameter)
         return b._replace(geometry=self._known_geometry(a.geometry, b.geometry))
 
-    def _save(self, a: Save, b: Save) -> Save:
+    def _save(self, a: ScriptedSave, b: ScriptedSave) -> ScriptedSave:
         same = ("dtype", "slot", "fresh", "need", "waits", "noted", "place", "same")
         _check(all(getattr(a, name) == getattr(b, name) for name in same))
         geometry = self._known_geometry(a.geometry, b.geometry)
@@ -179,12 +179,12 @@ class _Merger:
         is_whole = a.is_whole and b.is_whole
         return Ref(b.noted, self._of_known(a.geometry, b.geometry), is_whole)
 
-    def _norm(self, a: Norm, b: Norm) -> Norm:
+    def _norm(self, a: NormStatistics, b: NormStatistics) -> NormStatistics:
         mean, rstd = self._ref(a.mean, b.mean), self._ref(a.rstd, b.rstd)
         _check(a.inner == b.inner)
         rows = self._number(a.rows, b.rows)
         _check(not isinstance(rows, Size) or rows.nth in self.known)
-        return Norm(mean, rstd, b.inner, rows)
+        return NormStatistics(mean, rstd, b.inner, rows)
 
     def _known_geometry(self, a: Geometry, b: Geometry) -> Geometry:
         """Returns the geometry of a tensor that is compared with it, which tells its sizes."""
@@ -229,11 +229,11 @@ def _maximum(a: Any, b: int) -> int:
 
 _KINDS: dict[type, Any] = {
     Like: _Merger._like,
-    Save: _Merger._save,
+    ScriptedSave: _Merger._save,
     Instruction: _Merger._instruction,
     NumberedRecipe: _Merger._recipe,
     Ref: _Merger._ref,
-    Norm: _Merger._norm,
+    NormStatistics: _Merger._norm,
     Geometry: _Merger._geometry,
 }
 

@@ -3,7 +3,7 @@
     Kept      the tensor, and its version
     Rebuilt   the kept tensors that it is recomputed from, exactly
     Coded     a code of it, and how it was normalized
-    Bits      where it is positive, for the backward of a ReLU (`masks.py`)
+    HeldMask  where it is positive, for the backward of a ReLU (`masks.py`)
 
 A slot lets several readers share a value, and lets it change after it was saved. A script says
 beforehand of most storages that neither happens: `Flat` finds these. Nothing is looked up, counted
@@ -31,15 +31,15 @@ from elbowroom.runtime.handles import EncodeHandle, Handle
 from elbowroom.runtime.handles.encode import is_normalized, normalized, say_raw
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, laid_out
 from elbowroom.runtime.kernel_settings import OF_OPS, kernels_as
-from elbowroom.runtime.masks import MASKED_OUTPUT, Bits, mask_bits
+from elbowroom.runtime.masks import MASKED_OUTPUT, HeldMask, mask_bits
 from elbowroom.runtime.normal import Normalized
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
     NumberedRecipe,
     Ref,
-    Save,
-    Step,
+    ScriptedCall,
+    ScriptedSave,
     instructions_of,
 )
 from elbowroom.runtime.replay.sizes import Varying
@@ -50,7 +50,7 @@ from elbowroom.runtime.storage import check_parameters, check_version, version_o
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
 
-HoldFlat: TypeAlias = "Callable[[Replay, Tensor], Kept | Rebuilt | Bits]"
+HoldFlat: TypeAlias = "Callable[[Replay, Tensor], Kept | Rebuilt | HeldMask]"
 _Run = Callable[[list[Tensor], tuple[Tensor, ...]], Tensor]
 _version = attrgetter("_version")
 
@@ -77,7 +77,7 @@ class Kept(tuple[Tensor, int, Token | None]):
         return x
 
 
-class How(NamedTuple):
+class RebuildSpec(NamedTuple):
     """How a tensor is rebuilt.
 
     run    gives the whole of it, of the geometry `base`; view: of the part that was saved
@@ -93,7 +93,7 @@ class How(NamedTuple):
 
 class Rebuilt(
     tuple[
-        How,
+        RebuildSpec,
         tuple[Kept, ...],
         tuple[Tensor, ...],
         tuple[int, ...],
@@ -186,8 +186,8 @@ class Flat:
     coded   one op of torch's reads a code of them, which nothing is rebuilt from
     """
 
-    def __init__(self, steps: Sequence[Step], last: Sequence[Instruction]) -> None:
-        self._saves: dict[int, list[tuple[Step, Save]]] = defaultdict(list)
+    def __init__(self, steps: Sequence[ScriptedCall], last: Sequence[Instruction]) -> None:
+        self._saves: dict[int, list[tuple[ScriptedCall, ScriptedSave]]] = defaultdict(list)
         for step in steps:
             for save in step.saves or ():
                 if save is not None and save.slot != NOWHERE:
@@ -249,7 +249,7 @@ class Flat:
         fixed = fixed and not action.facts.has_zeros and action.moved is None
         return fixed and save.need is Need.LOSSY and save.whole in (None, save.geometry)
 
-    def holder(self, save: Save) -> HoldFlat | None:
+    def holder(self, save: ScriptedSave) -> HoldFlat | None:
         """Returns the function that holds what is saved; None: a slot does, or a code."""
         if save.slot == NOWHERE:
             return kept
@@ -263,7 +263,7 @@ class Flat:
         assert save.instruction.recipe is not None
         return _rebuild(save.instruction.recipe, self._whole, save)
 
-    def is_source(self, save: Save) -> bool:
+    def is_source(self, save: ScriptedSave) -> bool:
         """Returns whether others may be rebuilt from what is only kept, and is all of a storage."""
         covers = save.whole is None or save.whole == save.geometry
         return save.slot in self.kept and save.fresh and covers
@@ -274,7 +274,7 @@ class Flat:
         return save.geometry if save.whole is None else save.whole
 
 
-def _takes_bits(save: Save) -> bool:
+def _takes_bits(save: ScriptedSave) -> bool:
     """Returns whether the bits of a ReLU are all that is held for this reader."""
     instruction = save.instruction
     covers = save.whole is None or save.whole == save.geometry
@@ -286,12 +286,12 @@ def _takes_bits(save: Save) -> bool:
     )
 
 
-def _is_of_torch(step: Step) -> bool:
+def _is_of_torch(step: ScriptedCall) -> bool:
     """Returns whether torch's own op saves it: our nodes and checkpoints know other forms alone."""
     return step.run is None and step.module is None and not (step.inputs or step.opens)
 
 
-def _rebuilds(step: Step, save: Save) -> bool:
+def _rebuilds(step: ScriptedCall, save: ScriptedSave) -> bool:
     """Returns whether a recipe of exact tensors, whose sizes are known, is all that is held."""
     instruction = save.instruction
     if (
@@ -310,7 +310,7 @@ def _geometries(recipe: NumberedRecipe) -> Iterator[Geometry]:
     yield from (seen for _, seen in recipe.op.others)
 
 
-def _keep_source(save: Save) -> HoldFlat:
+def _keep_source(save: ScriptedSave) -> HoldFlat:
     """Keeps a part of a storage, from all of which others may be rebuilt."""
     number, whole = save.slot, save.whole
     assert whole is not None
@@ -326,15 +326,17 @@ def _keep_source(save: Save) -> HoldFlat:
 def _hold_bits(instruction: Instruction, geometry: Geometry, dtype: torch.dtype) -> HoldFlat:
     (shape, stride, _), op, covers = geometry, instruction.bits, instruction.covers
 
-    def hold(replay: Replay, x: Tensor) -> Bits:
+    def hold(replay: Replay, x: Tensor) -> HeldMask:
         bits = mask_bits(x, op, only_output=covers)
         assert bits is not None  # of a ReLU
-        return Bits((bits, shape, stride, dtype, replay.token))
+        return HeldMask((bits, shape, stride, dtype, replay.token))
 
     return hold
 
 
-def _rebuild(recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: Save) -> HoldFlat:
+def _rebuild(
+    recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: ScriptedSave
+) -> HoldFlat:
     """Holds the sources of a recipe, all of which are kept: its ops run on exact tensors."""
     steps = tuple(recipe)
     numbers = tuple(dict.fromkeys(number for one in steps for number in one.sources))
@@ -342,11 +344,11 @@ def _rebuild(recipe: NumberedRecipe, whole: Callable[[int], Geometry], save: Sav
     refs = tuple(ref for one in steps for ref in _read(one))
     are_whole = all(ref.is_whole for ref in refs)
     numbers_of_given = tuple(ref.noted for ref in refs) if are_whole else None
-    run = _Recipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
+    run = _ReplayedRecipe(steps, {number: i for i, number in enumerate(numbers)}, whole).run(recipe)
     base = save.geometry if save.whole is None else save.whole
     view = None if save.geometry == base else save.geometry
     version = version_of if any(one.is_inference() for one in fixed) else _version
-    how = How(run, fixed, base, view, save.dtype)
+    how = RebuildSpec(run, fixed, base, view, save.dtype)
 
     def rebuild(replay: Replay, x: Tensor) -> Rebuilt:
         sources = tuple(map(replay.sources.__getitem__, numbers))
@@ -368,7 +370,7 @@ def _read(recipe: NumberedRecipe) -> tuple[Ref, ...]:
     return () if recipe.op.of_given is None else recipe.given
 
 
-class _Recipe:
+class _ReplayedRecipe:
     """The ops of a recipe as functions of its sources, as `Ready` runs them on exact ones.
 
     Each takes the tensors that are kept, and the statistics of this forward.

@@ -28,7 +28,13 @@ from elbowroom.runtime.replay.notes import (
     Trace,
     Unwritable,
 )
-from elbowroom.runtime.replay.script import NOWHERE, Instruction, Norm, NumberedRecipe, Ref
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    Instruction,
+    NormStatistics,
+    NumberedRecipe,
+    Ref,
+)
 from elbowroom.runtime.slot import Geometry, Slot, View
 
 
@@ -195,8 +201,10 @@ class InstructionWriter:
             raise Unwritable("a recipe whose source is not held any more")
         return self._number(slot)
 
-    def _norm(self, norm: NotedNorm) -> Norm:
-        return Norm(self._statistic(*norm.mean), self._statistic(*norm.rstd), norm.inner, norm.rows)
+    def _norm(self, norm: NotedNorm) -> NormStatistics:
+        return NormStatistics(
+            self._statistic(*norm.mean), self._statistic(*norm.rstd), norm.inner, norm.rows
+        )
 
     def _statistic(self, place: Place, geometry: Geometry) -> Ref:
         """Returns a statistic, of which only the order in memory counts, as it was saved."""

@@ -4,17 +4,14 @@ Nothing is looked up. An op is identified by its place. Its function, and, where
 its arguments are compared with the script: kinds, shapes, strides, numbers, and the storage of this
 forward in which a tensor lies. This is done before the op runs. A mismatch ends the script: a
 learning context examines the rest of the forward. Earlier actions stay valid, because they concern
-tensors of ops that did match.
-
-A module that is recomputed in backward saves its inputs alone. While its forward runs, no function
-mode is open if nothing is done with what it calls.
+tensors of ops that did match. Calls of modules that are recomputed are in `module_calls.py`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -25,7 +22,6 @@ from elbowroom.errors import ElbowroomError, RestoreError
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Need
 from elbowroom.runtime import modules, opened
-from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.calls import Interception, intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly, is_compiled
@@ -39,11 +35,11 @@ from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.kernel_settings import settings_of_ops
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.own_hooks import OwnHooks
-from elbowroom.runtime.recompute import recomputed
-from elbowroom.runtime.repeats import Observing, unobserved, why_another, why_not_again
+from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.replay.compiled import Act, Hold
 from elbowroom.runtime.replay.held import Kept, Token, kept
-from elbowroom.runtime.replay.script import NOWHERE, Script, Step, state_of_torch
+from elbowroom.runtime.replay.module_calls import ReplayedModuleCalls
+from elbowroom.runtime.replay.script import NOWHERE, Script, ScriptedCall, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Geometry, Slot
@@ -123,7 +119,7 @@ class _Again(Observing):
         return self._replay.__torch_function__(func, types, args, kwargs)
 
 
-class Replay(Observing):
+class Replay(ReplayedModuleCalls, Observing):
     """A context around one forward that replays `script`; a subclass examines other forwards.
 
     slots     those of this forward
@@ -361,7 +357,7 @@ class Replay(Observing):
             self._diverge()
         return out
 
-    def may_stand(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def may_stand(self, step: ScriptedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether a node of ours may replace the call, by more than its arguments."""
         direct, call = step.direct, Call(step.func, args, kwargs)
         if direct is None or direct_of(call) is not direct or not may_run(call, direct):
@@ -375,66 +371,6 @@ class Replay(Observing):
         """Returns whether our hooks are the innermost ones."""
         hooks = _innermost_hooks(True)
         return hooks is not None and getattr(hooks[0], "__self__", None) is self
-
-    def _called(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a module, which may be recomputed in backward."""
-        if self.saving is not None:
-            return self.saving.calls(module, call, args, kwargs)
-        act = self._act()
-        if act.module is None or act.module() is not module:
-            return call(*args, **kwargs)
-        end_waiting()
-        arguments = Arguments(args, kwargs)
-        fits = torch.is_grad_enabled() and self.is_innermost()
-        bits: list[Any] | None = [] if self.may_begin_again else None
-        if not fits or why_not_again(module, call, arguments, bits):
-            self._diverge()
-            return self._called(module, call, args, kwargs)
-        self._at += 1
-        with _disabled():  # our own calls are not ops of the model
-            for late in act.before:
-                late(self)
-        outer = self._holds, self._saved, self._is_inside
-        self._holds, self._saved, self._gets_inputs = act.holds, 0, True
-
-        def begin() -> None:
-            self._gets_inputs = False
-            holds = act.holds if self.saving is None else None
-            if holds is not None and self._saved != len(holds):
-                self._diverge()
-            self._holds, self._saved, self._is_inside = outer
-
-        inside = act.inside
-
-        def ended(saves: int) -> None:
-            nonlocal inside
-            inside = None if inside == saves else inside
-
-        try:
-            with nullcontext() if inside is None else unobserved():
-                given = args, kwargs, arguments, begin, ended, None, self.fingerprints
-                out = recomputed(module, call, *given, is_exact=self.script.compiled.is_exact)
-        finally:
-            self._gets_inputs = False
-            self._holds, self._saved, self._is_inside = outer
-        if inside is not None:  # its second run will hold more, or less
-            self._diverge()
-        if bits and (why := why_another(module, out, bits)):
-            self._diverge()
-            assert self.saving is not None
-            self.saving.keep_out(module, modules.name_of(module), why)
-        return out
-
-    @property
-    def may_begin_again(self) -> bool:
-        """True if a module that turns out not to be repeatable lets the forward begin again."""
-        return False
 
     def _pack(self, x: Tensor) -> Any:
         """Returns what is held of x, which autograd saves."""

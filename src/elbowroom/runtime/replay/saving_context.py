@@ -23,7 +23,7 @@ from elbowroom.errors import PlanError
 from elbowroom.plan import Exact, KeepAll, Policy
 from elbowroom.runtime.compiler import compilations
 from elbowroom.runtime.context import PROCESS, Context
-from elbowroom.runtime.in_graph import GraphForm, compiled_by
+from elbowroom.runtime.in_graph import ActsInGraph, compiled_by
 from elbowroom.runtime.ledger import Account, Ledger, Ledgers
 from elbowroom.runtime.replay.following import Following, Make
 from elbowroom.runtime.replay.script import Script, state_of_torch
@@ -141,7 +141,7 @@ class SavingContext:
         setting: tuple[Hashable, ...] | None,
         *,
         warns: bool = False,
-        graphs: GraphForm | None = None,
+        graphs: ActsInGraph | None = None,
     ) -> None:
         """make: returns the context that examines a step.
 

@@ -1,7 +1,7 @@
 """Script of a settled forward, op by op: the tracer writes it, and `Replay` replays it.
 
-    Step      one call from Python to torch: its guards, and what it saves
-    Save      one tensor that an op saves: its geometry, and the slot that it goes to
+    ScriptedCall  one call from Python to torch: its guards, and what it saves
+    ScriptedSave  one tensor that an op saves: its geometry, and the slot that it goes to
     Instruction  the value that a slot gets, and when: as it is saved, or before or after an op has
                  run
     Ref       a tensor of this forward that a recipe or a code reads: a statistic, as it was saved
@@ -52,7 +52,7 @@ class Ref(NamedTuple):
         return noted if self.is_whole else now(self.geometry, replay.sizes).on(noted)
 
 
-class Norm(NamedTuple):
+class NormStatistics(NamedTuple):
     """The statistics of a norm, as `Statistics` has them."""
 
     mean: Ref
@@ -120,7 +120,7 @@ class Instruction:
     need: Need
     action: Action | None = None
     recipe: NumberedRecipe | None = None
-    norm: Norm | None = None
+    norm: NormStatistics | None = None
     mask: int = NOWHERE
     bits: str = ""
     covers: bool = False
@@ -139,7 +139,7 @@ class Instruction:
         return replace(action, facts=replace(action.facts, mask=bits))
 
 
-class Save(NamedTuple):
+class ScriptedSave(NamedTuple):
     """One tensor that an op saves.
 
     slot    NOWHERE: it is kept, and its value is not used
@@ -186,7 +186,7 @@ class Like(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class ScriptedCall:
     """One call from Python to torch.
 
     saves   what it saves, in this order, None for what is only kept; None: all of it is
@@ -211,7 +211,7 @@ class Step:
     """
 
     func: Callable[..., Any]
-    saves: tuple[Save | None, ...] | None = None
+    saves: tuple[ScriptedSave | None, ...] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: tuple[tuple[str, Any], ...] = ()
     run: Callable[..., Any] | None = None
@@ -261,7 +261,7 @@ class Script:
     state         of torch, on which kernels depend, as it was written
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ScriptedCall, ...]
     slots: int
     noted: int
     places: int
@@ -339,7 +339,9 @@ class Script:
         return all(step.is_plain for step in self.steps)
 
 
-def instructions_of(steps: Sequence[Step], last: Sequence[Instruction]) -> Iterator[Instruction]:
+def instructions_of(
+    steps: Sequence[ScriptedCall], last: Sequence[Instruction]
+) -> Iterator[Instruction]:
     """Yields all that is done with slots."""
     for step in steps:
         yield from (*step.before, *step.after)

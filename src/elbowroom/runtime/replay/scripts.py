@@ -49,7 +49,7 @@ UNKNOWN = Forward(0, None, 1)
 
 
 @dataclass(eq=False)
-class _Known:
+class _CachedScript:
     """A script, and what it is the script of.
 
     forward  that it was written from; None: forwards of several numbers of rows
@@ -91,8 +91,10 @@ class Scripts:
         """
         self._most, self._most_unwritten = most, most_unwritten
         self._lock = threading.Lock()
-        self._known: list[_Known] = []
-        self._left: list[_Known] = []  # as a forward was another one: in numbers of rows, maybe
+        self._known: list[_CachedScript] = []
+        self._left: list[
+            _CachedScript
+        ] = []  # as a forward was another one: in numbers of rows, maybe
         self._general, self.unwritten = _MAX_GENERAL, most_unwritten
         self._forwards = self._replayed = 0  # the latter since a script was written
         self._nodes: dict[Forward, int] = {}  # of forwards that are not compared
@@ -189,7 +191,7 @@ class Scripts:
                     forgets(owner)
 
             refs = [weakref.ref(module, forget) for module in owners]
-            self._known.insert(0, _Known(script, forward, owners=refs))
+            self._known.insert(0, _CachedScript(script, forward, owners=refs))
 
     def _shared(self, script: Script, forward: Forward) -> tuple[Script, bool]:
         """Returns a script of this forward, and of one before that had other numbers of rows.
@@ -223,7 +225,7 @@ class Scripts:
             both = self._both(one.script, script)
             if both is not None:
                 largest = max(one.forward.numel, forward.numel)
-                self._known.insert(0, _Known(both, None, largest))
+                self._known.insert(0, _CachedScript(both, None, largest))
                 for last in shared[_MAX_SHARED - 1 :]:
                     self._remove(last)
                 return True
@@ -243,6 +245,6 @@ class Scripts:
             if any(ref is owner for ref in one.owners):
                 self._remove(one)
 
-    def _remove(self, known: _Known) -> None:
+    def _remove(self, known: _CachedScript) -> None:
         for some in (self._known, self._left):
             some[:] = [one for one in some if one is not known]

@@ -20,7 +20,7 @@ from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.site import CHECKPOINT
 from elbowroom.runtime.handles import KeepHandle, OffloadHandle
 from elbowroom.runtime.handles.rebuild import Ready
-from elbowroom.runtime.ledger import Ledger, Mark
+from elbowroom.runtime.ledger import Ledger, LedgerMark
 from elbowroom.runtime.replay.instruction_writer import InstructionWriter, read_by
 from elbowroom.runtime.replay.notes import (
     AFTER,
@@ -36,7 +36,14 @@ from elbowroom.runtime.replay.notes import (
     Unwritable,
     made_of,
 )
-from elbowroom.runtime.replay.script import NOWHERE, Instruction, Like, Save, Script, Step
+from elbowroom.runtime.replay.script import (
+    NOWHERE,
+    Instruction,
+    Like,
+    Script,
+    ScriptedCall,
+    ScriptedSave,
+)
 
 
 class Writer(InstructionWriter):
@@ -56,7 +63,7 @@ class Writer(InstructionWriter):
         self._made_at: dict[Place, int] = {}
         self._compared_at: dict[Place, int] = {}  # the first op whose operands are compared with it
 
-    def script(self, ledger: Ledger, since: Mark, numel: int, *, selects: bool) -> Script:
+    def script(self, ledger: Ledger, since: LedgerMark, numel: int, *, selects: bool) -> Script:
         """Returns the script. since: figures of the ledger as the forward began.
 
         numel: elements that no op has saved
@@ -100,7 +107,7 @@ class Writer(InstructionWriter):
         numel += sum(step.numel or 0 for step in steps)
         return Script(steps, *sizes, last, counts, numel, 0, self._state)
 
-    def _with_closed_regions(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    def _with_closed_regions(self, steps: tuple[ScriptedCall, ...]) -> tuple[ScriptedCall, ...]:
         """Returns the steps without those of recomputed modules in which nothing is done."""
         left, end = [], 0
         for at, (step, op) in enumerate(zip(steps, self._ops, strict=True)):
@@ -205,7 +212,7 @@ class Writer(InstructionWriter):
         op: NotedOp,
         mine: list[tuple[NotedInstruction, Instruction]],
         frees: tuple[int, ...],
-    ) -> Step:
+    ) -> ScriptedCall:
         """Returns the step of a script for one op.
 
         frees: numbers of slots that have ended when it has run
@@ -215,7 +222,7 @@ class Writer(InstructionWriter):
         after = tuple([instruction for one, instruction in mine if one.when == AFTER])
         if op.is_between:
             inputs = self._saves(at, op, mine)
-            return Step(
+            return ScriptedCall(
                 op.func, inputs, before=before, inputs=True, numel=op.numel, so_far=op.so_far
             )
         if op.module is not None:
@@ -223,7 +230,7 @@ class Writer(InstructionWriter):
             is_acting = any(s is not None and (s.slot, s.noted) != (NOWHERE,) * 2 for s in given)
             held = given if is_acting else None
             acts = {"before": before, "module": op.module, "so_far": op.so_far}
-            return Step(op.func, held, numel=op.numel, **acts)
+            return ScriptedCall(op.func, held, numel=op.numel, **acts)
         acts = {
             "opens": op.opens,
             "place": self._place_made(at, op),
@@ -236,7 +243,7 @@ class Writer(InstructionWriter):
         keeps_run = op.direct is not None and (op.direct.always or not op.direct.exact)
         if not (at in self._guarded or at in self._compared or keeps_run):
             numel = None if op.run is not None else op.numel
-            return Step(op.func, numel=numel, out_numel=op.out_numel, **acts)
+            return ScriptedCall(op.func, numel=numel, out_numel=op.out_numel, **acts)
         if op.args == (Unwritable,):
             raise Unwritable(f"'{op.name}' has an argument that cannot be compared")
         saves = None
@@ -246,7 +253,7 @@ class Writer(InstructionWriter):
             saves = self._saves(at, op, mine)
         seen: set[Place] = set()
         direct = op.direct if op.direct is not None and op.name == ATTENTION else None
-        return Step(
+        return ScriptedCall(
             op.func,
             saves,
             tuple([self._placed(x, at, seen) for x in op.args]),
@@ -261,7 +268,7 @@ class Writer(InstructionWriter):
 
     def _saves(
         self, at: int, op: NotedOp, mine: list[tuple[NotedInstruction, Instruction]]
-    ) -> tuple[Save | None, ...]:
+    ) -> tuple[ScriptedSave | None, ...]:
         """Returns what the script says of each tensor that an op saves."""
         return tuple(self._save(at, i, saved, mine) for i, saved in enumerate(op.saves))
 
@@ -323,7 +330,7 @@ class Writer(InstructionWriter):
 
     def _save(
         self, at: int, i: int, saved: NotedSave, mine: list[tuple[NotedInstruction, Instruction]]
-    ) -> Save | None:
+    ) -> ScriptedSave | None:
         view = self._views.get((at, i))
         noted = self._noted.get((at, i), NOWHERE)
         number = None if view is None else self._numbers.get(id(view.slot))
@@ -333,7 +340,11 @@ class Writer(InstructionWriter):
         note = place if is_first and not is_noted else NOWHERE
         if view is None or number is None:
             is_kept = noted == note == NOWHERE
-            return None if is_kept else Save(saved.geometry, saved.dtype, noted=noted, place=note)
+            return (
+                None
+                if is_kept
+                else ScriptedSave(saved.geometry, saved.dtype, noted=noted, place=note)
+            )
         slot, fresh = view.slot, self._first[id(view.slot)] == (at, i)
         instructions = [
             instruction
@@ -344,7 +355,7 @@ class Writer(InstructionWriter):
             raise Unwritable("a tensor with which two things are done at once")
         if slot.is_window and instructions:
             raise Unwritable("a window onto a larger storage")
-        return Save(
+        return ScriptedSave(
             saved.geometry,
             saved.dtype,
             number,

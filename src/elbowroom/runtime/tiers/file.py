@@ -33,7 +33,7 @@ from elbowroom.errors import PlanError
 from elbowroom.runtime.tiers import unlinked
 from elbowroom.runtime.tiers.extents import Extents
 from elbowroom.runtime.tiers.traffic import CLOCK
-from elbowroom.runtime.tiers.window import Window
+from elbowroom.runtime.tiers.window import RoomGate
 from elbowroom.runtime.tiers.workers import WORKERS
 from elbowroom.units import show_nbytes
 
@@ -43,7 +43,7 @@ class FileTier:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.window = Window()
+        self.window = RoomGate()
         try:
             self.descriptor = unlinked.open_unlinked(directory)
         except OSError as error:
@@ -198,8 +198,8 @@ class FileTicket:
         if call is not None:
             call()
 
-    def fetch(self, into: Tensor) -> "Reading":
-        reading = Reading(partial(self._read, into))
+    def fetch(self, into: Tensor) -> "PendingRead":
+        reading = PendingRead(partial(self._read, into))
         if self._pid == os.getpid():
             WORKERS.submit(reading.run)
         else:
@@ -238,7 +238,7 @@ class FileTicket:
             raise OSError("the checksum differs: what lies in the file is not what was written")
 
 
-class Reading:
+class PendingRead:
     """A read on its way."""
 
     def __init__(self, read: Callable[[], None]) -> None:

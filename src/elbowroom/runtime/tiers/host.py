@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from elbowroom.runtime.tiers.copier import Copier, Copy
-from elbowroom.runtime.tiers.slabs import Part, Slabs
+from elbowroom.runtime.tiers.slabs import SlabPart, Slabs
 from elbowroom.runtime.tiers.window import MAX_NBYTES, MAX_TENSORS
 
 
@@ -30,7 +30,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._putting = threading.Lock()
         self._leaving: deque[HostTicket] = deque()
-        self._dropped: deque[Part] = deque()
+        self._dropped: deque[SlabPart] = deque()
 
     def put(self, flat: Tensor) -> "HostTicket":
         with self._lock:
@@ -45,7 +45,7 @@ class HostTier:
     def say_trouble(self) -> None:
         self.slabs.say_trouble()
 
-    def give_back(self, part: Part) -> None:
+    def give_back(self, part: SlabPart) -> None:
         """Frees a part; as in the file tier, without waiting for a lock."""
         self._dropped.append(part)
         self._collect()
@@ -75,9 +75,9 @@ class HostTier:
 class HostTicket:
     """A part of a slab; before that, the tensor that goes there."""
 
-    def __init__(self, tier: HostTier, flat: Tensor, part: Part, copy: Copy) -> None:
+    def __init__(self, tier: HostTier, flat: Tensor, part: SlabPart, copy: Copy) -> None:
         self._tier, self._copy = tier, copy
-        self._part: list[Part] = [part]  # who pops it gives it back
+        self._part: list[SlabPart] = [part]  # who pops it gives it back
         self._pid = os.getpid()
         self._flat: Tensor | None = flat
         self._call: Callable[[], None] | None = None

@@ -26,7 +26,7 @@ class _Slab:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SlabPart:
     """Some bytes of a slab."""
 
     flat: Tensor
@@ -62,7 +62,7 @@ class Slabs:
     def nbytes(self) -> int:
         return sum(slab.memory.numel() for slab in self._slabs)
 
-    def take(self, nbytes: int) -> Part:
+    def take(self, nbytes: int) -> SlabPart:
         """Returns a part of this size. The free one that is pinned comes first."""
         part = self._free_part(nbytes, pinned=True) or self._free_part(nbytes)
         part = part or self.take_pinned(nbytes)
@@ -73,7 +73,7 @@ class Slabs:
         self._slabs.append(_Slab(memory, Extents(size), pinned=False))
         return self.take(nbytes)
 
-    def take_pinned(self, nbytes: int) -> Part | None:
+    def take_pinned(self, nbytes: int) -> SlabPart | None:
         """A part of this size that is pinned; None: there is no room for it."""
         part = self._free_part(nbytes, pinned=True)
         if part is not None:
@@ -85,7 +85,7 @@ class Slabs:
         self._slabs.append(_Slab(memory, Extents(size), pinned=True))
         return self._free_part(nbytes, pinned=True)
 
-    def give_back(self, part: Part) -> None:
+    def give_back(self, part: SlabPart) -> None:
         """Frees a part. A pageable slab that is empty goes back to the system."""
         part.slab.parts.give_back(part.offset, part.flat.numel())
         if not part.slab.pinned and not part.slab.parts.end:
@@ -97,11 +97,11 @@ class Slabs:
             untold, self._untold = self._untold, None
             warnings.warn(untold, stacklevel=2)
 
-    def _free_part(self, nbytes: int, *, pinned: bool = False) -> Part | None:
+    def _free_part(self, nbytes: int, *, pinned: bool = False) -> SlabPart | None:
         for slab in self._slabs:
             offset = slab.parts.take(nbytes) if slab.pinned or not pinned else None
             if offset is not None:
-                return Part(slab.memory[offset : offset + nbytes], slab, offset)
+                return SlabPart(slab.memory[offset : offset + nbytes], slab, offset)
         return None
 
     def _size(self, nbytes: int) -> int:

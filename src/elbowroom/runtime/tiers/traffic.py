@@ -38,7 +38,7 @@ class Traffic:
         return max(0.0, 1 - self.waited_s / self.moved_s)
 
 
-class Clock:
+class ThreadSeconds:
     """Clock that adds up seconds of several threads."""
 
     def __init__(self) -> None:
@@ -75,4 +75,4 @@ class Clock:
                 self._sum = replace(self._sum, waited_s=self._sum.waited_s + spent_s)
 
 
-CLOCK = Clock()
+CLOCK = ThreadSeconds()

@@ -6,7 +6,7 @@ MAX_TENSORS = 2
 MAX_NBYTES = 256 << 20
 
 
-class Window:
+class RoomGate:
     """A gate that counts."""
 
     def __init__(self, max_tensors: int = MAX_TENSORS, max_nbytes: int = MAX_NBYTES) -> None:

@@ -1,8 +1,8 @@
 """Random numbers of attention's dropout: forward draws them, and backward draws them again.
 
-Drawn   nothing is drawn
-Random  the state of the device's random numbers before the run
-Bits    what was drawn, as one bit an element (CPU, the math path)
+Drawn      nothing is drawn
+Random     the state of the device's random numbers before the run
+DrawnBits  what was drawn, as one bit an element (CPU, the math path)
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class _Random(Drawn):
             self._set(now)
 
 
-class Bits(Drawn):
+class DrawnBits(Drawn):
     """Random numbers of dropout held as one bit an element.
 
     Drawing takes a third of attention's time on a CPU. The math path draws by one call of
@@ -198,4 +198,4 @@ def drawn_for(q: Tensor, k: Tensor, dropout_p: float, *, is_math: bool) -> Drawn
         return Drawn()
     weights = q.numel() // q.shape[-1] * k.shape[-2]
     on_cpu = type(q) is Tensor and q.device.type == "cpu" and q.dtype in FLOATS
-    return Bits() if on_cpu and is_math and weights >= _WORTH_BITS else _Random(q.device)
+    return DrawnBits() if on_cpu and is_math and weights >= _WORTH_BITS else _Random(q.device)

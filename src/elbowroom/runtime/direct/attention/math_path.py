@@ -29,7 +29,7 @@ Grads = tuple[Tensor | None, ...]
 _MAX_KNOWN = 512  # geometries
 
 
-class Given(NamedTuple):
+class MathPathArguments(NamedTuple):
     """Arguments of attention: q [B, H, T, E], k, v [B, H, S, E], mask, and its settings.
 
     is_learned  whether the mask wants a gradient
@@ -71,13 +71,13 @@ class Given(NamedTuple):
         return float(torch.ones(()).div_(1 - self.dropout_p))
 
 
-def draw(given: Given) -> Tensor:
+def draw(given: MathPathArguments) -> Tensor:
     """Draws the values that dropout keeps, one bit an element, as torch draws them."""
     ones = torch.empty((*given.q.shape[:3], given.k.shape[2])).bernoulli_(1 - given.dropout_p)
     return ops.pack_bits(ones.view(-1))
 
 
-def output(given: Given, bits: Tensor) -> Tensor:
+def output(given: MathPathArguments, bits: Tensor) -> Tensor:
     """The result of attention whose dropout lets pass where `bits` are set."""
     q, k, _ = given.scaled
     p = _weights(torch.bmm(q, k), given)
@@ -88,7 +88,7 @@ def output(given: Given, bits: Tensor) -> Tensor:
     return out.view(*given.q.shape[:3], -1)
 
 
-def gradients(given: Given, bits: Tensor, grad: Tensor) -> Grads:
+def gradients(given: MathPathArguments, bits: Tensor, grad: Tensor) -> Grads:
     """The gradients of q, k, v, and of a mask that wants one."""
     n, T, S = given.each
     q, k, f = given.scaled
@@ -109,7 +109,7 @@ def gradients(given: Given, bits: Tensor, grad: Tensor) -> Grads:
     return dq, dk, dv.view(given.v.shape), dmask
 
 
-def _weights(logits: Tensor, given: Given) -> Tensor:
+def _weights(logits: Tensor, given: MathPathArguments) -> Tensor:
     """The softmax of logits [n, T, S], which are overwritten: [B, H, T, S]."""
     mask, logits = given.mask, logits.view(*given.q.shape[:3], -1)
     if given.is_causal:
@@ -132,7 +132,9 @@ class MathAttention:
     def __init__(self) -> None:
         self._agrees: dict[Hashable, bool] = {}
 
-    def output(self, given: Given, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def output(
+        self, given: MathPathArguments, run: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
         """The result of attention, and the bits that were drawn. run: torch's own op."""
         key = _geometry(given)
         agrees = self._agrees.get(key)
@@ -145,7 +147,7 @@ class MathAttention:
         return out, *drawn
 
     def gradients(
-        self, given: Given, bits: Tensor, grad: Tensor, run: Callable[[], Grads]
+        self, given: MathPathArguments, bits: Tensor, grad: Tensor, run: Callable[[], Grads]
     ) -> Grads:
         """The gradients of q, k, v and the mask. run: the same, by running torch's op again."""
         key = _geometry(given, grad)
@@ -164,7 +166,7 @@ class MathAttention:
         self._agrees[key] = all(one is None or _is_same(one, other) for one, other in pairs)
 
 
-def _geometry(given: Given, *grads: Tensor) -> Hashable:
+def _geometry(given: MathPathArguments, *grads: Tensor) -> Hashable:
     """Everything that may decide which kernel runs."""
     masks = () if given.mask is None else (given.mask,)
     tensors = (given.q, given.k, given.v, *masks, *grads)

@@ -36,8 +36,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import attention as one_pass
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.attention.dropout import Bits, Drawn, drawn_for
-from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, Given
+from elbowroom.runtime.direct.attention.dropout import Drawn, DrawnBits, drawn_for
+from elbowroom.runtime.direct.attention.math_path import MATH_ATTENTION, MathPathArguments
 from elbowroom.runtime.node import Node, itself, nothing
 from elbowroom.runtime.storage import PLAIN
 
@@ -46,7 +46,7 @@ _MATH = 0  # torch._fused_sdp_choice's number for "no fused kernel"
 _Grads = tuple[Tensor | None, ...]
 
 
-class _How(NamedTuple):
+class _CallSettings(NamedTuple):
     """Arguments of attention besides tensors, and the backend that it ran on."""
 
     dropout_p: float
@@ -84,7 +84,7 @@ def attention(
     tensors: tuple[Tensor | None, ...] = query, key, value, attn_mask
     tensors = _as_autocast(tensors)
     backend = _backend(tensors, dropout_p, is_causal, scale, enable_gqa)
-    how = _How(dropout_p, is_causal, scale, enable_gqa, backend)
+    how = _CallSettings(dropout_p, is_causal, scale, enable_gqa, backend)
     made: Tensor = _Attention.apply(*tensors, how)
     return made
 
@@ -194,7 +194,9 @@ def plain_nbytes(call: Call) -> int:
     return int(q.nbytes + k.nbytes + (1 + dropped) * weights)
 
 
-def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, drawn: Drawn) -> int:
+def _workspace_nbytes(
+    how: _CallSettings, q: Tensor, k: Tensor, mask: Tensor | None, drawn: Drawn
+) -> int:
     """Returns the bytes that backward takes beside gradients without a fused kernel.
 
     They were measured on a CPU.
@@ -202,7 +204,7 @@ def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, draw
     learned_nbytes = mask.nbytes if mask is not None and mask.requires_grad else 0
     if not (how.dropout_p or learned_nbytes or q.dim() != 4):
         return 0
-    draws_again = how.dropout_p and not isinstance(drawn, Bits)
+    draws_again = how.dropout_p and not isinstance(drawn, DrawnBits)
     matrices = 4 if draws_again or q.dim() != 4 else 3
     wide = max(q.itemsize, 4)  # the math path computes in float32 where q has fewer bits
     nbytes = matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
@@ -212,7 +214,7 @@ def _workspace_nbytes(how: _How, q: Tensor, k: Tensor, mask: Tensor | None, draw
 class _Attention(Node):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _CallSettings
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         tensors = q, k, v, mask
@@ -255,22 +257,22 @@ def _without_autocast() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _of_whole_rows(ctx: Any, tensors: tuple[Any, ...]) -> one_pass.Given | None:
+def _of_whole_rows(ctx: Any, tensors: tuple[Any, ...]) -> one_pass.AttentionArguments | None:
     """Returns the arguments for gradients in one pass; None if forward has to run again."""
     how, (q, k, v, mask) = ctx.how, tensors
     if how.backend == _MATH or how.dropout_p:
         return None
-    given = one_pass.Given(q, k, v, mask, how.is_causal, how.scale)
+    given = one_pass.AttentionArguments(q, k, v, mask, how.is_causal, how.scale)
     return given if given.fits else None
 
 
-def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> Given | None:
+def _written_out(ctx: Any, tensors: tuple[Any, ...]) -> MathPathArguments | None:
     """Returns the arguments for the math path op by op; None if attention is left to torch."""
     how, (q, k, v, mask) = ctx.how, tensors
-    if how.enable_gqa or not isinstance(ctx.drawn, Bits):
+    if how.enable_gqa or not isinstance(ctx.drawn, DrawnBits):
         return None
     learned = ctx.needs_input_grad[3]
-    given = Given(q, k, v, mask, how.dropout_p, how.is_causal, how.scale, learned)
+    given = MathPathArguments(q, k, v, mask, how.dropout_p, how.is_causal, how.scale, learned)
     return given if given.fits else None
 
 
@@ -305,7 +307,7 @@ def _run_again(ctx: Any, saved: Any, drawn: Any, grad: Tensor) -> _Grads:
     return tuple(made.get(i) for i in range(4))
 
 
-def _run(how: _How, given: list[Any]) -> Tensor:
+def _run(how: _CallSettings, given: list[Any]) -> Tensor:
     """Runs the op as its caller did: with gradients and by the same kernel, since both matter."""
     with torch.enable_grad():
         if _backend(tuple(given), *how.settings) == how.backend:

@@ -14,7 +14,7 @@ from elbowroom.runtime.storage import WeakStorage, storage_nbytes
 _SMALL = 16384  # bytes: of a batch norm's statistics a network may have thousands
 
 
-class Held:
+class LiveStorages:
     """The storages under some tensors, for as long as they live.
 
     Storages of parameters live as long as their model, so they are not checked again. Small ones
