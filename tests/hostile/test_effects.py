@@ -415,6 +415,53 @@ def test_what_a_model_is_handed_is_handed_to_it_once(name, share):
         assert_same(ours, expected)
 
 
+class SumsUp(nn.Module):
+    """Adds in place what its blocks give to a tensor that had no graph until then."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net(plain)
+        self.register_buffer("total", torch.zeros(WIDTH), persistent=False)
+        self.memory = torch.zeros(WIDTH)
+
+    def forward(self, x, total):
+        for block in self.net.blocks:
+            x = x + block(x)
+            total.add_(x.mean(0))
+        return x + total
+
+
+def sum_of(kind, model):
+    if kind == "an argument":
+        return torch.zeros(WIDTH)
+    if kind == "a view":
+        return torch.zeros(2, WIDTH)[1]
+    name = {"a buffer": "total", "an attribute": "memory"}[kind]
+    setattr(model, name, torch.zeros(WIDTH))
+    return getattr(model, name)
+
+
+def sums_up(kind):
+    def loss_of(model, x):
+        total = sum_of(kind, model)
+        return model(x, total).square().mean() + total.square().mean()
+
+    return loss_of
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+@pytest.mark.parametrize("kind", ["an argument", "a buffer", "an attribute"])
+def test_a_tensor_that_gets_a_graph_in_place_has_only_that_of_the_real_forward(kind, share):
+    expected = trained(SumsUp, loss_of=sums_up(kind))[1]
+    ours = trained(SumsUp, int(share * plain_nbytes()), loss_of=sums_up(kind))[1]
+    assert_same(ours, expected)
+
+
+def test_a_view_that_gets_a_graph_in_place_cannot_leave_it():
+    with pytest.raises(errors.PlanError, match=r"changed a tensor in place .* \(32,\)"):
+        trained(SumsUp, int(0.7 * plain_nbytes()), loss_of=sums_up("a view"))
+
+
 # --- Nothing of ours is left
 
 

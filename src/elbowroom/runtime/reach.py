@@ -289,7 +289,7 @@ class Values:
         for x, version, copy in self._tensors:
             if version_of(x) == version:
                 continue
-            if copy is None:
+            if copy is None or not leave_graph(x):
                 raise PlanError(
                     "forward had to be run a second time, and the first has changed a tensor in "
                     f"place that needs a gradient, is large or is not strided, {tuple(x.shape)}; "
@@ -307,6 +307,20 @@ def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         return torch.equal(x, copy)
+
+
+def leave_graph(x: Tensor) -> bool:
+    """Takes a tensor that had no graph out of the one that it has got by a change in place.
+
+    Otherwise the next forward would go on with the graph of the one that is undone. Returns whether
+    that was possible: views do not leave the graph of what they show.
+    """
+    if x.grad_fn is None:
+        return True
+    if x._is_view():
+        return False
+    x.detach_()
+    return True
 
 
 def behind_calls(module: nn.Module) -> list[Any]:
