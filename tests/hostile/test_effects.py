@@ -12,6 +12,7 @@ import pkgutil
 from contextlib import suppress
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,6 +133,24 @@ def changes_what_it_gets(block, x):
     return x.mul_(0.5), None
 
 
+def changes_what_it_gets_through_data(block, x):
+    x.data.mul_(0.5)
+    return x, None
+
+
+def counts_in_a_tensor_through_numpy(block, x):
+    if block.state is None:
+        block.state = torch.ones(())
+    block.state.numpy()[...] += 1
+    return x / float(block.state), None
+
+
+def hooks_what_it_gets(block, x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: 0.7 * gradient)
+    return x, None
+
+
 def plain(block, x):
     return x, None
 
@@ -188,6 +207,15 @@ NETS = {
     "a tensor that counts": lambda: Net(counts_in_a_tensor, acting=2),
     "an input in place": lambda: Net(changes_what_it_gets, acting=2),
     "a generator": lambda: Net(takes_items, items, acting=2),
+    **(
+        UNCOUNTED := {
+            "an input through its data": lambda: Net(changes_what_it_gets_through_data, acting=2),
+            "a tensor that counts, through NumPy": lambda: Net(
+                counts_in_a_tensor_through_numpy, acting=2
+            ),
+            "a hook on its input": lambda: Net(hooks_what_it_gets),
+        }
+    ),
 }
 ARE_RECOMPUTED = {
     "a cache for all blocks",
@@ -196,6 +224,7 @@ ARE_RECOMPUTED = {
     "a list that is appended to and returned",
     "a list of the module",
     "a state that goes on",
+    "a hook on its input",
 }
 
 
@@ -249,6 +278,12 @@ def assert_same(ours, expected):
         for x, y in zip(one, other, strict=True):
             assert x.shape == y.shape
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_what_raises_no_version_is_done_once(name):
+    ours = trained(NETS[name], int(0.7 * plain_nbytes()))[1]
+    assert_same(ours, trained(NETS[name])[1])
 
 
 @pytest.mark.sampled(2)
@@ -398,6 +433,8 @@ MODELS = {
         lambda: (torch.randn(ROWS // 4, WIDTH) for _ in range(4)),
     ),
     "a tensor in place": (lambda x: x.mul_(0.5), x_and()),
+    "a tensor through its data": (lambda x: x.data.mul_(0.5) + 0 * x, x_and()),
+    "a tensor through NumPy": (lambda x: np.multiply(x, 0.5, out=x.numpy()) is None or x, x_and()),
     "a set": (lambda x, seen: x / (len(seen) + (seen.add(len(seen)) or 1)), x_and(set)),
 }
 
@@ -413,6 +450,24 @@ def test_what_a_model_is_handed_is_handed_to_it_once(name, share):
     with suppress(er.errors.BudgetTooSmall):
         ours = trained(lambda: Handed(does), int(share * plain_nbytes()), batch=batch)[1]
         assert_same(ours, expected)
+
+
+def test_hooks_on_what_a_model_is_handed_are_registered_once():
+    def gradients(budget=None):
+        torch.manual_seed(0)
+        model = Handed(lambda x: (x.register_hook(lambda gradient: 0.5 * gradient) and None) or x)
+        if budget is not None:
+            er.fit(model, budget=budget, exact=True, min_nbytes=4096)
+        found = []
+        for seed in range(STEPS):
+            torch.manual_seed(seed)
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            model.zero_grad()
+            model(2 * x).square().mean().backward()
+            found.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+        return found
+
+    assert_same(gradients(int(0.8 * plain_nbytes())), gradients())
 
 
 class SumsUp(nn.Module):

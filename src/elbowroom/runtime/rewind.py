@@ -74,9 +74,10 @@ class Rewind:
     @property
     def changed_large(self) -> bool:
         """True if a tensor argument of forward, or a large one in reach, has been changed."""
-        tensors = [*self._given.tensors, *self._reachable.tensors]
-        tensors += [(x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL]
-        return any(version_of(x) != version for x, version in tensors)
+        if any(values.have_changed_large for values in self._values):
+            return True
+        buffers = ((x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL)
+        return any(version_of(x) != version for x, version in buffers)
 
     @property
     def nbytes(self) -> int:
