@@ -12,6 +12,7 @@ import pkgutil
 from contextlib import suppress
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,6 +133,24 @@ def changes_what_it_gets(block, x):
     return x.mul_(0.5), None
 
 
+def changes_what_it_gets_through_data(block, x):
+    x.data.mul_(0.5)
+    return x, None
+
+
+def counts_in_a_tensor_through_numpy(block, x):
+    if block.state is None:
+        block.state = torch.ones(())
+    block.state.numpy()[...] += 1
+    return x / float(block.state), None
+
+
+def hooks_what_it_gets(block, x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: 0.7 * gradient)
+    return x, None
+
+
 def plain(block, x):
     return x, None
 
@@ -188,6 +207,15 @@ NETS = {
     "a tensor that counts": lambda: Net(counts_in_a_tensor, acting=2),
     "an input in place": lambda: Net(changes_what_it_gets, acting=2),
     "a generator": lambda: Net(takes_items, items, acting=2),
+    **(
+        UNCOUNTED := {
+            "an input through its data": lambda: Net(changes_what_it_gets_through_data, acting=2),
+            "a tensor that counts, through NumPy": lambda: Net(
+                counts_in_a_tensor_through_numpy, acting=2
+            ),
+            "a hook on its input": lambda: Net(hooks_what_it_gets),
+        }
+    ),
 }
 ARE_RECOMPUTED = {
     "a cache for all blocks",
@@ -196,6 +224,7 @@ ARE_RECOMPUTED = {
     "a list that is appended to and returned",
     "a list of the module",
     "a state that goes on",
+    "a hook on its input",
 }
 
 
@@ -249,6 +278,12 @@ def assert_same(ours, expected):
         for x, y in zip(one, other, strict=True):
             assert x.shape == y.shape
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_what_raises_no_version_is_done_once(name):
+    ours = trained(NETS[name], int(0.7 * plain_nbytes()))[1]
+    assert_same(ours, trained(NETS[name])[1])
 
 
 @pytest.mark.sampled(2)
@@ -398,6 +433,8 @@ MODELS = {
         lambda: (torch.randn(ROWS // 4, WIDTH) for _ in range(4)),
     ),
     "a tensor in place": (lambda x: x.mul_(0.5), x_and()),
+    "a tensor through its data": (lambda x: x.data.mul_(0.5) + 0 * x, x_and()),
+    "a tensor through NumPy": (lambda x: np.multiply(x, 0.5, out=x.numpy()) is None or x, x_and()),
     "a set": (lambda x, seen: x / (len(seen) + (seen.add(len(seen)) or 1)), x_and(set)),
 }
 
@@ -413,6 +450,71 @@ def test_what_a_model_is_handed_is_handed_to_it_once(name, share):
     with suppress(er.errors.BudgetTooSmall):
         ours = trained(lambda: Handed(does), int(share * plain_nbytes()), batch=batch)[1]
         assert_same(ours, expected)
+
+
+def test_hooks_on_what_a_model_is_handed_are_registered_once():
+    def gradients(budget=None):
+        torch.manual_seed(0)
+        model = Handed(lambda x: (x.register_hook(lambda gradient: 0.5 * gradient) and None) or x)
+        if budget is not None:
+            er.fit(model, budget=budget, exact=True, min_nbytes=4096)
+        found = []
+        for seed in range(STEPS):
+            torch.manual_seed(seed)
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            model.zero_grad()
+            model(2 * x).square().mean().backward()
+            found.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+        return found
+
+    assert_same(gradients(int(0.8 * plain_nbytes())), gradients())
+
+
+class SumsUp(nn.Module):
+    """Adds in place what its blocks give to a tensor that had no graph until then."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net(plain)
+        self.register_buffer("total", torch.zeros(WIDTH), persistent=False)
+        self.memory = torch.zeros(WIDTH)
+
+    def forward(self, x, total):
+        for block in self.net.blocks:
+            x = x + block(x)
+            total.add_(x.mean(0))
+        return x + total
+
+
+def sum_of(kind, model):
+    if kind == "an argument":
+        return torch.zeros(WIDTH)
+    if kind == "a view":
+        return torch.zeros(2, WIDTH)[1]
+    name = {"a buffer": "total", "an attribute": "memory"}[kind]
+    setattr(model, name, torch.zeros(WIDTH))
+    return getattr(model, name)
+
+
+def sums_up(kind):
+    def loss_of(model, x):
+        total = sum_of(kind, model)
+        return model(x, total).square().mean() + total.square().mean()
+
+    return loss_of
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+@pytest.mark.parametrize("kind", ["an argument", "a buffer", "an attribute"])
+def test_a_tensor_that_gets_a_graph_in_place_has_only_that_of_the_real_forward(kind, share):
+    expected = trained(SumsUp, loss_of=sums_up(kind))[1]
+    ours = trained(SumsUp, int(share * plain_nbytes()), loss_of=sums_up(kind))[1]
+    assert_same(ours, expected)
+
+
+def test_a_view_that_gets_a_graph_in_place_cannot_leave_it():
+    with pytest.raises(errors.PlanError, match=r"changed a tensor in place .* \(32,\)"):
+        trained(SumsUp, int(0.7 * plain_nbytes()), loss_of=sums_up("a view"))
 
 
 # --- Nothing of ours is left

@@ -117,6 +117,8 @@ class Reach:
         self.not_set_back: list[str] = []
         self._unnamed: list[Any] = []  # attributes of modules that no forward names
         self._walk(roots)
+        with torch._C.DisableTorchFunction():
+            self._hooks = [(x, _hooks_of(x)) for x, _ in self.tensors if x.requires_grad]
 
     def changed(self) -> list[str]:
         """The kinds of the objects, including tensors, that have changed."""
@@ -124,10 +126,18 @@ class Reach:
         return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
 
     def restore(self) -> None:
-        """Restores the contents of each changed object. Tensors are left as they are."""
+        """Restores the contents of each changed object, and the hooks that tensors had.
+
+        Values of tensors are left as they are.
+        """
         for one in self._objects:
             if one.has_changed:
                 one.restore()
+        with torch._C.DisableTorchFunction():
+            for x, before in self._hooks:
+                if _hooks_of(x) != before:
+                    x._backward_hooks.clear()  # type: ignore[union-attr]
+                    x._backward_hooks.update(before)  # type: ignore[union-attr]
 
     def _walk(self, roots: Iterable[Any]) -> None:
         seen: dict[int, Any] = {}  # holds what it names: ids are not used again meanwhile
@@ -273,6 +283,17 @@ class TensorValues:
         """True if a tensor has changed of which there is no copy."""
         return any(copy is None and version_of(x) != v for x, v, copy in self._tensors)
 
+    @property
+    def have_changed(self) -> bool:
+        """True if a tensor has changed."""
+        return any(_has_changed(*one) for one in self._tensors)
+
+    @property
+    def have_changed_large(self) -> bool:
+        """True if a large tensor has changed."""
+        large = (one for one in self._tensors if nbytes_of(one[0]) > SMALL)
+        return any(_has_changed(*one) for one in large)
+
     def let_go(self) -> None:
         """Drops large copies of tensors that have not changed since."""
         self._tensors = [
@@ -287,16 +308,43 @@ class TensorValues:
         Raises PlanError where that is not possible.
         """
         for x, version, copy in self._tensors:
-            if version_of(x) == version:
+            if not _has_changed(x, version, copy):
                 continue
-            if copy is None:
+            if copy is None or not leave_graph(x):
                 raise PlanError(
                     "forward had to be run a second time, and the first has changed a tensor in "
                     f"place that needs a gradient, is large or is not strided, {tuple(x.shape)}; "
                     "that cannot be undone. Change a clone of it, or make it a buffer of a module."
                 )
-            x.copy_(copy)
+            if x.shape != copy.shape:
+                x.data = copy.clone()
+            else:
+                x.copy_(copy)
             torch._C._autograd._unsafe_set_version_counter((x,), (version,))
+
+
+def _has_changed(x: Tensor, version: int, copy: Tensor | None) -> bool:
+    return version_of(x) != version or not (copy is None or is_same(x, copy))
+
+
+def is_same(x: Tensor, copy: Tensor) -> bool:
+    """Returns whether a tensor has the values of its copy, which are compared if it is plain.
+
+    `x.data` and an array of NumPy that shares its memory change it without a new version.
+    """
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized:
+        return True
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        if torch.equal(x, copy):
+            return True
+        if x.shape != copy.shape or not (x.is_floating_point() or x.is_complex()):
+            return False
+        return bool(((x == copy) | (x.isnan() & copy.isnan())).all())
+
+
+def _hooks_of(x: Tensor) -> dict[int, Any]:
+    """Returns the hooks that are registered on a tensor for its gradient."""
+    return dict(x._backward_hooks or {})
 
 
 def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
@@ -307,6 +355,20 @@ def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         return torch.equal(x, copy)
+
+
+def leave_graph(x: Tensor) -> bool:
+    """Takes a tensor that had no graph out of the one that it has got by a change in place.
+
+    Otherwise the next forward would go on with the graph of the one that is undone. Returns whether
+    that was possible: views do not leave the graph of what they show.
+    """
+    if x.grad_fn is None:
+        return True
+    if x._is_view():
+        return False
+    x.detach_()
+    return True
 
 
 def behind_calls(module: nn.Module) -> list[Any]:

@@ -81,7 +81,7 @@ def recomputed(
     tensors, opened = arguments.let_go(), as_now()
 
     def again(tensors: list[Tensor]) -> None:
-        again_args, again_kwargs = arguments.again(tensors)
+        again_args, again_kwargs = arguments.again(_outside_of_graph(tensors))
         with cut_short(), opened(), state.again():
             call(*again_args, **again_kwargs)
 
@@ -95,6 +95,16 @@ def recomputed(
         state.ended(large)
     ended(region.saves)
     return out
+
+
+def _outside_of_graph(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the inputs for a second run.
+
+    Hooks that it registers on them are not those of forward's graph, whose backward is running.
+    """
+    return [
+        x.detach().requires_grad_() if type(x) is Tensor and x.requires_grad else x for x in tensors
+    ]
 
 
 def state_nbytes(module: nn.Module) -> int:

@@ -162,7 +162,7 @@ def _tested(
     before = Reach([*behind_calls(module), *arguments.shared])
     if kinds := before.not_set_back:
         return f"what it can reach cannot be set back after a second run (a '{kinds[0]}')", False
-    with _put_back(module, before) as parameters:
+    with _put_back(module, before) as (parameters, kept):
         for _ in range(2):
             tensors: list[Tensor] = []  # without those of the run before
             tensors = with_stand_ins(arguments.tensors, candidates, module)
@@ -191,7 +191,7 @@ def _tested(
                 return "it changes a tensor in place that it is given", False
             if state.changed_buffer:
                 return f"it changes its buffer '{state.changed_buffer}', which is large", False
-            changed = reach.changed()
+            changed = reach.changed() or ["tensor"] * kept.have_changed
             if bits is not None and not changed:
                 break
     if changed:
@@ -206,16 +206,16 @@ def _tested(
 
 
 @contextmanager
-def _put_back(module: nn.Module, reach: Reach) -> Iterator[ChangedParameters]:
+def _put_back(module: nn.Module, reach: Reach) -> Iterator[tuple[ChangedParameters, Values]]:
     """Restores, on exit, all objects that can be reached from a module and its hooks (`reach`).
 
-    Yields the record of changes of its parameters.
+    Yields the record of changes of its parameters, and the values of tensors in reach.
     """
     parameters = ChangedParameters(module)
     tensors = TensorValues(reach.tensors, LARGE)
     try:
         with parameters:
-            yield parameters
+            yield parameters, tensors
     finally:
         changed = parameters.changed
         parameters.restore()

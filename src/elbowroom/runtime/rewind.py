@@ -32,6 +32,7 @@ from elbowroom.runtime.reach import (
     TensorValues,
     behind_calls,
     is_left_alone,
+    leave_graph,
     nbytes_of,
 )
 from elbowroom.runtime.storage import version_of
@@ -65,16 +66,18 @@ class Rewind:
             for name, buffer in owner._buffers.items()
             if buffer is not None
             for version in (version_of(buffer),)
-            for is_copied in (copies or nbytes_of(buffer) <= SMALL or _is_unversioned(owner),)
+            for is_small in (copies or nbytes_of(buffer) <= SMALL or _is_unversioned(owner),)
+            for is_copied in (is_small and buffer.grad_fn is None,)
         ]
         self.parameters = ChangedParameters(module)
 
     @property
     def changed_large(self) -> bool:
         """True if a tensor argument of forward, or a large one in reach, has been changed."""
-        tensors = [*self._given.tensors, *self._reachable.tensors]
-        tensors += [(x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL]
-        return any(version_of(x) != version for x, version in tensors)
+        if any(values.have_changed_large for values in self._values):
+            return True
+        buffers = ((x, version) for _, _, x, _, version in self._buffers if nbytes_of(x) > SMALL)
+        return any(version_of(x) != version for x, version in buffers)
 
     @property
     def nbytes(self) -> int:
@@ -122,13 +125,13 @@ class Rewind:
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
         for owner, name, buffer, before, version in self._buffers:
-            if before is not None:
+            if before is not None and leave_graph(buffer):
                 buffer.copy_(before)
             elif version_of(buffer) != version:
                 raise PlanError(
                     f"forward had to be run a second time, and the first has changed the buffer "
-                    f"'{name}' in place, which the forwards before it had left alone; that cannot "
-                    "be undone. Assign a changed clone of it instead."
+                    f"'{name}' in place, which the forwards before it had left alone, or which has "
+                    "a graph; that cannot be undone. Assign a changed clone of it instead."
                 )
             owner._buffers[name] = buffer
         _set_versions([(buffer, version) for _, _, buffer, _, version in self._buffers])

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.arguments import Arguments, copied
 from elbowroom.runtime.nested import tensors_in
+from elbowroom.runtime.reach import is_same
 from elbowroom.runtime.storage import version_of
 
 _QUESTIONS = frozenset(  # which a stand-in can answer
@@ -91,6 +92,7 @@ class NoteReads(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._direct, self.tensors = arguments.direct, tensors
+        self._given = arguments.tensors
         self._found = set[int]()
         self._late = {id(tensors[i]): arguments.tensors[i] for i in late}
         self._copies: dict[int, Tensor] = {}
@@ -118,8 +120,14 @@ class NoteReads(TorchFunctionMode):
     @property
     def has_changed(self) -> bool:
         """True if an op has changed one of the tensors, or a late copy, in place."""
-        changed = self._versions != list(map(version_of, self.tensors))
-        return changed or any(map(version_of, self._copies.values()))
+        if self._versions != list(map(version_of, self.tensors)):
+            return True
+        if any(map(version_of, self._copies.values())):
+            return True
+        pairs = [*zip(self.tensors, self._given, strict=True)]
+        pairs += [(copy, self._late[at]) for at, copy in self._copies.items()]
+        copies = (one for one in pairs if not isinstance(one[0], StandIn) and one[0] is not one[1])
+        return not all(is_same(x, copy) for copy, x in copies)
 
     def unread(self, out: Any) -> frozenset[int]:
         """Returns the indices of tensors that no op was given, as the call has given `out`."""
