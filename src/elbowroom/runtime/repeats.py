@@ -206,7 +206,7 @@ def _tested(
 
 
 @contextmanager
-def _put_back(module: nn.Module, reach: Reach) -> Iterator[tuple[ChangedParameters, Values]]:
+def _put_back(module: nn.Module, reach: Reach) -> Iterator[tuple[ChangedParameters, TensorValues]]:
     """Restores, on exit, all objects that can be reached from a module and its hooks (`reach`).
 
     Yields the record of changes of its parameters, and the values of tensors in reach.
