@@ -116,17 +116,23 @@ class Reach:
         self.tensors: list[tuple[Tensor, int]] = []
         self.not_set_back: list[str] = []
         self._unnamed: list[Any] = []  # attributes of modules that no forward names
+        self._parameters: list[Tensor] = []  # of modules
         self._walk(roots)
         with torch._C.DisableTorchFunction():
-            self._hooks = [(x, _hooks_of(x)) for x, _ in self.tensors if x.requires_grad]
+            hooked = [*self._parameters, *(x for x, _ in self.tensors)]
+            self._hooks = [(x, _hooks_of(x)) for x in hooked if x.requires_grad]
+            leaves = (x for x, _ in self.tensors if x.requires_grad and x.is_leaf)
+            self._gradients = [(x, x.grad) for x in leaves]
 
     def changed(self) -> list[str]:
         """The kinds of the objects, including tensors, that have changed."""
         found = [one.kind for one in self._objects if one.has_changed]
+        with torch._C.DisableTorchFunction():
+            found += ["hook on a tensor" for x, before in self._hooks if _hooks_of(x) != before]
         return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
 
     def restore(self) -> None:
-        """Restores the contents of each changed object, and the hooks that tensors had.
+        """Restores the contents of each changed object, and of tensors their hooks and gradients.
 
         Values of tensors are left as they are.
         """
@@ -135,9 +141,15 @@ class Reach:
                 one.restore()
         with torch._C.DisableTorchFunction():
             for x, before in self._hooks:
-                if _hooks_of(x) != before:
-                    x._backward_hooks.clear()  # type: ignore[union-attr]
-                    x._backward_hooks.update(before)  # type: ignore[union-attr]
+                now = _hooks_of(x)
+                if now != before:
+                    hooks: Any = x._backward_hooks
+                    for key in now.keys() - before.keys():
+                        del hooks[key]
+                    hooks.update(before)
+            for x, gradient in self._gradients:
+                if x.grad is not gradient:
+                    x.grad = gradient
 
     def _walk(self, roots: Iterable[Any]) -> None:
         seen: dict[int, Any] = {}  # holds what it names: ids are not used again meanwhile
@@ -209,6 +221,7 @@ class Reach:
         """Walks a module's attributes and its tables of hooks and children."""
         if any(isinstance(p, _UNMADE) for p in _own_tensors(module)):
             return  # its first forward creates it, once for all
+        self._parameters += [p for p in module._parameters.values() if p is not None]
         held = vars(module)
         attributes = contents.ATTRIBUTES.read(held)
         both = zip(_TABLES, _TABLES_OF(held), strict=True)
@@ -343,8 +356,13 @@ def is_same(x: Tensor, copy: Tensor) -> bool:
 
 
 def _hooks_of(x: Tensor) -> dict[int, Any]:
-    """Returns the hooks that are registered on a tensor for its gradient."""
-    return dict(x._backward_hooks or {})
+    """Returns the hooks that are registered on a tensor for its gradient, but for our own."""
+    hooks: dict[int, Any] = x._backward_hooks or _EMPTY
+    return {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "elbowroom"
 
 
 def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
