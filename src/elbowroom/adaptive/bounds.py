@@ -17,7 +17,7 @@ form of layers has none (`measure/sensitivity.py`), and what other ops add is pr
 m_l is the error of the gradient, drawn anew in each step, that would change the momentum by as much
 as it is. An error averages out in it, so this is more than the momentum in units of a gradient:
 
-    rms(buffer) * sqrt(1 - mu^2) / (1 - dampening)   SGD, and Muon, whose buffer is a mean
+    rms(buffer) * sqrt(1 - mu^2) / (1 - dampening)   SGD, and Muon, whose dampening is mu
     sqrt(mean of v), with its bias correction        Adam, AdamW and their like, RMSprop, Adafactor
     rms(m) * sqrt((1 + b) / (1 - b)), with its own   what has first moments alone (Lion, Adamax)
 

@@ -291,9 +291,8 @@ def _state_of_numpy() -> Any:
         return known.state
     state: Any = np.random.get_state(legacy=False)
     if not state["has_gauss"] and place.raw == memory:
-        _known[np.random] = _GeneratorState(
-            source, memory, state
-        )  # no other thread has drawn meanwhile
+        # No other thread has drawn meanwhile.
+        _known[np.random] = _GeneratorState(source, memory, state)
     return state
 
 

@@ -78,7 +78,7 @@ class GradientSum(NamedTuple):
 
 
 class WaitingRows(Protocol):
-    """What rows that wait are made of (`RowSources`, and those of `computed_rows.py`)."""
+    """Interface of what makes rows that wait (`RowSources`, and those of `computed_rows.py`)."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
