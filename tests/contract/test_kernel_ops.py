@@ -25,6 +25,7 @@ UNSERVED = {  # by now: the reference serves them
     "triton": {
         *("places_pack", "places_unpack", "advance", "beyond", "batch_norm_backward"),
         *("layer_norm_backward", "times_bits", "row_statistics", "head_spread"),
+        "attention_backward",
         *("sparse_pack", "fingerprint", *CONVERSIONS),
     },
     "numba": {  # on a CPU payloads are as long as they must be: nothing waits
@@ -117,6 +118,10 @@ def arguments(op: str, device: str, n: int = 3000) -> tuple:
         "moments_dequantize": lambda: (*moments(n, device), "softsign8", "log8", 100, n),
         "affine": lambda: (x, *torch.ones(2, 3, device=device), 5, bits, out),
         "dropout": lambda: (x, 1, 0.3, out),
+        "attention_backward": lambda: (
+            *(heads := [x.view(n // 100, 2, 5, 10).clone() for _ in range(4)]),
+            *(None, True, 0.2, *(torch.empty_like(one) for one in heads[:3])),
+        ),
         "row_statistics": lambda: (x, 30),
         "head_spread": lambda: (x, 30, (n // 300, 2, 5), (300, 30, 60), True),
         "fdsr_quantize": lambda: (x, *bands),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import elbowroom as er
 from elbowroom.codecs import Dither
@@ -407,28 +406,8 @@ def _mask(kind: str, T: int, S: int) -> Tensor | None:
         return torch.ones(T, 1, dtype=torch.bool)
     mask = torch.ones(T, S, dtype=torch.bool).tril(S // 2)
     mask[0] = False  # nothing is left of it
-    least = -torch.inf if kind == "float" else torch.finfo(torch.float64).min
-    return mask if kind == "bool" else torch.zeros(T, S).double().masked_fill_(~mask, least)
-
-
-def test_gradients_of_few_rows_are_taken_without_cutting_them() -> None:
-    q, k, v = torch.randn(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
-    grad = torch.randn(2, 4, 16, 8)
-    with ProfiledOps() as seen:
-        one_pass.gradients(one_pass.AttentionArguments(q, k, v, None, True, None), grad)
-    assert not seen.names & {"aten.slice.Tensor", "aten.narrow.default", "aten.select.int"}
-
-
-class ProfiledOps(TorchDispatchMode):
-    """Collects the names of the ops that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
+    least = -torch.inf if kind == "float" else torch.finfo(torch.float32).min
+    return mask if kind == "bool" else torch.zeros(T, S).masked_fill_(~mask, least)
 
 
 @pytest.mark.sampled(4)
@@ -449,26 +428,29 @@ def test_gradients_in_one_pass_are_those_of_torch(
 
     def drawn(heads: int, tokens: int, width: int) -> Tensor:
         lies = (B, heads, tokens, width) if lies_by_head else (B, tokens, heads, width)
-        x = torch.randn(lies, generator=draw, dtype=torch.float64)
+        x = torch.randn(lies, generator=draw)
         return x if lies_by_head else x.transpose(1, 2)
 
-    q, k, v = (x.requires_grad_() for x in (drawn(H, T, E), drawn(G, S, E), drawn(G, S, F)))
-    grad, is_causal = drawn(H, T, F), mask == "causal"
+    q, k, v, grad = drawn(H, T, E), drawn(G, S, E), drawn(G, S, F), drawn(H, T, F)
+    is_causal = mask == "causal"
     masked = None if is_causal else _mask(mask, T, S)
+    given = one_pass.AttentionArguments(q, k, v, masked, is_causal, scale)
+    assert given.fits
+    found = one_pass.gradients(given, grad)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    if masked is not None and masked.dtype is not torch.bool:
+        masked = masked.double()
+        if mask == "finite":  # in float32 nothing is left of a logit beside it, in float64 there is
+            masked = masked.masked_fill(masked < 0, -1e30)
     # Of rows that a finite mask fills, the logsumexp of the fused kernel is off by all of log(S).
     kernel = sdpa_kernel(SDPBackend.MATH) if mask == "finite" else nullcontext()
     with kernel:
         out = nn.functional.scaled_dot_product_attention(
-            q, k, v, masked, is_causal=is_causal, scale=scale, enable_gqa=H != G
+            *wide, masked, is_causal=is_causal, scale=scale, enable_gqa=H != G
         )
-    given = one_pass.AttentionArguments(
-        q.detach(), k.detach(), v.detach(), masked, is_causal, scale
-    )
-    assert given.fits
-    found = one_pass.gradients(given, grad)
-    expected = torch.autograd.grad(out, (q, k, v), grad)
+    expected = torch.autograd.grad(out, wide, grad.double())
     for x, one, true in zip((q, k, v), found, expected, strict=True):
-        torch.testing.assert_close(one, true, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one.double(), true, rtol=1e-4, atol=2e-5)
         assert one.stride() == x.stride()
 
 

@@ -22,7 +22,7 @@ from elbowroom.plan.menu import option as option_of
 from elbowroom.plan.menu import preset_named, shared_s
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.prices import ATTENTION_LOOK, RESTORE, ROWS, fixed_name, rate_name, seconds_of
-from elbowroom.plan.profile import ONE_PASS, Profile
+from elbowroom.plan.profile import Profile
 from elbowroom.plan.site import Reads
 from elbowroom.runtime import hooks, saving
 from elbowroom.runtime.handles import RebuildHandle
@@ -241,17 +241,18 @@ def _count(monkeypatch: pytest.MonkeyPatch, spent: dict[str, float]) -> None:
 
 
 class Attending(nn.Module):
-    """A norm whose output three layers read, and attention."""
+    """A norm whose output three layers read, attention, and a layer that reads its result."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.out = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         q, k, v = (layer(normed).view(4, -1, 4, 16).transpose(1, 2) for layer in self.layers)
         out = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + out.transpose(1, 2).reshape(x.shape)
+        return x + self.out(out.transpose(1, 2).reshape(x.shape))
 
 
 _AGAIN_S, _RATE = 0.1, 1e8  # of an attention's forward; bytes a second that are examined
@@ -280,27 +281,21 @@ def attended(profiled: Profile) -> tuple[Profile, nn.Module, Tensor]:
 def test_so_they_are_of_attention_and_of_what_is_made_of_what_is_made_again(
     attended: tuple[Profile, nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """An attention runs again once, whichever of its tensors are codes.
+    """An attention does not run again, and its values are looked at once for all of its tensors.
 
     Layers that read a norm's output decode its input, through all that lies between.
     """
     profile, net, x = attended
-    spent = {"encode": 0.0, "decode": 0.0, "again": 0.0, "look": 0.0}
+    spent = {"encode": 0.0, "decode": 0.0, "look": 0.0}
     _count(monkeypatch, spent)
-    node = sys.modules["elbowroom.runtime.direct.attention.node"]
     levels = sys.modules["elbowroom.runtime.direct.attention.levels"]
-    in_one_pass, by_values = node.one_pass.gradients, levels.levels_by_values
-
-    def counted_again(*args: Any) -> Any:
-        spent["again"] += ONE_PASS * _AGAIN_S
-        return in_one_pass(*args)
+    by_values = levels.levels_by_values
 
     def counted_look(call: Any, **how: Any) -> Any:
         if call.fewest is None:
             spent["look"] += 3 * x.nbytes / _RATE
         return by_values(call, **how)
 
-    monkeypatch.setattr(node.one_pass, "gradients", counted_again)
     monkeypatch.setattr(levels, "levels_by_values", counted_look)
     replayed = sys.modules["elbowroom.runtime.replay.replay"]
     monkeypatch.setattr(replayed, "levels_by_values", counted_look)

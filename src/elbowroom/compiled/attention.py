@@ -11,7 +11,7 @@ gradient belong to one attention, of what backward reads, and the only error lef
 itself.
 
 On a CPU, a kernel of ours takes no longer than backward alone, and reads neither out nor l
-(`kernels/attention.py`). Elsewhere, and for half floats, the call of forward runs again.
+(`kernels/attention.py`). Elsewhere, and for other floats than float32, forward's call runs again.
 """
 
 import operator

@@ -229,9 +229,9 @@ def workspace_of(node: fx.Node) -> int:
         lies = _lies_in_order(encoded, order) or (list(order) == _NHWC and _is_map(encoded))
         return 0 if lies else nbytes_of(encoded)  # a copy
     if str(packet) == "elbowroom_graph.attention_backward":
-        values = [one.meta["val"] for one in node.args[1:4]]  # type: ignore[union-attr]
-        q, k, v = ([known_size(size) for size in x.shape] for x in values)
-        return attention.workspace_nbytes(q, k, v, values[0].itemsize)
+        values = [one.meta["val"] for one in node.args[2:4]]  # type: ignore[union-attr]
+        k, v = ([known_size(size) for size in x.shape] for x in values)
+        return attention.workspace_nbytes(k, v)
     tiles, at = _tiles_of().get(packet, (0, 0))
     query, key = node.args[at : at + 2] if tiles else (None, None)
     if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):

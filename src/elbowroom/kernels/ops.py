@@ -29,6 +29,8 @@
     moments_dequantize(states, kinds, row, n)             m, v
     batch_norm_backward(grad, factor, inner, x!)          grad_weight, grad_bias; x is normalized,
     layer_norm_backward(grad, weight, rstd, x!)           and becomes the gradient of the input
+    attention_backward(q, k, v, grad, mask, is_causal, factor, of_q!, of_k!, of_v!)
+                                                          [batch, heads, tokens, width], any strides
     row_statistics(x, width)                              mean, variance, least, most of each row
     head_spread(x, width, sizes, strides, shares)         how long and wide the rows of heads are
     dropout(x, seed, p, out!)                             x / (1 - p) or 0, by counter
@@ -215,6 +217,7 @@ dither_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("d
 dither_dequantize = cast(Callable[..., None], _by_seed("dither_dequantize"))
 batch_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.batch_norm_backward.default)
 layer_norm_backward = cast(Callable[..., tuple[Tensor, Tensor]], _calls.layer_norm_backward.default)
+attention_backward = cast(Callable[..., None], _calls.attention_backward.default)
 row_statistics = cast(Callable[..., Tensor], _calls.row_statistics.default)
 head_spread = cast(Callable[..., Tensor], _calls.head_spread.default)
 nonzero_quantize = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _by_seed("nonzero_quantize"))

@@ -126,6 +126,10 @@ SPECS: dict[str, OpSpec] = {
         "(Tensor grad, Tensor weight, Tensor rstd, Tensor(a!) x) -> (Tensor, Tensor)",
         lambda grad, by_channel, *_: _like_twice(by_channel),
     ),
+    "attention_backward": OpSpec(
+        "(Tensor q, Tensor k, Tensor v, Tensor grad, Tensor? mask, bool is_causal, float factor, "
+        "Tensor(a!) of_q, Tensor(b!) of_k, Tensor(c!) of_v) -> ()"
+    ),
     "row_statistics": OpSpec("(Tensor x, int width) -> Tensor", outputs.row_statistics),
     "head_spread": OpSpec(
         "(Tensor x, int width, int[] sizes, int[] strides, bool shares) -> Tensor",

@@ -39,9 +39,6 @@ from elbowroom.plan.site import (
 from elbowroom.units import show_nbytes, show_seconds
 
 VERSION = 1
-# What an attention's gradients in one pass take on a CPU beyond torch's own backward, of a forward
-# (`kernels/attention.py`). Of long sequences they take less.
-ONE_PASS = 0.5
 
 
 @dataclass(frozen=True)
@@ -239,8 +236,10 @@ class Profile:
                 if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left:
                     seconds, nbytes = found.get(save.site.module, (0.0, 0))
                     if save.site.reads is Reads.GRADIENT:
-                        one_pass = self.device[0] == "cpu" and save.site.dtype.itemsize >= 4
-                        seconds += storage.producer_s * (ONE_PASS if one_pass else 1.0)
+                        # On a CPU, gradients without forward take no longer than torch's own, up
+                        # to thousands of keys (`kernels/attention.py`).
+                        is_free = self.device[0] == "cpu" and save.site.dtype is torch.float32
+                        seconds += 0.0 if is_free else storage.producer_s
                     else:
                         nbytes += save.site.nbytes
                     found[save.site.module] = seconds, nbytes

@@ -4,6 +4,7 @@ Compiled functions are cached on disk by numba; `launch.py` keeps its threads in
 """
 
 from elbowroom.kernels.numba.affine import affine as affine
+from elbowroom.kernels.numba.attention_backward import attention_backward as attention_backward
 from elbowroom.kernels.numba.batch_norm_backward import (
     batch_norm_backward as batch_norm_backward,
 )

@@ -38,3 +38,4 @@ xor32, right32, times32, plus32 = (
 )
 # int32
 least, most = _chosen(types.int32, "<"), _chosen(types.int32, ">")
+left32 = _instruction(types.int32, "shl")

@@ -4,6 +4,7 @@ It is slow, but short enough to check by reading.
 """
 
 from elbowroom.kernels.reference.affine import affine as affine
+from elbowroom.kernels.reference.attention_backward import attention_backward as attention_backward
 from elbowroom.kernels.reference.batch_norm_backward import (
     batch_norm_backward as batch_norm_backward,
 )

@@ -20,7 +20,7 @@ dimensions. There the node is used in exact contexts, too: the same op on the sa
 same random numbers, gives the same bits. The fused kernels save few additional bytes, so an exact
 context leaves them to torch.
 
-(*) None of float32 or float64 on a CPU: gradients take no forward there (`kernels/attention.py`).
+(*) None of float32 on a CPU: gradients take no forward there (`kernels/attention.py`).
 """
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -195,15 +195,16 @@ def plain_nbytes(call: Call) -> int:
 
 
 def _workspace_nbytes(
-    how: _CallSettings, q: Tensor, k: Tensor, mask: Tensor | None, drawn: Drawn
+    how: _CallSettings, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drawn: Drawn
 ) -> int:
-    """Returns the bytes that backward takes beside gradients without a fused kernel.
+    """Returns the bytes that backward takes beside gradients.
 
-    They were measured on a CPU.
+    Without a fused kernel, they were measured on a CPU.
     """
     learned_nbytes = mask.nbytes if mask is not None and mask.requires_grad else 0
     if not (how.dropout_p or learned_nbytes or q.dim() != 4):
-        return 0
+        given = one_pass.AttentionArguments(q, k, v, mask, how.is_causal, how.scale)
+        return one_pass.workspace_nbytes(k.shape, v.shape) if given.fits else 0
     draws_again = how.dropout_p and not isinstance(drawn, DrawnBits)
     matrices = 4 if draws_again or q.dim() != 4 else 3
     wide = max(q.itemsize, 4)  # the math path computes in float32 where q has fewer bits
@@ -220,7 +221,7 @@ class _Attention(Node):
         tensors = q, k, v, mask
         drawn = drawn_for(q, k, how.dropout_p, is_math=how.backend == _MATH)
         ctx.how, ctx.drawn = how, drawn
-        ctx.workspace_nbytes = _workspace_nbytes(how, q, k, mask, drawn)
+        ctx.workspace_nbytes = _workspace_nbytes(how, q, k, v, mask, drawn)
         given = _written_out(ctx, tensors)
         run = partial(_run_first, ctx, tensors)
         out, *bits = run() if given is None else MATH_ATTENTION.output(given, run)
