@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from elbowroom.kernels import numba, ops, reference
+from elbowroom.runtime import normal
 from elbowroom.runtime.direct.attention import levels
 
 # batch, channels, elements of a map: tiles of 2048 begin and end inside runs, rows and maps
@@ -184,6 +185,26 @@ def test_the_extremes_of_a_row_are_infinite_where_it_is(value):
     x[2] = value
     *_, least, most = numba.row_statistics(x, 4).flatten()
     assert (float(least), float(most)) == (min(1.0, value), max(1.0, value))
+
+
+@pytest.mark.parametrize("keep_zeros", [False, True])
+@pytest.mark.parametrize(("rows", "row"), [*ROWS, (1, 4097), (4096, 1), (300, 24)])
+def test_scales_of_rows_are_those_of_their_statistics(monkeypatch, rows, row, keep_zeros):
+    x = (3 * drawn(rows * row, 5) + 40 * drawn(rows, 6).repeat_interleave(row)).view(rows, row)
+    x[0] = 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    by_address = normal._by_address(x, keep_zeros=keep_zeros)
+    monkeypatch.setattr(normal, "_by_address", lambda *_, **__: None)
+    for got, expected in zip(by_address, normal.of_rows(x, keep_zeros=keep_zeros), strict=True):
+        assert got.dtype is expected.dtype
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_scales_of_rows_beyond_all_numbers_are_left_to_torch(value):
+    x = torch.randn(5, 8)
+    x[3, 2:4] = value
+    assert normal._by_address(x, keep_zeros=False) is None
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -30,6 +30,7 @@ from elbowroom.codecs.base import FLOATS
 from elbowroom.kernels import ops
 from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan.site import Rows
+from elbowroom.runtime.storage import untouchable
 
 _MIN_STD = 16  # of a row, in units of how it is rounded: below that, its mean is all that it has
 _PART = 1 << 16  # elements that are read twice, in a cache's reach, and held once more
@@ -149,6 +150,8 @@ def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:
 
     keep_zeros: x will be scaled and not shifted, so that 1 / rms takes the place of 1 / std.
     """
+    if (found := _by_address(x, keep_zeros=keep_zeros)) is not None:
+        return found
     with torch.no_grad():
         var, mean = (moment.float() for moment in var_mean(x.detach()))
         square = mean.square()
@@ -158,6 +161,19 @@ def of_rows(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor]:
             rstd = (var + square * (_MIN_STD * torch.finfo(x.dtype).eps) ** 2).rsqrt_()
         # A copy: the mean of `statistics_of_rows` would hold all four statistics of each row.
         return mean.clone(), rstd.clamp_(*_RANGE).bfloat16()
+
+
+def _by_address(x: Tensor, *, keep_zeros: bool) -> tuple[Tensor, Tensor] | None:
+    """The same by one launch, which takes an eighth of the time; None: ops must serve x."""
+    kernels = ops.by_address(x)
+    if kernels is None or not x.is_contiguous() or not x.numel() or untouchable(x):
+        return None
+    sizes = *x.shape[:-1], 1
+    mean, scale = x.new_empty(sizes), x.new_empty(sizes, dtype=torch.bfloat16)
+    settings = keep_zeros, (_MIN_STD * torch.finfo(x.dtype).eps) ** 2, *_RANGE
+    rows = mean.numel(), x.shape[-1]
+    finite = kernels.row_scales(x.data_ptr(), *rows, *settings, mean.data_ptr(), scale.data_ptr())
+    return (mean, scale) if finite else None
 
 
 def var_mean(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from elbowroom.kernels.numba.layer_norm_backward import layer_norm_backward as l
 from elbowroom.kernels.numba.nonzero import _dequantize as _nonzero_dequantize
 from elbowroom.kernels.numba.nonzero import _pack_mapped, _starts_of
 from elbowroom.kernels.numba.nonzero import _quantize as _nonzero_quantize
+from elbowroom.kernels.numba.row_statistics import row_scales as row_scales
 
 MOST_UNSIZED = SERIAL  # elements, where a code is written to memory of its bound first
 _quantize, _dequantize = _dither_quantize.serial, _dither_dequantize.serial

@@ -9,15 +9,17 @@ from numba import prange
 from torch import Tensor
 
 from elbowroom.kernels import outputs
-from elbowroom.kernels.numba.compiled import MOST_ITEMS, TILE, f32, i32, jit, summing
+from elbowroom.kernels.numba.addresses import array_at
+from elbowroom.kernels.numba.compiled import MOST_ITEMS, TILE, counted, f32, i32, jit, summing
 from elbowroom.kernels.numba.lanes import least as lower
 from elbowroom.kernels.numba.lanes import most as higher
 from elbowroom.kernels.numba.launch import array, parallel, words
-from elbowroom.kernels.numba.rounding import BOTTOM, TOP, as_float, order, to_float
+from elbowroom.kernels.numba.rounding import BOTTOM, TOP, as_float, bf16_nearest, order, to_float
 
 _INF = i32(0x7F800000)
 _LEAST = i32(-0x7F800001)  # -Inf, as `order` has it
 _NAN = f32(np.nan)
+i16 = np.int16
 
 
 def row_statistics(x: Tensor, width: int) -> Tensor:
@@ -70,6 +72,30 @@ def _part(rows, D, out, first):
             out[0, at], out[1, at], out[2, at], out[3, at] = _NAN, _NAN, _NAN, _NAN
         else:
             out[2, at], out[3, at] = as_float(order(low)), as_float(order(high))
+
+
+@counted
+def row_scales(x, R, D, keep_zeros, rounding, least, most, means, scales):
+    """Write the mean and 1 / std (bf16) of rows [R, D] of float32; return whether all are finite.
+
+    x, means, scales: addresses
+    keep_zeros: 1 / rms in place of 1 / std. rounding: the share of its square that a mean is
+    rounded by, which counts as variance. least, most: bounds of the scales
+    """
+    values, mean, scale = array_at(x, R * D, f32), array_at(means, R, f32), array_at(scales, R, i16)
+    beyond = 0
+    for i_r in range(R):
+        row = values[i_r * D : i_r * D + D]
+        about = _sum(row) / f32(D)
+        off, squares = _deviations(row, about)
+        about += off
+        var = max(squares - off * off, f32(0)) + about * about * (
+            f32(1) if keep_zeros else rounding
+        )
+        beyond += not var < np.inf
+        mean[i_r] = about
+        scale[i_r] = bf16_nearest(min(max(f32(1) / np.sqrt(var), least), most))
+    return beyond == 0
 
 
 @parallel
