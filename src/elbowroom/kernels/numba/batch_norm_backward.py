@@ -24,28 +24,32 @@ from elbowroom.kernels.numba.compiled import (
     jit,
     summing,
 )
-from elbowroom.kernels.numba.launch import array, parallel, words
+from elbowroom.kernels.numba.launch import array, parallel, runs_serially, words
 from elbowroom.kernels.numba.rounding import from_float, to_float
+
+f64 = np.float64
 
 
 def batch_norm_backward(
     grad: Tensor, factor: Tensor, inner: int, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     n, C = grad.numel(), factor.numel()
-    if n <= CHUNK * TILE and grad.dtype is torch.float32 and factor.is_contiguous():
+    items = max(1, min(MOST_ITEMS, -(-tiles(n) // CHUNK)))
+    if runs_serially(n) and grad.dtype is torch.float32 and factor.is_contiguous():
         weight, bias = torch.empty_like(factor), torch.empty_like(factor)
         sums_at = weight.data_ptr(), bias.data_ptr()
-        _backward_at(grad.data_ptr(), n, factor.data_ptr(), C, inner, x.data_ptr(), *sums_at)
+        of_x = factor.data_ptr(), C, inner, x.data_ptr()
+        _backward_at(grad.data_ptr(), n, items, *of_x, *sums_at)
         return weight, bias
-    items = max(1, min(MOST_ITEMS, -(-tiles(n) // CHUNK)))
     sums = np.zeros((items, 3, C))
     source, made = words(grad), words(x)[0]
     _sums(*source, inner, made, sums)
     bias, weight, values = torch.from_numpy(sums.sum(0))
-    count = n / C
-    weight -= values / count * bias
-    by_value = -weight / count * factor
-    shift = -bias / count * factor - by_value * values / count
+    count, wide = n / C, factor.double()
+    mean = values / count
+    weight -= mean * bias
+    by_value = -weight / count * wide
+    shift = -bias / count * wide - by_value * mean
     _gradient(*source, array(factor), array(by_value.float()), array(shift.float()), inner, made)
     return weight.float(), bias.float()
 
@@ -182,18 +186,21 @@ _sums_serial, _gradient_serial = _sums.serial, _gradient.serial
 
 
 @counted
-def _backward_at(grad, N, factor, C, inner, x, weight, bias):
-    """All of it for one work item of float32, by addresses."""
+def _backward_at(grad, N, items, factor, C, inner, x, weight, bias):
+    """All of it for float32 on one thread, by addresses: the bits of the threads' way."""
     dy, made = array_at(grad, N, i32), array_at(x, N, i32)
     of_channel = array_at(factor, C, f32)
     of_weight, of_bias = array_at(weight, C, f32), array_at(bias, C, f32)
-    sums, by_value, shift = np.zeros((1, 3, C)), np.empty(C, f32), np.empty(C, f32)
+    sums, by_value, shift = np.zeros((items, 3, C)), np.empty(C, f32), np.empty(C, f32)
     _sums_serial(dy, 0, inner, made, sums)
     count = N / C
     for c in range(C):
-        bias, mean = sums[0, 0, c], sums[0, 2, c] / count
+        for i in range(1, items):
+            for m in range(3):
+                sums[0, m, c] += sums[i, m, c]
+        wide, bias, mean = f64(of_channel[c]), sums[0, 0, c], sums[0, 2, c] / count
         weight = sums[0, 1, c] - mean * bias
+        by = -weight / count * wide
         of_bias[c], of_weight[c] = f32(bias), f32(weight)
-        by_value[c] = -weight / count * of_channel[c]
-        shift[c] = -bias / count * of_channel[c] - by_value[c] * mean
+        by_value[c], shift[c] = f32(by), f32(-bias / count * wide - by * mean)
     _gradient_serial(dy, 0, of_channel, by_value, shift, inner, made)

@@ -188,6 +188,9 @@ def _in_turns(
         part, *_ = _backward(ctx, grad[first:last], like, weight, [True, False, False])
         del like
         assert part is not None
+        if len(firsts) == 1:
+            grad_x = part
+            return
         if grad_x is None:
             grad_x = part.new_empty_strided(samples.shape, part.stride())
         grad_x[first:last] = part
