@@ -47,7 +47,8 @@ _ELEMENTS = 1 << 20
 _SMALL = 1 << 14  # elements of the tensor that the fixed part is measured with
 _RUNS = 5
 _TRIPS, _PIECES = 3, 16  # times, of tensors of 4 MiB, to a file and back
-_MOVES = 8  # small tensors that are moved one after the other
+_MOVED, _MOVES = 1 << 18, 8  # elements of tensors that are moved in a step, and their number
+_TURNS = 3
 _OTHER_WORK = 1 << 22  # elements that are copied between two runs: most of what caches hold
 _ON_GPU = 1 << 22  # elements: less is over before the next kernel is launched
 _UNNOTICED_S = 3.0
@@ -140,10 +141,13 @@ def rates(device_type: str, *, lossy: bool = True, moves: bool = True) -> Rates:
         found.has_links = True
         found.update(_links(found.device))
         if found.device.type == "cpu" and "out file" in found:
-            fixed_s = _fixed_of_moves(found.device)
-            for way, seconds in zip(("out", "in"), fixed_s, strict=True):
+            sizes = _SMALL, _MOVED
+            small_s, large_s = (_beside_work(found.device, elements) for elements in sizes)
+            for way, small, large in zip(("out", "in"), small_s, large_s, strict=True):
                 name = f"copy {way} file"
-                found.fixed_s[name] = max(seconds - 4 * _SMALL / found[name], 0.0)
+                beside = 4 * (_MOVED - _SMALL) / max(large - small, large / 16)
+                found[name] = min(found[name], beside)
+                found.fixed_s[name] = max(small - 4 * _SMALL / found[name], 0.0)
     for codec in Dither.settings() if lossy else ():
         if rate_name("encode", codec) not in found:
             found.measure(codec)
@@ -305,18 +309,18 @@ def _round_trip(tier: Tier, x: Tensor) -> tuple[float, float]:
     return out_s, in_s
 
 
-def _fixed_of_moves(device: torch.device) -> tuple[float, float]:
-    """Seconds of all processors in which a small tensor goes to a file, and comes back.
+def _beside_work(device: torch.device, elements: int) -> tuple[float, float]:
+    """Seconds of all processors in which a tensor goes to a file, and comes back.
 
-    In the middle of other work: there it takes four times as long as alone, most of it Python and
-    the change of threads.
+    In the middle of other work, which takes longer beside it: a small tensor four times what it
+    takes alone, most of it Python and the change of threads; a large one up to twice that.
     """
     work = torch.zeros(2, _OTHER_WORK, device=device)
     between = partial(work[0].copy_, work[1])
     away_s, back_s = [], []
-    for _ in range(_RUNS):
+    for _ in range(_TURNS):
         prefetcher = Prefetcher()
-        tensors = [torch.zeros(_SMALL, device=device) for _ in range(_MOVES)]
+        tensors = [torch.zeros(elements, device=device) for _ in range(_MOVES)]
         tier = tier_for(Offload("file"), tensors[0])
         assert isinstance(tier, FileTier)
         start_s = time.process_time()
