@@ -2,10 +2,10 @@
 
 numba compiles a kernel at its first call with each kind of arguments, in a few seconds, and keeps
 the machine code on disk. These are compiled: every registered codec with its default settings, the
-step of optimizers, dropout, and what the backward of a small network with norms, convolutions and
-activations runs on codes, for all dtypes, with tensors that are small enough for the serial loops
-and large enough for the threaded ones. Where there is a GPU, Triton compiles each setting that a
-plan may use, which takes it about a second each, and keeps them on disk, too.
+step of optimizers, dropout, and what the backward of a small network with norms, convolutions,
+attention and activations runs on codes, for all dtypes, with tensors that are small enough for the
+serial loops and large enough for the threaded ones. Where there is a GPU, Triton compiles each
+setting that a plan may use, which takes it about a second each, and keeps them on disk, too.
 """
 
 import logging
@@ -86,9 +86,26 @@ def _step(size: int, dtype: torch.dtype) -> None:
     AdamW([parameter]).step()
 
 
+class _Attention(nn.Module):
+    """Causal attention of four heads over all rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(1, len(x), 4, 16).transpose(1, 2)
+        k, v = q.flip(2), q * 2
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).reshape(x.shape)
+
+
 def _train(size: int, dtype: torch.dtype) -> None:
     """Runs two steps, because the second one replays the first with other kernels."""
-    rows = (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.RMSNorm(64))
+    rows = (
+        nn.Linear(64, 64),
+        _Attention(),
+        nn.LayerNorm(64),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.RMSNorm(64),
+    )
     maps = (nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
     model = nn.Sequential(*rows, nn.Unflatten(1, (4, 4, 4)), *maps).to(dtype)
     x = torch.randn(max(size // 64, 2), 64, dtype=dtype)
