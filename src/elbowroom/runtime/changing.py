@@ -20,6 +20,8 @@ Which ones are known is noted in `storage.py`.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
 from elbowroom.kernels.fakes import would_wait
+from elbowroom.runtime.changed_parameters import BITS, gradient_of, sample_of
 from elbowroom.runtime.fingerprints import Fingerprints, changed_unseen
 from elbowroom.runtime.storage import (
     PLAIN,
@@ -40,8 +43,6 @@ from elbowroom.runtime.storage import (
     versions_of,
 )
 
-_STRIDE = 61  # elements: no power of two, as rows have
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The last copies of a module's parameters, which its next call shares while they are in use.
 _Copies: TypeAlias = "weakref.WeakValueDictionary[int, Tensor]"
 _latest: "weakref.WeakKeyDictionary[nn.Module, _Copies]" = weakref.WeakKeyDictionary()
@@ -52,22 +53,8 @@ def has_same_values(x: Tensor, copy: Tensor) -> bool:
     if would_wait(x):
         return True
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        bits = _BITS.get(x.element_size(), x.dtype)
+        bits = BITS.get(x.element_size(), x.dtype)
         return torch.equal(x.view(bits), copy.view(bits))
-
-
-def sample_of(p: Tensor) -> int:
-    """Returns the sum of the bits of one in `_STRIDE` elements; 0 where the host would wait.
-
-    A change through `p.data` has no version to show it.
-    """
-    if would_wait(p) or not p.is_contiguous():
-        return 0
-    bits = _BITS.get(p.element_size())
-    if bits is None:
-        return 0
-    some = p.detach().as_strided((p.numel() // _STRIDE,), (_STRIDE,))
-    return int(some.view(bits).sum(dtype=torch.int64))
 
 
 class ParametersAsRead:
@@ -213,6 +200,27 @@ class ParametersAsRead:
             p.data = now
         self._lent, self._has_run = {}, True
         self._set_wants(wants)
+
+    @contextmanager
+    def leaving_gradients(self) -> Iterator[None]:
+        """Context around a second run. Raises RestoreError if it changes a gradient."""
+        before = self._gradients
+        try:
+            yield
+        finally:
+            for i, (one, other) in enumerate(zip(before, self._gradients, strict=True)):
+                if one[0] is not other[0] or one[1] != other[1]:
+                    name, shape = type(self._module()).__name__, tuple(self._all[i].shape)
+                    raise RestoreError(
+                        f"'{name}' runs again in backward, and changes the gradient of a parameter "
+                        f"{shape} each time that it runs; leave it out of what is recomputed"
+                    )
+
+    @property
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        """The gradient of each parameter, with its version."""
+        found = map(gradient_of, self._all)
+        return [(one, 0 if one is None else version_of(one)) for one in found]
 
     @property
     def wants(self) -> list[bool]:

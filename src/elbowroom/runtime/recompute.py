@@ -37,6 +37,7 @@ from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.modules import cut_short
+from elbowroom.runtime.node_hooks import without_node_hooks
 from elbowroom.runtime.opened_checkpoints import as_now
 from elbowroom.runtime.rerun import DroppedCall
 from elbowroom.runtime.rewind import Generators, modules_of
@@ -82,11 +83,11 @@ def recomputed(
 
     def again(tensors: list[Tensor]) -> None:
         again_args, again_kwargs = arguments.again(_outside_of_graph(tensors))
-        with cut_short(), opened(), state.again():
+        with cut_short(), opened(), without_node_hooks(module), state.again(), leaving_gradients():
             call(*again_args, **again_kwargs)
 
     with torch._C.DisableTorchFunction():
-        current = state.parameters.current
+        current, leaving_gradients = state.parameters.current, state.parameters.leaving_gradients
         region = DroppedCall(type(module).__name__, tensors, again, current, compares=is_exact)
     del tensors
     begin()
