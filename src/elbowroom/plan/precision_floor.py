@@ -14,6 +14,7 @@
     relative                          16-bit floats (it divides, or a root or logarithm is taken)
     attention's q and k               16 to 256 levels, by their logits; 16-bit floats (fp16)
                                                     where those are sharper yet
+    attention's bias                  16 to 256 levels, by the range of those that share a step
     attention's v                     16 to 256 levels, by how it varies over tokens, and half of
                                                     the step where logits are sharp
 
@@ -97,6 +98,7 @@ from elbowroom.plan.site import AGAIN, NORMS, Formula, Rebuildable, Rows, Site
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MAX_LEVELS = 256
+MIN_BIAS = -128.0  # of attention: what is below has no weight, as far as `spread_of_bias` says so
 MIN_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
 UNSEEN_LEVELS = 32  # of v, where its values are not examined
 _FINE, _MATRIX, _SHARED, _TAIL = 16, 32, 32, 128
@@ -129,6 +131,20 @@ def levels_for(spread: float) -> int | None:
         if spread <= (_SHARP if levels == MAX_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
             return levels
     return None
+
+
+def levels_for_bias(whole: float, grouped: float) -> int | None:
+    """The fewest levels for a bias of attention; None: no code is fine enough; also of a NaN.
+
+    Half of the variance is allowed that q and k may have, which are coded beside it.
+
+    whole, grouped: the variance of its error, times (levels - 1)^2, if all of it shares a step, or
+    64 elements do, as in codes of more than 16 levels
+    """
+    if whole <= _DIFFUSE / 2 * (LEVELS[0] - 1) ** 2:
+        return LEVELS[0]
+    found = levels_for(2 * grouped)
+    return found and max(found, LEVELS[1])
 
 
 def half_suffices(spread: float) -> bool:

@@ -36,6 +36,7 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.precision_floor import (
     ATTENTION,
+    MIN_BIAS,
     MIN_LOG_PROBABILITY,
     at_precision_floor,
     coded_rows,
@@ -339,8 +340,8 @@ class Serving:
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
             if self._is_exact() and not action.codec.lossless and request.x is request.first:
                 return Keep(COUNTS_AS_EXACT)
-            least = None if action.codec.lossless else MIN_LOG_PROBABILITY
-            action = replace(action, least=least)
+            least = MIN_BIAS if site.consumer == ATTENTION else MIN_LOG_PROBABILITY
+            action = replace(action, least=None if action.codec.lossless else least)
         if isinstance(action, Offload) and covering(request.x) is None:
             return Keep("a part of a storage whose other parts may change")
         return action
