@@ -233,7 +233,7 @@ def test_a_block_that_begins_to_change_gradients_is_an_error_in_backward():
         loss = model(x).square().mean()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    with pytest.raises(RestoreError, match=r"changes the gradient of a parameter \(128, 32\)"):
+    with pytest.raises(RestoreError, match="changes the gradients of its parameters"):
         loss.backward()
 
 

@@ -20,8 +20,6 @@ Which ones are known is noted in `storage.py`.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
 from elbowroom.kernels.fakes import would_wait
-from elbowroom.runtime.changed_parameters import BITS, gradient_of, sample_of
+from elbowroom.runtime.changed_parameters import BITS, sample_of
 from elbowroom.runtime.fingerprints import Fingerprints, changed_unseen
 from elbowroom.runtime.storage import (
     PLAIN,
@@ -201,26 +199,23 @@ class ParametersAsRead:
         self._lent, self._has_run = {}, True
         self._set_wants(wants)
 
-    @contextmanager
-    def leaving_gradients(self) -> Iterator[None]:
-        """Context around a second run. Raises RestoreError if it changes a gradient."""
-        before = self._gradients
-        try:
-            yield
-        finally:
-            for i, (one, other) in enumerate(zip(before, self._gradients, strict=True)):
-                if one[0] is not other[0] or one[1] != other[1]:
-                    name, shape = type(self._module()).__name__, tuple(self._all[i].shape)
-                    raise RestoreError(
-                        f"'{name}' runs again in backward, and changes the gradient of a parameter "
-                        f"{shape} each time that it runs; leave it out of what is recomputed"
-                    )
-
     @property
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        """The gradient of each parameter, with its version."""
-        found = map(gradient_of, self._all)
-        return [(one, 0 if one is None else version_of(one)) for one in found]
+    def gradients(self) -> tuple[list[Tensor | None], list[int]]:
+        """The gradient of each parameter, and the versions of those that there are."""
+        found = [p.grad if p.is_leaf else None for p in self._all]
+        return found, versions_of([one for one in found if one is not None])
+
+    def expect_gradients(self, before: tuple[list[Tensor | None], list[int]]) -> None:
+        """Raises RestoreError if a second run has changed them."""
+        (found, versions), (known, known_versions) = self.gradients, before
+        changed = [i for i, one in enumerate(found) if one is not known[i]]
+        if not changed and versions == known_versions:
+            return
+        name = type(self._module()).__name__
+        raise RestoreError(
+            f"'{name}' runs again in backward, and changes the gradients of its parameters each "
+            "time that it runs; leave it out of what is recomputed"
+        )
 
     @property
     def wants(self) -> list[bool]:

@@ -6,8 +6,8 @@ node. So the function by which it registers one is replaced meanwhile.
 """
 
 import threading
-import weakref
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch.autograd.function
@@ -16,7 +16,8 @@ from torch import nn
 _MIXIN: Any = torch.autograd.function._HookMixin
 _registers = _MIXIN._register_hook
 _lock = threading.Lock()
-_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# Ids of modules that were seen to register hooks on nodes. A stale one costs a context, no more.
+REGISTERING: set[int] = set()
 _open: "list[NodeHooks]" = []
 
 
@@ -56,17 +57,18 @@ class NodeHooks:
 
 def note_node_hooks(module: nn.Module) -> None:
     """Notes that the forward of a module registers hooks on nodes."""
-    _modules.add(module)
+    REGISTERING.add(id(module))
 
 
-def without_node_hooks(module: nn.Module) -> AbstractContextManager[Any]:
-    """Context around a second run of a module: hooks that it registers on nodes are removed."""
-    if module not in _modules:
-        return nullcontext()
-    around = ExitStack()
-    nodes = around.enter_context(NodeHooks())
-    around.callback(nodes.remove)
-    return around
+@contextmanager
+def without_node_hooks() -> Iterator[None]:
+    """Context around a second run of such a module: its hooks on nodes are removed at the end."""
+    hooks = NodeHooks()
+    try:
+        with hooks:
+            yield
+    finally:
+        hooks.remove()
 
 
 def _noted(hooks: Any, hook: Any) -> Any:
