@@ -148,6 +148,32 @@ def test_a_bias_that_hides_is_coded_where_hidden_elements_have_no_weight(
     assert is_kept == (whole_rows and hides != "far")  # its weights are those of q k^T, or none
 
 
+@pytest.mark.parametrize("std", STDS)
+@pytest.mark.parametrize("frozen", ["k", "v", "kv"])
+def test_k_and_v_that_want_no_gradient_are_coded(frozen: str, std: float) -> None:
+    """They are those of a frozen layer in front of which nothing trains."""
+    q, k, v = drawn(std)
+    grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
+
+    def found(context: Any) -> tuple[list[Tensor], Any]:
+        leaves = [
+            x.clone().requires_grad_(name not in frozen)
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        ]
+        with context as saved:
+            out = F.scaled_dot_product_attention(*(x * 1 for x in leaves))
+        wanted = [x for x in leaves if x.requires_grad]
+        return [x.double() for x in torch.autograd.grad(out, wanted, grad)], saved
+
+    true, _ = found(nullcontext())
+    got, saved = found(er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    assert saved.ledger.after_nbytes < 0.45 * saved.ledger.before_nbytes  # 256 levels have 0.28
+    assert all(
+        float((a - b).square().sum() / b.square().sum()) <= BAR
+        for a, b in zip(got, true, strict=True)
+    )
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bias_that_is_no_number_is_not_coded(value: float) -> None:
     q, k, v = drawn(1.0)
