@@ -36,6 +36,7 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.precision_floor import (
     ATTENTION,
+    MAX_LEVELS,
     MIN_BIAS,
     MIN_LOG_PROBABILITY,
     at_precision_floor,
@@ -49,6 +50,7 @@ from elbowroom.plan.site import (
     Formula,
     HalfSuffices,
     LevelsSuffice,
+    Reads,
     key_of,
     limited,
 )
@@ -340,8 +342,12 @@ class Serving:
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
             if self._is_exact() and not action.codec.lossless and request.x is request.first:
                 return Keep(COUNTS_AS_EXACT)
-            least = MIN_BIAS if site.consumer == ATTENTION else MIN_LOG_PROBABILITY
-            action = replace(action, least=None if action.codec.lossless else least)
+            bound = MIN_BIAS if site.consumer == ATTENTION else MIN_LOG_PROBABILITY
+            fewest = action.fewest
+            if fewest is None and (site.reads is Reads.SAMPLES or site.consumer == ATTENTION):
+                fewest = MAX_LEVELS  # rows that add up to 1 again, or a bias
+            least = None if action.codec.lossless else bound
+            action = replace(action, least=least, fewest=fewest)
         if isinstance(action, Offload) and covering(request.x) is None:
             return Keep("a part of a storage whose other parts may change")
         return action
