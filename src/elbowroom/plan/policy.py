@@ -24,12 +24,7 @@ from elbowroom.codecs import BitMask, Cast, Codec, Dither, Facts, Narrow, Sided
 from elbowroom.errors import UnknownField
 from elbowroom.kernels.layout import FOLDS, GROUP_SIZES
 from elbowroom.plan.action import Action, Encode, Keep, Offload, Rebuild
-from elbowroom.plan.precision_floor import (
-    ATTENTION,
-    at_precision_floor,
-    fewest_levels,
-    if_curved,
-)
+from elbowroom.plan.precision_floor import ATTENTION, at_precision_floor, if_curved
 from elbowroom.plan.site import Need, Rebuildable, Site
 
 Policy = Callable[[Site], Action]
@@ -99,9 +94,7 @@ class Lossy:
                 f"codec '{self.codec.id}' does not take {str(site.dtype).removeprefix('torch.')}"
             )
         curved = if_curved(self.codec, site) if self.rebuild else None
-        fewest = fewest_levels(self.codec, site)
-        codec = at_precision_floor(self.codec, site)
-        return Encode(codec, site.facts, curved=curved, fewest=fewest)
+        return Encode(at_precision_floor(self.codec, site), site.facts, curved=curved)
 
 
 @dataclass(frozen=True)

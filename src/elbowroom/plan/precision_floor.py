@@ -155,13 +155,15 @@ def levels_for_bias(whole: float, grouped: float) -> int | None:
     return found and max(found, LEVELS[1])
 
 
-def fewest_levels(codec: Codec, site: Site) -> int | None:
-    """The levels that a dither of cross entropy's rows may have, if their range allows it, or None.
+def fewest_levels(asked: Codec | None, site: Site) -> int | None:
+    """The levels that a dither of log-probabilities may have, if their range allows it.
 
-    They are saved in parts: the whole is that of torch's own node.
+    Those of cross entropy's rows, which are saved in parts. None: the whole is that of torch's own
+    node, whose rows do not add up to 1. asked: by hand; plans count on the most.
     """
-    is_rows = site.formula is Formula.LOG_PROBABILITY and site.reads is Reads.SAMPLES
-    return max(codec.levels, LEVELS[0]) if is_rows and isinstance(codec, Dither) else None
+    if site.reads is not Reads.SAMPLES:
+        return None
+    return max(asked.levels, LEVELS[0]) if isinstance(asked, Dither) else MAX_LEVELS
 
 
 def levels_for_range(width: float, fewest: int) -> int:

@@ -41,6 +41,7 @@ from elbowroom.plan.precision_floor import (
     MIN_LOG_PROBABILITY,
     at_precision_floor,
     coded_rows,
+    fewest_levels,
     suffices,
 )
 from elbowroom.plan.site import (
@@ -50,7 +51,6 @@ from elbowroom.plan.site import (
     Formula,
     HalfSuffices,
     LevelsSuffice,
-    Reads,
     key_of,
     limited,
 )
@@ -340,17 +340,21 @@ class Serving:
             codec, rows = coded_rows(site.rows, action.codec, by_size=site.by_size)
             action = replace(action, codec=codec, rows=rows)
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
-            if self._is_exact() and not action.codec.lossless and request.x is request.first:
-                return Keep(COUNTS_AS_EXACT)
-            bound = MIN_BIAS if site.consumer == ATTENTION else MIN_LOG_PROBABILITY
-            fewest = action.fewest
-            if fewest is None and (site.reads is Reads.SAMPLES or site.consumer == ATTENTION):
-                fewest = MAX_LEVELS  # rows that add up to 1 again, or a bias
-            least = None if action.codec.lossless else bound
-            action = replace(action, least=least, fewest=fewest)
+            return self._of_log_probabilities(request, site, action)
         if isinstance(action, Offload) and covering(request.x) is None:
             return Keep("a part of a storage whose other parts may change")
         return action
+
+    def _of_log_probabilities(self, request: Request, site: Site, action: Encode) -> Action:
+        """Returns the action for log-probabilities, or for a bias of attention."""
+        if action.codec.lossless:
+            return action
+        if self._is_exact() and request.x is request.first:
+            return Keep(COUNTS_AS_EXACT)
+        if site.consumer == ATTENTION:
+            return replace(action, least=MIN_BIAS, fewest=MAX_LEVELS)
+        fewest = fewest_levels(getattr(self._policy, "codec", None), site)
+        return replace(action, least=MIN_LOG_PROBABILITY, fewest=fewest)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact():
