@@ -83,6 +83,106 @@ def test_the_gradient_is_near_at_every_sharpness(std: float, case: str) -> None:
     assert max(errors(drawn(std, **tensors), **how)) <= BAR
 
 
+HIDES = {"none": 0.0, "inf": float("-inf"), "least": torch.finfo(torch.float32).min, "far": -100.0}
+BIASES = {
+    "each": (2, 4, 128, 128),
+    "heads": (1, 4, 128, 128),
+    "all": (128, 128),
+    "samples": (2, 1, 128, 128),
+    "odd": (2, 4, 97, 61),
+}
+
+
+def biased(
+    bias_std: float, *, of: str, hides: str, whole_rows: bool, std: float, **how: Any
+) -> tuple[list[float], Any]:
+    """The errors of q, k, v and a bias that wants a gradient, and the ledger."""
+    shape, g = BIASES[of], torch.Generator().manual_seed(3)
+    q, k, v = drawn(std, (2, 4, shape[-2], 32), (2, 4, shape[-1], 32))
+    hidden = torch.rand(shape, generator=g) > 0.7
+    hidden[..., 0] = False
+    if whole_rows:
+        hidden[..., 3:5, :] = True
+    added = torch.zeros(shape).masked_fill_(hidden, HIDES[hides])
+    bias = torch.randn(shape, generator=g) * bias_std
+    grad = torch.randn(q.shape, generator=g)
+
+    def found(context: Any) -> tuple[list[Tensor], Any]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+        torch.manual_seed(4)
+        with context as saved:
+            out = F.scaled_dot_product_attention(
+                *(x * 1 for x in leaves[:3]), attn_mask=leaves[3] * 1 + added, **how
+            )
+        return [x.double() for x in torch.autograd.grad(out, leaves, grad)], saved
+
+    true, _ = found(nullcontext())
+    exact, _ = found(er.saving(min_nbytes=0))
+    assert all(torch.equal(x, y) for x, y in zip(true, exact, strict=True))
+    got, saved = found(er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    pairs = zip(got, true, strict=True)
+    return [float((a - b).square().sum() / b.square().sum()) for a, b in pairs], saved.ledger
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("std", [0.5, 1.0, 2.0, 4.0, 6.0])
+@pytest.mark.parametrize("bias_std", [0.5, 1.0, 3.0, 6.0])
+def test_the_gradient_is_near_with_a_bias_of_any_size(bias_std: float, std: float) -> None:
+    found, ledger = biased(bias_std, of="each", hides="none", whole_rows=False, std=std)
+    assert max(found) <= BAR
+    assert 3 * ledger.after_nbytes < ledger.before_nbytes  # most of which is the bias
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("how", [{}, {"dropout_p": 0.1}, {"scale": 0.3}])
+@pytest.mark.parametrize("whole_rows", [False, True])
+@pytest.mark.parametrize("hides", ["inf", "least", "far"])
+@pytest.mark.parametrize("of", BIASES)
+def test_a_bias_that_hides_is_coded_where_hidden_elements_have_no_weight(
+    of: str, hides: str, whole_rows: bool, how: Any
+) -> None:
+    found, ledger = biased(1.0, of=of, hides=hides, whole_rows=whole_rows, std=1.0, **how)
+    assert max(found) <= BAR
+    is_kept = "attention's bias is too wide for any code" in str(ledger)
+    assert is_kept == (whole_rows and hides != "far")  # its weights are those of q k^T, or none
+
+
+@pytest.mark.parametrize("std", STDS)
+@pytest.mark.parametrize("frozen", ["k", "v", "kv"])
+def test_k_and_v_that_want_no_gradient_are_coded(frozen: str, std: float) -> None:
+    """They are those of a frozen layer in front of which nothing trains."""
+    q, k, v = drawn(std)
+    grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
+
+    def found(context: Any) -> tuple[list[Tensor], Any]:
+        leaves = [
+            x.clone().requires_grad_(name not in frozen)
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        ]
+        with context as saved:
+            out = F.scaled_dot_product_attention(*(x * 1 for x in leaves))
+        wanted = [x for x in leaves if x.requires_grad]
+        return [x.double() for x in torch.autograd.grad(out, wanted, grad)], saved
+
+    true, _ = found(nullcontext())
+    got, saved = found(er.saving("dither", bits=2, min_nbytes=0, seed=0))
+    assert saved.ledger.after_nbytes < 0.45 * saved.ledger.before_nbytes  # 256 levels have 0.28
+    assert all(
+        float((a - b).square().sum() / b.square().sum()) <= BAR
+        for a, b in zip(got, true, strict=True)
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bias_that_is_no_number_is_not_coded(value: float) -> None:
+    q, k, v = drawn(1.0)
+    bias = torch.zeros(128, 128, requires_grad=True)
+    with er.saving("dither", bits=2, min_nbytes=0) as saved:
+        own = (bias * 1).masked_fill(torch.eye(128, dtype=torch.bool), value)
+        F.scaled_dot_product_attention(q * 1, k, v, attn_mask=own)
+    assert "attention's bias is too wide for any code" in str(saved.ledger)
+
+
 @pytest.mark.parametrize("std", STDS)
 @pytest.mark.parametrize(
     ("codec", "fields"),

@@ -14,6 +14,7 @@
     relative                          16-bit floats (it divides, or a root or logarithm is taken)
     attention's q and k               16 to 256 levels, by their logits; 16-bit floats (fp16)
                                                     where those are sharper yet
+    attention's bias                  16 to 256 levels, by the range of those that share a step
     attention's v                     16 to 256 levels, by how it varies over tokens, and half of
                                                     the step where logits are sharp
 
@@ -66,7 +67,13 @@ and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public 
 The exp of a log-probability turns its absolute error into a relative one, and the step of a code
 follows the range of what shares it: with logits of a standard deviation of 60, gErr2 was 0.06, of
 600, 5,800. What is below -24 is therefore encoded as -24 (`Encode.least`): a step of 0.094 at most,
-whatever the logits are. Who reads anything but exp of it has it exactly.
+whatever the logits are. Who reads anything but exp of it has it exactly. Of elbowroom's cross
+entropy, whose rows add up to 1 again once they are decoded, a gradient's square is off by the
+variance of a log-probability at most. So fewer levels do where those that share a step differ by
+less (`levels_for_range`: by hand, on a CPU, as they are encoded). Rows of torch's own node do not
+add up to 1: 1 - p of a label that is nearly certain is what is left of two numbers. Where most is
+(`are_certain`, on a CPU), bf16 takes the place of the code: its error is a share of log p, and so
+of 1 - p.
 
 Where a divisor, or what a power, root or logarithm is taken of, is read as a power of itself, an
 error that is a share of each element stays one: bf16 has 2^-9 of it at most, however small the
@@ -92,11 +99,12 @@ from math import prod
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
 from elbowroom.kernels.layout import GROUP_SIZES
-from elbowroom.plan.site import AGAIN, NORMS, Formula, Rebuildable, Rows, Site
+from elbowroom.plan.site import AGAIN, NORMS, Formula, Reads, Rebuildable, Rows, Site
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
 MAX_LEVELS = 256
+MIN_BIAS = -128.0  # of attention: what is below has no weight, as far as `spread_of_bias` says so
 MIN_LOG_PROBABILITY = -24.0  # exp of it is 4e-11: whatever is below adds no more to a gradient
 UNSEEN_LEVELS = 32  # of v, where its values are not examined
 _FINE, _MATRIX, _SHARED, _TAIL = 16, 32, 32, 128
@@ -114,6 +122,8 @@ _MASKED_PROBABILITIES = replace(_PROBABILITIES, sparse=True)
 LEVELS = 16, 32, 64, 128, MAX_LEVELS
 _GROUP = 64  # elements that share a step, as in the dither by whose levels floors are counted
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
+_OF_LEFT = 0.02  # of the gradient's square, of labels that are nearly certain
+_OF_LOGARITHM = 0.01  # variance of a log-probability: the share of a probability's square
 _LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
 _LINEAR_OF_SHARP = 0.005  # ... where logits need more than 16 levels: weights are not even
 _BOUND = 0.3  # of `comet`, times (levels - 1): half a step, as a share of a larger range
@@ -129,6 +139,48 @@ def levels_for(spread: float) -> int | None:
         if spread <= (_SHARP if levels == MAX_LEVELS else _DIFFUSE) * (levels - 1) ** 2:
             return levels
     return None
+
+
+def levels_for_bias(whole: float, grouped: float) -> int | None:
+    """The fewest levels for a bias of attention; None: no code is fine enough; also of a NaN.
+
+    Half of the variance is allowed that q and k may have, which are coded beside it.
+
+    whole, grouped: the variance of its error, times (levels - 1)^2, if all of it shares a step, or
+    64 elements do, as in codes of more than 16 levels
+    """
+    if whole <= _DIFFUSE / 2 * (LEVELS[0] - 1) ** 2:
+        return LEVELS[0]
+    found = levels_for(2 * grouped)
+    return found and max(found, LEVELS[1])
+
+
+def fewest_levels(asked: Codec | None, site: Site) -> int | None:
+    """The levels that a dither of log-probabilities may have, if their range allows it.
+
+    Those of cross entropy's rows, which are saved in parts. None: the whole is that of torch's own
+    node, whose rows do not add up to 1. asked: by hand; plans count on the most.
+    """
+    if site.reads is not Reads.SAMPLES:
+        return None
+    return max(asked.levels, LEVELS[0]) if isinstance(asked, Dither) else MAX_LEVELS
+
+
+def levels_for_range(width: float, fewest: int) -> int:
+    """The levels for log-probabilities of which those that share a step differ by `width` at most.
+
+    Also of a NaN: as many as there are.
+    """
+    enough = (n for n in LEVELS if n >= fewest and width**2 / 12 <= _OF_LOGARITHM * (n - 1) ** 2)
+    return next(enough, MAX_LEVELS)
+
+
+def are_certain(noise: float, left: float) -> bool:
+    """Returns whether codes of log-probabilities would hide what is left of a gradient.
+
+    noise: the sum of squares of probabilities times their error; left: of min(p, 1 - p)
+    """
+    return noise > _OF_LEFT * left
 
 
 def half_suffices(spread: float) -> bool:

@@ -4,26 +4,32 @@
                                                     there; `p.data` has a version of its own
     p.data = x                                      puts other memory behind it
     module.weight = p                               puts another parameter in its place
+    p.grad.mul_(m), p.grad = None                   change its gradient, or drop it
 
 Copies of all parameters would double the memory of a model whose weights are frozen. So calls are
 intercepted, and a parameter is copied just before a call writes to it. A change by a kernel of the
 user shows in the parameter's version alone, and cannot be undone.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from elbowroom.errors import PlanError
+from elbowroom.kernels.fakes import would_wait
 from elbowroom.runtime.storage import version_of
 from elbowroom.runtime.transforms import untransformed, unwrapped
 
 _PLAIN = (Tensor, nn.Parameter)
+_STRIDE = 61  # elements: no power of two, as rows have
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChangedParameters(TorchFunctionMode):
@@ -44,6 +50,22 @@ class ChangedParameters(TorchFunctionMode):
             if _has_memory(p):
                 self._lies_at.setdefault(memory.untyped_storage()._cdata, []).append(memory)
         self._copies: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by storage
+        self._gradients = [_GradientNow(name, p) for name, p, *_ in self._parameters]
+        self._gradients_at: dict[int, _GradientNow] = {}  # by storage; inside
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        for one in self._gradients:
+            found = one.hold()
+            if found is not None and _has_memory(found):
+                self._gradients_at[found.untyped_storage()._cdata] = one
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._gradients_at.clear()
+        for one in self._gradients:
+            one.let_go()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _writes(func, kwargs):
@@ -58,6 +80,8 @@ class ChangedParameters(TorchFunctionMode):
                 at = x.untyped_storage()._cdata
                 if at in self._lies_at and at not in self._copies:
                     self._copies[at] = [(one, one.clone()) for one in self._lies_at[at]]
+                if at in self._gradients_at:
+                    self._gradients_at[at].copy()
 
     @property
     def changed(self) -> str | None:
@@ -78,6 +102,15 @@ class ChangedParameters(TorchFunctionMode):
         return _has_memory(memory) and memory.untyped_storage()._cdata in self._copies
 
     @property
+    def first_gradient(self) -> str | None:
+        """The first parameter whose gradient was changed or replaced, if any."""
+        return next((one.name for one in self._gradients if one.has_changed), None)
+
+    def has_copy_of_gradient(self, p: Tensor) -> bool:
+        """Returns whether the gradient of p was copied before a call has written to it."""
+        return any(one.parameter is p and one.is_copied for one in self._gradients)
+
+    @property
     def first(self) -> str | None:
         """The first parameter that was written to or replaced, or has other memory, if any."""
         found = (
@@ -90,7 +123,12 @@ class ChangedParameters(TorchFunctionMode):
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Makes the parameters what they were, their versions too; new ones are removed."""
+        """Makes the parameters what they were, their versions too; new ones are removed.
+
+        Gradients that calls have written to, or that were replaced, are what they were as well.
+        """
+        for one in self._gradients:
+            one.back()
         for held, before in self._owned:
             if _replaced(held, before):
                 held.clear()
@@ -107,6 +145,99 @@ class ChangedParameters(TorchFunctionMode):
             tuple(x for x, _ in counted), tuple(version for _, version in counted)
         )
         self._copies.clear()
+
+
+class _GradientNow:
+    """The gradient of a parameter as it is now.
+
+    It is held while a call runs, which may drop it, and from then on if it does.
+    """
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name, self.parameter = name, parameter
+        now = gradient_of(parameter)
+        self._ref = None if now is None else weakref.ref(now)
+        self._version, self._sample = (0, 0) if now is None else (version_of(now), _sample(now))
+        self._held: Tensor | None = None
+        self._copy: Tensor | None = None
+
+    def hold(self) -> Tensor | None:
+        """Holds it, and returns it."""
+        self._held = None if self._ref is None else self._ref()
+        return self._held
+
+    def let_go(self) -> None:
+        """Holds it no longer if it is still there."""
+        if self._held is gradient_of(self.parameter) and self._copy is None:
+            self._held = None
+
+    def copy(self) -> None:
+        """Copies it, as something is about to write to it."""
+        if self._copy is None and self._held is not None and not self.has_changed:
+            self._copy = self._held.detach().clone()
+
+    @property
+    def is_copied(self) -> bool:
+        """True if there is a copy."""
+        return self._copy is not None
+
+    @property
+    def has_changed_unseen(self) -> bool:
+        """True if its values, by a sample of them, are others than they were."""
+        before = None if self._ref is None else self._ref()
+        return before is not None and _sample(before) != self._sample
+
+    @property
+    def has_changed(self) -> bool:
+        """True if it was written to, dropped or replaced."""
+        now = gradient_of(self.parameter)
+        if now is not (None if self._ref is None else self._ref()):
+            return True
+        is_written = now is not None and version_of(now) != self._version
+        return is_written or self.has_changed_unseen
+
+    def back(self) -> None:
+        before = None if self._ref is None else self._ref()
+        is_seen = self._copy is not None or before is None or version_of(before) != self._version
+        if not is_seen and self.has_changed_unseen:
+            raise PlanError(
+                "forward had to be run a second time, and the first has changed the gradient of "
+                f"'{self.name}' in a way that PyTorch does not see, as NumPy can; that cannot be "
+                "undone. Change it by an op of PyTorch."
+            )
+        if before is not None and self._copy is not None:
+            before.copy_(self._copy)
+            torch._C._autograd._unsafe_set_version_counter((before,), (self._version,))
+        if gradient_of(self.parameter) is not before:
+            self.parameter.grad = before
+        self._held = self._copy = None
+
+
+def _sample(gradient: Tensor) -> int:
+    return sample_of(gradient) if _has_memory(gradient) else 0
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Returns the gradient that backward has left in `.grad`.
+
+    A parameter that an op made, as `torch.func.functional_call` may be given, gets none, and torch
+    warns if its `.grad` is read.
+    """
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
+
+
+def sample_of(p: Tensor) -> int:
+    """Returns the sum of the bits of one in `_STRIDE` elements; 0 where the host would wait.
+
+    A change through `p.data` has no version to show it.
+    """
+    if would_wait(p) or not p.is_contiguous():
+        return 0
+    bits = BITS.get(p.element_size())
+    if bits is None:
+        return 0
+    some = p.detach().as_strided((p.numel() // _STRIDE,), (_STRIDE,))
+    return int(some.view(bits).sum(dtype=torch.int64))
 
 
 def _replaced(held: Mapping[str, Tensor | None], before: Mapping[str, Tensor | None]) -> list[str]:

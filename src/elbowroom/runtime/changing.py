@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from elbowroom.errors import RestoreError
 from elbowroom.kernels.fakes import would_wait
+from elbowroom.runtime.changed_parameters import BITS, sample_of
 from elbowroom.runtime.fingerprints import Fingerprints, changed_unseen
 from elbowroom.runtime.storage import (
     PLAIN,
@@ -40,8 +41,6 @@ from elbowroom.runtime.storage import (
     versions_of,
 )
 
-_STRIDE = 61  # elements: no power of two, as rows have
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The last copies of a module's parameters, which its next call shares while they are in use.
 _Copies: TypeAlias = "weakref.WeakValueDictionary[int, Tensor]"
 _latest: "weakref.WeakKeyDictionary[nn.Module, _Copies]" = weakref.WeakKeyDictionary()
@@ -52,22 +51,8 @@ def has_same_values(x: Tensor, copy: Tensor) -> bool:
     if would_wait(x):
         return True
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        bits = _BITS.get(x.element_size(), x.dtype)
+        bits = BITS.get(x.element_size(), x.dtype)
         return torch.equal(x.view(bits), copy.view(bits))
-
-
-def sample_of(p: Tensor) -> int:
-    """Returns the sum of the bits of one in `_STRIDE` elements; 0 where the host would wait.
-
-    A change through `p.data` has no version to show it.
-    """
-    if would_wait(p) or not p.is_contiguous():
-        return 0
-    bits = _BITS.get(p.element_size())
-    if bits is None:
-        return 0
-    some = p.detach().as_strided((p.numel() // _STRIDE,), (_STRIDE,))
-    return int(some.view(bits).sum(dtype=torch.int64))
 
 
 class ParametersAsRead:
@@ -213,6 +198,24 @@ class ParametersAsRead:
             p.data = now
         self._lent, self._has_run = {}, True
         self._set_wants(wants)
+
+    @property
+    def gradients(self) -> tuple[list[Tensor | None], list[int]]:
+        """The gradient of each parameter, and the versions of those that there are."""
+        found = [p.grad if p.is_leaf else None for p in self._all]
+        return found, versions_of([one for one in found if one is not None])
+
+    def expect_gradients(self, before: tuple[list[Tensor | None], list[int]]) -> None:
+        """Raises RestoreError if a second run has changed them."""
+        (found, versions), (known, known_versions) = self.gradients, before
+        changed = [i for i, one in enumerate(found) if one is not known[i]]
+        if not changed and versions == known_versions:
+            return
+        name = type(self._module()).__name__
+        raise RestoreError(
+            f"'{name}' runs again in backward, and changes the gradients of its parameters each "
+            "time that it runs; leave it out of what is recomputed"
+        )
 
     @property
     def wants(self) -> list[bool]:

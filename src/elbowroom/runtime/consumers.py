@@ -45,7 +45,7 @@ TOLERANT: dict[str, tuple[tuple[int, str], ...]] = {
     "linear": _FIRST,
     **dict.fromkeys(("batch_norm", "layer_norm", "group_norm", "instance_norm"), _FIRST),
     **dict.fromkeys((*CURVED, *RECURRENT), _FIRST),
-    "scaled_dot_product_attention": ((0, "query"), (1, "key"), (2, "value")),
+    "scaled_dot_product_attention": (*((0, "query"), (1, "key"), (2, "value"), (3, "attn_mask")),),
 }
 _RUNNING = ((1, "running_mean"), (2, "running_var"))
 _GROUP_NORM = "NativeGroupNormBackward0"
@@ -109,7 +109,7 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside
 
 
 class Levels(NamedTuple):
-    """The fewest levels that codes of attention's q and k, and of its v, must have.
+    """The fewest levels that codes of attention's q and k, of its v and of its bias must have.
 
     None: no code is fine enough. halves: of q and k, but 16-bit floats are
     """
@@ -117,13 +117,14 @@ class Levels(NamedTuple):
     logits: int | None
     values: int | None
     halves: bool = False
+    bias: int | None = None
 
     def reach(self, wanted: "Levels") -> bool:
         """Returns whether a code of these levels, or its replacement, serves the wanted levels."""
         if self.halves and not wanted.halves and wanted.logits is None:
             return False
         logits = None if self.halves else self.logits  # which reach what any levels do
-        pairs = (logits, wanted.logits), (self.values, wanted.values)
+        pairs = (logits, wanted.logits), (self.values, wanted.values), (self.bias, wanted.bias)
         return all(has is None or (asks is not None and asks <= has) for has, asks in pairs)
 
 

@@ -120,7 +120,8 @@ class Reach:
         self._walk(roots)
         with torch._C.DisableTorchFunction():
             hooked = [*self._parameters, *(x for x, _ in self.tensors)]
-            self._hooks = [(x, _hooks_of(x)) for x in hooked if x.requires_grad]
+            self._hooks = [(x, _hooks_of(x)) for x in hooked]
+            self._flags = [(x, x.requires_grad) for x in hooked if x.is_leaf]
             leaves = (x for x, _ in self.tensors if x.requires_grad and x.is_leaf)
             self._gradients = [(x, x.grad) for x in leaves]
 
@@ -129,24 +130,24 @@ class Reach:
         found = [one.kind for one in self._objects if one.has_changed]
         with torch._C.DisableTorchFunction():
             found += ["hook on a tensor" for x, before in self._hooks if _hooks_of(x) != before]
+            found += ["requires_grad" for x, before in self._flags if x.requires_grad is not before]
         return found + ["tensor" for x, version in self.tensors if version_of(x) != version]
 
     def restore(self) -> None:
-        """Restores the contents of each changed object, and of tensors their hooks and gradients.
+        """Restores the contents of each changed object.
 
-        Values of tensors are left as they are.
+        Of tensors it restores hooks, gradients and `requires_grad`; values are left as they are.
         """
         for one in self._objects:
             if one.has_changed:
                 one.restore()
         with torch._C.DisableTorchFunction():
             for x, before in self._hooks:
-                now = _hooks_of(x)
-                if now != before:
-                    hooks: Any = x._backward_hooks
-                    for key in now.keys() - before.keys():
-                        del hooks[key]
-                    hooks.update(before)
+                if _hooks_of(x) != before:
+                    _set_hooks(x, before)
+            for x, wants in self._flags:
+                if x.requires_grad is not wants and x.is_leaf:
+                    x.requires_grad = wants
             for x, gradient in self._gradients:
                 if x.grad is not gradient:
                     x.grad = gradient
@@ -355,10 +356,25 @@ def is_same(x: Tensor, copy: Tensor) -> bool:
         return bool(((x == copy) | (x.isnan() & copy.isnan())).all())
 
 
-def _hooks_of(x: Tensor) -> dict[int, Any]:
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks_of(x: Tensor) -> tuple[dict[int, Any], ...]:
     """Returns the hooks that are registered on a tensor for its gradient, but for our own."""
-    hooks: dict[int, Any] = x._backward_hooks or _EMPTY
-    return {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+    tables = (getattr(x, name, None) or _EMPTY for name in _HOOKS)
+    return tuple(
+        {key: hook for key, hook in table.items() if not _is_ours(hook)} if table else _EMPTY
+        for table in tables
+    )
+
+
+def _set_hooks(x: Tensor, before: tuple[dict[int, Any], ...]) -> None:
+    for name, own, now in zip(_HOOKS, before, _hooks_of(x), strict=True):
+        table: Any = getattr(x, name)
+        for key in now.keys() - own.keys():
+            del table[key]
+        if table is not None:
+            table.update(own)
 
 
 def _is_ours(hook: Any) -> bool:

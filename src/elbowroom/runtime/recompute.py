@@ -37,6 +37,7 @@ from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.modules import cut_short
+from elbowroom.runtime.node_hooks import REGISTERING, without_node_hooks
 from elbowroom.runtime.opened_checkpoints import as_now
 from elbowroom.runtime.rerun import DroppedCall
 from elbowroom.runtime.rewind import Generators, modules_of
@@ -82,8 +83,17 @@ def recomputed(
 
     def again(tensors: list[Tensor]) -> None:
         again_args, again_kwargs = arguments.again(_outside_of_graph(tensors))
-        with cut_short(), opened(), state.again():
-            call(*again_args, **again_kwargs)
+        registers = REGISTERING and id(module) in REGISTERING
+        gradients = state.parameters.gradients
+        try:
+            with cut_short(), opened(), state.again():
+                if registers:
+                    with without_node_hooks():
+                        call(*again_args, **again_kwargs)
+                else:
+                    call(*again_args, **again_kwargs)
+        finally:
+            state.parameters.expect_gradients(gradients)
 
     with torch._C.DisableTorchFunction():
         current = state.parameters.current
@@ -100,11 +110,16 @@ def recomputed(
 def _outside_of_graph(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the inputs for a second run.
 
-    Hooks that it registers on them are not those of forward's graph, whose backward is running.
+    Hooks that it registers on them, or on their nodes, are not those of forward's graph, whose
+    backward is running. So what has a node gets another one.
     """
-    return [
-        x.detach().requires_grad_() if type(x) is Tensor and x.requires_grad else x for x in tensors
-    ]
+    apart = list(tensors)
+    for i, x in enumerate(tensors):
+        if type(x) is Tensor and x.requires_grad:
+            leaf = apart[i] = x.detach().requires_grad_()
+            if x.grad_fn is not None:
+                apart[i] = leaf.view_as(leaf)
+    return apart
 
 
 def state_nbytes(module: nn.Module) -> int:

@@ -29,6 +29,7 @@ from elbowroom.errors import NothingHeld, PlanError
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.exhaustion import is_out_of_memory
+from elbowroom.runtime.node_hooks import NodeHooks, note_node_hooks
 from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.reach import LARGE, Reach, TensorValues, behind_calls
 from elbowroom.runtime.recompute import ForwardState
@@ -162,6 +163,7 @@ def _tested(
     before = Reach([*behind_calls(module), *arguments.shared])
     if kinds := before.not_set_back:
         return f"what it can reach cannot be set back after a second run (a '{kinds[0]}')", False
+    nodes = NodeHooks()
     with _put_back(module, before) as (parameters, kept):
         for _ in range(2):
             tensors: list[Tensor] = []  # without those of the run before
@@ -169,7 +171,7 @@ def _tested(
             reads = NoteReads(arguments, tensors, candidates - unread)
             reach = Reach([*behind_calls(module), *arguments.shared])
             try:
-                with torch.random.fork_rng(devices), state.again(), _holding_nothing():
+                with torch.random.fork_rng(devices), state.again(), _holding_nothing(), nodes:
                     args, kwargs = arguments.again(tensors)
                     with reads if candidates else nullcontext():
                         out = call(*args, **kwargs)
@@ -185,8 +187,15 @@ def _tested(
                 return f"it raised {kind} when it was tried on copies of its inputs", bool(
                     candidates
                 )
+            finally:
+                if nodes.any:
+                    note_node_hooks(module)
+                nodes.remove()
             if parameters.first:
                 return f"it changes its parameter '{parameters.first}'", False
+            if parameters.first_gradient:
+                name = parameters.first_gradient
+                return f"it changes the gradient of its parameter '{name}'", False
             if reads.has_changed:
                 return "it changes a tensor in place that it is given", False
             if state.changed_buffer:

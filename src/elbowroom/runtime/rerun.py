@@ -150,6 +150,8 @@ class DroppedCall:
                 self._ambient.run(again, inputs)
         except _AllMade:
             pass
+        except RestoreError:
+            raise
         except Exception:
             if at < last:  # else it is `_AllMade` as TorchScript passes it on
                 raise

@@ -36,9 +36,12 @@ from elbowroom.plan import (
 )
 from elbowroom.plan.precision_floor import (
     ATTENTION,
+    MAX_LEVELS,
+    MIN_BIAS,
     MIN_LOG_PROBABILITY,
     at_precision_floor,
     coded_rows,
+    fewest_levels,
     suffices,
 )
 from elbowroom.plan.site import (
@@ -337,13 +340,21 @@ class Serving:
             codec, rows = coded_rows(site.rows, action.codec, by_size=site.by_size)
             action = replace(action, codec=codec, rows=rows)
         if isinstance(action, Encode) and site.formula is Formula.LOG_PROBABILITY:
-            if self._is_exact() and not action.codec.lossless and request.x is request.first:
-                return Keep(COUNTS_AS_EXACT)
-            least = None if action.codec.lossless else MIN_LOG_PROBABILITY
-            action = replace(action, least=least)
+            return self._of_log_probabilities(request, site, action)
         if isinstance(action, Offload) and covering(request.x) is None:
             return Keep("a part of a storage whose other parts may change")
         return action
+
+    def _of_log_probabilities(self, request: Request, site: Site, action: Encode) -> Action:
+        """Returns the action for log-probabilities, or for a bias of attention."""
+        if action.codec.lossless:
+            return action
+        if self._is_exact() and request.x is request.first:
+            return Keep(COUNTS_AS_EXACT)
+        if site.consumer == ATTENTION:
+            return replace(action, least=MIN_BIAS, fewest=MAX_LEVELS)
+        fewest = fewest_levels(getattr(self._policy, "codec", None), site)
+        return replace(action, least=MIN_LOG_PROBABILITY, fewest=fewest)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact():

@@ -25,6 +25,7 @@ from elbowroom.codecs.facts import NOTHING
 from elbowroom.kernels.windows import Window
 from elbowroom.plan import Need, Rebuildable, Site, SiteName
 from elbowroom.plan.precision_floor import (
+    ATTENTION,
     MAX_LEVELS,
     MIN_LOG_PROBABILITY,
     keeps_rows_apart,
@@ -260,9 +261,12 @@ def _ends_in_parameters(x: Tensor, call: Call | None) -> bool:
     """Returns whether the call reads x for gradients of parameters alone.
 
     A weight that requires no gradient is data, too: its error would propagate to all layers below.
+    So does that of attention's k and v, but their codes are fine enough for it.
     """
     if call is None:
         return False
+    if call.name == ATTENTION:
+        return True
     others = [one for one in call.tensors if one.requires_grad]
     return all(is_parameter(one) or is_made_of_parameters(one) for one in others)
 

@@ -21,6 +21,9 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from elbowroom.runtime.changed_parameters import ChangedParameters
+from elbowroom.runtime.changed_parameters import gradient_of as gradient_of
+from elbowroom.runtime.node_hooks import NodeHooks
 from elbowroom.runtime.rewind import Rewind
 from elbowroom.runtime.storage import version_of
 
@@ -38,7 +41,9 @@ class Undo:
     ) -> None:
         """given: what its forward is handed. copies: it may change large tensors in place."""
         self._rewind = Rewind(model, given, copies=copies)
-        self._gradients = [_GradientBefore(p) for p in model.parameters() if p.requires_grad]
+        changed = self._rewind.parameters
+        self._gradients = [_GradientBefore(p, changed) for p in model.parameters() if p.is_leaf]
+        self._nodes = NodeHooks()
         self._states = [_OptimizerStates(optimizer) for optimizer in optimizers]
         self._parametrized = dict(parametrize._cache)
 
@@ -56,7 +61,7 @@ class Undo:
         """Returns the forward wrapped, so that its changes of parameters can be undone, too."""
 
         def watched() -> Any:
-            with self._rewind.parameters:
+            with self._nodes, self._rewind.parameters:
                 return forward()
 
         return watched
@@ -90,6 +95,7 @@ class Undo:
         """
         torch.clear_autocast_cache()
         parametrize._cache = dict(self._parametrized)
+        self._nodes.remove()
         self._rewind.back()
         for gradient in self._gradients:
             gradient.back()
@@ -116,20 +122,24 @@ class Undo:
 class _GradientBefore:
     """Gradient of one parameter, which may have none."""
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter = parameter
+    def __init__(self, parameter: Tensor, changed: ChangedParameters) -> None:
+        """changed: knows whether a forward has written to it; it is copied before, then."""
+        self._parameter, self._changed = parameter, changed
         self._before: weakref.ref[Tensor] | None = None
         self._copy: Tensor | None = None
         self._hook: Any = None
         gradient = gradient_of(parameter)
         if gradient is not None:
             self._before = weakref.ref(gradient)
+        if gradient is not None and parameter.requires_grad:
             self._hook = parameter.register_hook(self._accumulates)  # type: ignore[no-untyped-call]
 
     def _accumulates(self, _: Tensor) -> None:
         """Copies the gradient before backward adds to it."""
         before = self._still_there()
-        if before is not None and self._parameter.grad is before and self._copy is None:
+        if before is None or self._parameter.grad is not before or self._copy is not None:
+            return
+        if not self._changed.has_copy_of_gradient(self._parameter):
             self._copy = before.detach().clone()
 
     def _still_there(self) -> Tensor | None:
@@ -141,7 +151,8 @@ class _GradientBefore:
         before = self._still_there()
         if before is not None and self._copy is not None:
             before.copy_(self._copy)
-        self._parameter.grad = before
+        if gradient_of(self._parameter) is not before:
+            self._parameter.grad = before
 
     def close(self) -> None:
         if self._hook is not None:
@@ -178,15 +189,6 @@ class _OptimizerStates:
         for p in [p for p in state if p not in self._before]:
             del state[p]
         state.update(self._before)
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Returns the gradient that backward has left in `.grad`.
-
-    A parameter that an op made, as `torch.func.functional_call` may be given, gets none, and torch
-    warns if its `.grad` is read.
-    """
-    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 
 
 def tensors_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from elbowroom.codecs import Affine, BitMask, Codec, Encoded
+from elbowroom.codecs import Affine, BitMask, Cast, Codec, Dither, Encoded
 from elbowroom.codecs.base import PART, Seed
 from elbowroom.codecs.compact import Compact
 from elbowroom.codecs.dropped import encoded_or_dropped, refuse_undecodable, suspect
@@ -27,6 +27,12 @@ from elbowroom.codecs.quality import is_own
 from elbowroom.codecs.room import PayloadRoom
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Offload, SiteName
+from elbowroom.plan.precision_floor import (
+    MAX_LEVELS,
+    MIN_LOG_PROBABILITY,
+    are_certain,
+    levels_for_range,
+)
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
@@ -347,8 +353,12 @@ def encoded(
 
     Returns None if the codec of another package has failed, and is dropped for that.
     """
+    if action.least is not None and action.fewest is None and has_certain(base):
+        action = Encode(_HALF, action.facts, moved=action.moved)
     codec, facts = action.codec, action.facts
     x = base if action.least is None else _from(action.least, base)
+    if action.fewest is not None and isinstance(codec, Dither) and action.fewest < codec.levels:
+        codec = _with_few_levels(codec, x, action.fewest)
     normal = normalized(action, x, statistics)
     affine = None if normal is None else normal.normalize()
     # Of one run of bytes, which is not moved.
@@ -427,6 +437,51 @@ def _from(least: float, x: Tensor) -> Tensor:
     if not would_wait(x) and has_values(x) and bool(x.amin() >= least):
         return x
     return x.clamp_min(least)
+
+
+_HALF = Cast("bf16")
+_PART_NUMEL = 1 << 16
+
+
+def has_certain(logp: Tensor) -> bool:
+    """Returns whether log-probabilities are so near to certain that a code would hide the rest.
+
+    False where the host would have to wait for the values, and where bf16 is no code.
+    """
+    if logp.dtype is not torch.float32 or would_wait(logp) or not has_values(logp):
+        return False
+    if type(logp) is not Tensor or not logp.is_contiguous() or not logp.numel():
+        return False
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        flat = logp.detach().view(-1)
+        least, most = (float(end) for end in torch.aminmax(flat))
+        if not most > -1.0:  # nothing is near to certain
+            return False
+        width = min(most - max(least, MIN_LOG_PROBABILITY), -MIN_LOG_PROBABILITY)
+        squares = left = 0.0
+        for part in torch.split(flat, _PART_NUMEL):
+            p = part.exp()
+            squares += float(p.square().sum())
+            left += float(torch.minimum(p, -part.expm1()).square().sum())
+    return are_certain(squares * (width / (MAX_LEVELS - 1)) ** 2 / 12, left)
+
+
+def _with_few_levels(codec: Dither, x: Tensor, fewest: int) -> Dither:
+    """Returns the codec with as few levels as the range of those that share a step allows.
+
+    The same where the host would have to wait for the values.
+    """
+    if would_wait(x) or not has_values(x) or not x.numel() or not x.is_contiguous():
+        return codec
+    size = codec.group_size
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        flat = x.detach().reshape(-1)
+        whole = len(flat) // size * size
+        parts = [flat[:whole].view(-1, size)] if whole else []
+        parts += [flat[whole:].view(1, -1)] if whole < len(flat) else []
+        widths = [float((one.amax(1).float() - one.amin(1).float()).amax()) for one in parts]
+    levels = min(levels_for_range(max(widths), fewest), codec.levels)
+    return codec if levels == codec.levels else replace(codec, levels=levels)
 
 
 def normalized(action: Encode, base: Tensor, statistics: Statistics | None) -> Normalized | None:

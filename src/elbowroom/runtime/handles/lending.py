@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from elbowroom.runtime.changing import has_same_values, sample_of
+from elbowroom.runtime.changed_parameters import sample_of
+from elbowroom.runtime.changing import has_same_values
 from elbowroom.runtime.fingerprints import changed_unseen
 from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.storage import check_parameters, is_small, note_changing, version_of

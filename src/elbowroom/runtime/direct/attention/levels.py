@@ -1,10 +1,12 @@
 """How fine a code of q, k and v must be for attention that is recomputed from it.
 
-By the error of a logit for q and k, by the spread over tokens for v (`plan/precision_floor.py`).
+By the error of a logit for q, k and the bias, by the spread over tokens for v
+(`plan/precision_floor.py`). A bias is a mask that wants a gradient (relative positions). What is
+below `MIN_BIAS` is encoded as that, where all of it has no weight then as before.
 """
 
 from dataclasses import replace
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from elbowroom.kernels.fakes import would_wait
 from elbowroom.plan import Need, Site
 from elbowroom.plan.precision_floor import (
     MAX_LEVELS,
+    MIN_BIAS,
+    MIN_LOG_PROBABILITY,
     UNSEEN_LEVELS,
     half_suffices,
     levels_for,
+    levels_for_bias,
     levels_for_values,
 )
 from elbowroom.plan.site import HALF_LEVELS, Formula, Reads
@@ -32,6 +37,7 @@ _SPARE = 2.0  # times the spread of now that a code has to serve, where spreads 
 _GROUP = 64  # elements that share a step of a code, at most (`plan/precision_floor.py`)
 _CANCELS = 1e-3  # of v's square: below that, no difference of two sums is its variance
 _LOGITS, _VALUES = frozenset((0, 1, "query", "key")), frozenset((2, "value"))
+_BIAS = frozenset((3, "attn_mask"))
 
 
 def attention_reading(
@@ -54,6 +60,8 @@ def attention_reading(
     finer    whether codes have to serve forwards whose values need more levels than these, too
     """
     roles = tolerant_arguments(x, call)
+    if _BIAS.intersection(roles):
+        return _bias_reading(roles, call, reading, looks=looks, finer=finer)
     call.levels = _levels_of(roles, call, looks=looks, finer=finer)
     is_logits = bool(roles) and _LOGITS.issuperset(roles)
     if call.levels is None and is_logits and takes_half:
@@ -69,6 +77,24 @@ def attention_reading(
     else:
         return reading
     return Reading(Need.EXACT, Formula.DIFFERENCE, why)
+
+
+def _bias_reading(
+    roles: list[int | str], call: Call, reading: Reading, *, looks: bool, finer: bool
+) -> Reading:
+    """Returns how attention reads its mask."""
+    call.levels = None
+    mask = call.arg(3, "attn_mask")
+    if not mask.requires_grad or not _BIAS.issuperset(roles):
+        why = "a mask of attention"
+        return Reading(Need.EXACT, Formula.STATISTIC, why)
+    if not looks or would_wait(mask) or type(mask) is not Tensor:
+        return Reading(Need.EXACT, Formula.DIFFERENCE, "a bias of attention that is not examined")
+    call.levels = levels_by_values(call, finer=finer).bias
+    if call.levels is None:
+        why = "attention's bias is too wide for any code of it"
+        return Reading(Need.EXACT, Formula.DIFFERENCE, why)
+    return reading._replace(formula=Formula.LOG_PROBABILITY, width=0)
 
 
 def as_node(site: Site, x: Tensor, call: Call) -> Site:
@@ -118,7 +144,7 @@ def levels_by_values(call: Call, *, finer: bool = False) -> Levels:
     around a bound from batch to batch.
     """
     if call.fewest is None:
-        (q, k, v, _), *_ = given_to(*call.args, **call.kwargs)
+        (q, k, v, mask), *_ = given_to(*call.args, **call.kwargs)
         scale = call.kwargs.get("scale")
         times = _SPARE if finer else 1.0
         of_logits, of_values = spread(q, k, scale), spread_of_values(v)
@@ -126,7 +152,12 @@ def levels_by_values(call: Call, *, finer: bool = False) -> Levels:
         halves = logits is None and half_suffices(spread(q, k, scale, of_half=True))
         values = levels_for_values(times * of_values, logits)
         values = values or levels_for_values(of_values, logits)
-        call.fewest = Levels(logits, values, halves)
+        bias = None
+        if mask is not None and mask.requires_grad:
+            wide, grouped = spread_of_bias(mask, q, k, scale)
+            bias = levels_for_bias(times * wide, times * grouped)
+            bias = bias or levels_for_bias(wide, grouped)
+        call.fewest = Levels(logits, values, halves, bias)
     return call.fewest
 
 
@@ -162,6 +193,46 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = 
                 x.amax() for x in (q_length, q_range, k_length, k_range)
             )
         return float((q_length * k_range + k_length * q_range).max()) * scale**2 / 12
+
+
+def spread_of_bias(
+    bias: Tensor, q: Tensor, k: Tensor, scale: float | None = None
+) -> tuple[float, float]:
+    """The largest variance of an element's error, times (levels - 1)^2; infinity: no code serves.
+
+    First where all elements share a step, then where `_GROUP` in a row do. bias [..., T, S]
+
+    What is below `MIN_BIAS` is encoded as that. It has less than e^-24 of the weight of its row
+    before and after if the row has an element, of all rows alike, that is larger by 24 and by what
+    q k^T can differ in. In a row without one (all of it masked) the weights are those of q k^T.
+    """
+    with torch._C.DisableTorchFunction():
+        x = bias.detach()
+        for dim, stride in enumerate(x.stride()):
+            if stride == 0 and x.shape[dim] > 1:
+                x = x.narrow(dim, 0, 1)
+        least, most = (float(end) for end in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
+        is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+        if x.dtype not in FLOATS or not is_whole or not most < inf or least != least:
+            return inf, inf
+        if least < MIN_BIAS:
+            rows = float(x.amax(-1).amin()) if bias.stride(-1) or bias.shape[-1] == 1 else least
+            if not rows >= MIN_BIAS - MIN_LOG_PROBABILITY + 2 * _largest_logit(q, k, scale):
+                return inf, inf
+            x, least = x.clamp_min(MIN_BIAS), MIN_BIAS
+        flat = x.reshape(-1)
+        whole = len(flat) // _GROUP * _GROUP
+        parts = [flat[:whole].view(-1, _GROUP)] if whole else []
+        parts += [flat[whole:].view(1, -1)] if whole < len(flat) else []
+        ranges = [float((part.amax(1).float() - part.amin(1).float()).amax()) for part in parts]
+        return (most - least) ** 2 / 12, max(ranges, default=0.0) ** 2 / 12
+
+
+def _largest_logit(q: Tensor, k: Tensor, scale: float | None) -> float:
+    """At least as large as any |logit|: the longest rows of q and k, as if they were parallel."""
+    scale = 1 / sqrt(q.shape[-1]) if scale is None else abs(scale)
+    longest = [float(x.detach().float().square().sum(-1).amax()) for x in (q, k)]
+    return scale * sqrt(longest[0] * longest[1])
 
 
 def _by_address(*tensors: Tensor) -> Any:
