@@ -244,7 +244,7 @@ class Recipe:
         A ReLU whose output is kept has no bits, without which it makes nothing of a code.
         """
         slot = None if self.output is None else self.output()
-        if slot is None or slot.waits or slot.base != self.made:
+        if slot is None or slot.waits or slot.is_lent or slot.base != self.made:
             return None
         kept = slot.value
         return slot if isinstance(kept, KeepHandle) and not kept.was_changed else None
@@ -520,7 +520,7 @@ def followed(link: "Link") -> "Slot | Ready | None":
         return link.kept() or link.ready()
     slot = link()
     if slot is not None and slot.value is not None:
-        return slot
+        return None if slot.is_lent else slot
     recipe = getattr(link, "recipe", None)
     return None if recipe is None else recipe.ready()
 

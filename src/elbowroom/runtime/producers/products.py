@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import ExpectedSlot, Op, Recipe, link_to
@@ -210,7 +209,8 @@ def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
             )
         # Of an x that is not in order torch runs another kernel where the weight wants a gradient.
         factor = w.to(dtype).detach().requires_grad_(learns)
-        return F.linear(x.to(dtype), factor, None if b is None else b.to(dtype))
+        bias = None if b is None else b.to(dtype)
+        return torch._C._nn.linear(x.to(dtype), factor, bias)  # F.linear may be wrapped
 
     fixed, any_size = (w,) if b is None else (w, b), given is seen
     op = Op(exact, fixed=fixed, products=products, any_size=any_size)
