@@ -44,6 +44,7 @@ from elbowroom.fitting.observations import (
     UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.parts import UnexpectedSteps, Watched
 from elbowroom.fitting.state import ReplacedState
 from fit_table.values import (
     BEGIN,
@@ -156,13 +157,20 @@ ROWS = {
         replace(SETTLED, largest=TWO, proven=(ONE,)), StepBegan(STOCK, ONE), {}
     ),
     "a larger call is planned by the same profile": Row(
-        replace(SETTLED, rounds=2, tries=3, was_watched=True, preset=0, varies=True),
+        replace(
+            SETTLED,
+            rounds=2,
+            tries=3,
+            watched=Watched(is_done=True),
+            preset=0,
+            unexpected=UnexpectedSteps(varies=True),
+        ),
         StepBegan(STOCK, TWO),
         {
             "phase": P.VERIFYING,
             "now": TWO,
             "largest": TWO,
-            "varies": False,
+            "unexpected": UnexpectedSteps(varies=False),
             "headroom": Headroom(1000),
             "has_fit": False,
             "rounds": 0,
@@ -197,14 +205,16 @@ ROWS = {
         (FORGET,),
     ),
     "after a step with more forwards": Row(
-        replace(SETTLED, unexpected_steps=1, only_largest=True),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=1), only_largest=True),
         StepBegan(STOCK, ONE, grew=True, calls=1),
         replace(
             FRESH,
             infeasible=True,
-            unexpected_steps=1,
+            unexpected=UnexpectedSteps(count=1),
             only_largest=True,
-            before=ReplacedState(replace(SETTLED, unexpected_steps=1, only_largest=True), 1),
+            before=ReplacedState(
+                replace(SETTLED, unexpected=UnexpectedSteps(count=1), only_largest=True), 1
+            ),
         ),
         (FORGET,),
     ),
@@ -212,20 +222,25 @@ ROWS = {
         WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
     ),
     "after a step that diverged from what fits": Row(
-        replace(SETTLED, unexpected_steps=1, was_unexpected=True),
+        replace(
+            SETTLED,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
         StepBegan(STOCK, ONE),
         replace(
             FRESH,
-            unexpected_steps=1,
-            varies=True,
-            before=ReplacedState(replace(SETTLED, unexpected_steps=1), 1),
+            unexpected=UnexpectedSteps(count=1, varies=True),
+            before=ReplacedState(replace(SETTLED, unexpected=UnexpectedSteps(count=1)), 1),
         ),
         (FORGET,),
     ),
     "after a step that diverged from what nobody has seen to fit": Row(
-        replace(VERIFYING, unexpected_steps=1, was_unexpected=True),
+        replace(
+            VERIFYING,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
         StepBegan(STOCK, ONE),
-        replace(FRESH, unexpected_steps=1),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1)),
         (FORGET,),
     ),
     "little more beside the model": Row(SETTLED, CoResidentBytes(10), {}),
@@ -310,7 +325,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "options": FitOptions(900),
             "has_fit": False,
-            "was_watched": False,  # so it is examined again
+            "watched": Watched(is_done=False),  # so it is examined again
         },
         (FORGET, MakePlan(replans=True)),
     ),
@@ -326,13 +341,15 @@ ROWS = {
     ),
     "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),
     "after a step that diverged from a plan that is watched": Row(
-        replace(WATCHING, unexpected_steps=1, was_unexpected=True),
+        replace(
+            WATCHING,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
         StepBegan(STOCK, ONE),
         replace(
             FRESH,
-            unexpected_steps=1,
-            varies=True,
-            before=ReplacedState(replace(WATCHING, unexpected_steps=1), 1),
+            unexpected=UnexpectedSteps(count=1, varies=True),
+            before=ReplacedState(replace(WATCHING, unexpected=UnexpectedSteps(count=1)), 1),
         ),
         (FORGET,),
     ),
@@ -351,45 +368,62 @@ ROWS = {
         FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefusePresets("saving"),)
     ),
     "a forward that diverged": Row(
-        replace(SETTLED, was_unexpected=True, unexpected_nbytes=600),
+        replace(
+            SETTLED,
+            unexpected=UnexpectedSteps(is_last=True, nbytes=600),
+        ),
         ForwardEnded(1, impossible=False, before_nbytes=700),
-        {"unexpected_nbytes": 700},
+        {"unexpected": UnexpectedSteps(is_last=True, nbytes=700)},
     ),
     "the first step that diverges": Row(
         SETTLED,
         UnexpectedStep(900),
-        {"unexpected_steps": 1, "was_unexpected": True},
+        {
+            "unexpected": UnexpectedSteps(count=1, is_last=True),
+        },
         (say(Line.LARGER_STEP, held_nbytes=900, learns=True),),
     ),
     "the last step that diverges and is learned from": Row(
-        replace(SETTLED, unexpected_steps=2),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=2)),
         UnexpectedStep(),
-        {"unexpected_steps": 3, "was_unexpected": True},
+        {
+            "unexpected": UnexpectedSteps(count=3, is_last=True),
+        },
         (say(Line.LARGER_STEP, held_nbytes=0, learns=True),),
     ),
     "one divergence too many": Row(
-        replace(SETTLED, unexpected_steps=3),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=3)),
         UnexpectedStep(),
-        {"unexpected_steps": 4, "was_unexpected": False},
+        {
+            "unexpected": UnexpectedSteps(count=4, is_last=False),
+        },
         (say(Line.LARGER_STEP, held_nbytes=0, learns=False),),
     ),
     "divergences that were said": Row(
-        replace(SETTLED, unexpected_steps=4), UnexpectedStep(), {"unexpected_steps": 5}
+        replace(SETTLED, unexpected=UnexpectedSteps(count=4)),
+        UnexpectedStep(),
+        {"unexpected": UnexpectedSteps(count=5)},
     ),
     "no plan fits a step that saved more, but smaller ones have followed": Row(
         replace(
             FRESH,
-            unexpected_nbytes=900,
-            smaller_steps=1,
-            varies=True,
+            unexpected=UnexpectedSteps(nbytes=900, smaller=1, varies=True),
             before=ReplacedState(SETTLED, 1),
         ),
         RehearsedInVain(ERROR),
-        replace(SETTLED, attempts=Attempts(), unexpected_nbytes=900, smaller_steps=1, varies=True),
+        replace(
+            SETTLED,
+            attempts=Attempts(),
+            unexpected=UnexpectedSteps(nbytes=900, smaller=1, varies=True),
+        ),
         (ForgetCalls(1),),
     ),
     "no plan fits steps that save more from now on": Row(
-        replace(FRESH, unexpected_nbytes=900, varies=True, before=ReplacedState(SETTLED, 1)),
+        replace(
+            FRESH,
+            unexpected=UnexpectedSteps(nbytes=900, varies=True),
+            before=ReplacedState(SETTLED, 1),
+        ),
         RehearsedInVain(ERROR),
         {},
         (Raise(ERROR),),
@@ -502,9 +536,9 @@ ROWS = {
     ),
     "no plan by a rehearsal": Row(FRESH, RehearsedInVain(ERROR), {}, (Raise(ERROR),)),
     "no plan by a rehearsal of an odd step": Row(
-        replace(FRESH, unexpected_steps=1, before=ReplacedState(SETTLED, 2)),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1), before=ReplacedState(SETTLED, 2)),
         RehearsedInVain(ERROR),
-        replace(SETTLED, unexpected_steps=1, attempts=Attempts()),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=1), attempts=Attempts()),
         (ForgetCalls(2),),
     ),
     "no plan by a rehearsal of an odd step, whose preset is known": Row(
@@ -517,7 +551,12 @@ ROWS = {
     "no plan by a rehearsal of an odd step, and the one before was not measured yet": Row(
         replace(FRESH, before=ReplacedState(replace(VERIFYING, has_fit=True), 2)),
         RehearsedInVain(ERROR),
-        replace(VERIFYING, phase=P.SETTLED, was_unexpected=True, attempts=Attempts()),
+        replace(
+            VERIFYING,
+            phase=P.SETTLED,
+            unexpected=UnexpectedSteps(is_last=True),
+            attempts=Attempts(),
+        ),
         (ForgetCalls(2),),
     ),
     "another budget, by which nobody has seen the steps before to fit": Row(

@@ -32,6 +32,7 @@ from elbowroom.fitting.observations import (
     StepBegan,
 )
 from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.parts import Margins, UnexpectedSteps, Watched
 from fit_table.values import (
     ABOVE,
     AGAIN,
@@ -90,7 +91,7 @@ ELSEWHERE = replace(hasty(1.2), candidate=Candidate("fp32", Profile(peak=901)))
 ROWS = {
     # What planners answer.
     "a plan is made": Row(
-        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=20, withdrawn=True),
+        replace(KNOWN, phase=P.VERIFYING, margins=Margins(plain_nbytes=20), withdrawn=True),
         PlanMade(PLAN, MemoryState(90)),
         {
             "withdrawn": False,
@@ -102,13 +103,13 @@ ROWS = {
         (BEGIN,),
     ),
     "a plan is made that is known to take the whole budget": Row(
-        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=100),
+        replace(KNOWN, phase=P.VERIFYING, margins=Margins(plain_nbytes=100)),
         PlanMade(PLAN, STOCK),
         {"plan": PLAN.plan, "chosen": PLAN, "headroom": Headroom(600)},
         (BEGIN,),
     ),
     "a plan is made that is known to take too much": Row(
-        replace(KNOWN, phase=P.VERIFYING, recompute_margin_nbytes=101),
+        replace(KNOWN, phase=P.VERIFYING, margins=Margins(recompute_nbytes=101)),
         PlanMade(AGAIN, STOCK),
         {"plan": AGAIN.plan, "chosen": AGAIN, "headroom": Headroom(0)},
         (BEGIN,),
@@ -161,7 +162,7 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "plain_margin_nbytes": 101,
+            "margins": Margins(plain_nbytes=101),
             "headroom": Headroom(601),
             "attempts": KNOWN.attempts.after(KEEPS, 1001),
         },
@@ -324,9 +325,9 @@ ROWS = {
     ),
     # It was an AssertionError: forwards that climb tell no peak of their plan.
     "no plan is left after forwards that held more than was planned for": Row(
-        replace(VERIFYING, rounds=1, attempts=Attempts(), plain_margin_nbytes=100),
+        replace(VERIFYING, rounds=1, attempts=Attempts(), margins=Margins(plain_nbytes=100)),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0},
+        {"margins": Margins(plain_nbytes=0)},
         (MakeSmallest(),),
     ),
     # It was an AssertionError: no plan was followed that a smaller one could take the place of.
@@ -361,17 +362,22 @@ ROWS = {
         (FORGET, BLAME_NO_CLASSES),
     ),
     "no plan is left of an estimate: its smallest is profiled, not the one that has exceeded": Row(
-        replace(GUESSED, attempts=TRIED, plain_margin_nbytes=70),
+        replace(GUESSED, attempts=TRIED, margins=Margins(plain_nbytes=70)),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0},
+        {"margins": Margins(plain_nbytes=0)},
         (MakeSmallest(),),
     ),
     "no plan is left by what one was wrong by": Row(
         replace(
-            VERIFYING, rounds=1, attempts=TRIED, plain_margin_nbytes=100, recompute_margin_nbytes=20
+            VERIFYING,
+            rounds=1,
+            attempts=TRIED,
+            margins=Margins(plain_nbytes=100, recompute_nbytes=20),
         ),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0, "recompute_margin_nbytes": 0},
+        {
+            "margins": Margins(plain_nbytes=0, recompute_nbytes=0),
+        },
         (MakeSmallest(),),
     ),
     "the first of the smallest": Row(
@@ -399,7 +405,12 @@ ROWS = {
         (Refuse(MUCH),),
     ),
     "the same, of a step that is an exception": Row(
-        replace(SMALLEST, options=LIMITED, profile=Profile(noise="shares"), varies=True),
+        replace(
+            SMALLEST,
+            options=LIMITED,
+            profile=Profile(noise="shares"),
+            unexpected=UnexpectedSteps(varies=True),
+        ),
         SmallestMade(LEFT, None),
         {"phase": P.SETTLED, "attempts": LEFT},
         (
@@ -415,19 +426,19 @@ ROWS = {
     ),
     # What codes add.
     "a lossy plan fits": Row(
-        replace(following(LOSSY), plain_margin_nbytes=20),
+        replace(following(LOSSY), margins=Margins(plain_nbytes=20)),
         step(900),
         {
             "tries": 1,
             "has_fit": True,
-            "was_watched": True,
+            "watched": Watched(is_done=True),
             "headroom": Headroom(500, None, 550),
             "attempts": KNOWN.attempts.after(LOSSY, 900),
         },
         (said(LOSSY, 900), MakeRoomToWatch(20 + 60)),
     ),
     "there is room to watch": Row(
-        following(PLAN, was_watched=True),
+        following(PLAN, watched=Watched(is_done=True)),
         RoomToWatch(LOSSY.plan),
         {"phase": P.WATCHING, "plan": LOSSY.plan},
         (BEGIN, StartMeter()),
@@ -435,7 +446,7 @@ ROWS = {
     "there is room to watch one of the smallest": Row(
         SMALLEST,
         RoomToWatch(LOSSY.plan),
-        {"phase": P.WATCHING, "resumes": P.SMALLEST, "plan": LOSSY.plan},
+        {"phase": P.WATCHING, "watched": Watched(resumes=P.SMALLEST), "plan": LOSSY.plan},
         (BEGIN, StartMeter()),
     ),
     "there is no room to watch": Row(
@@ -447,13 +458,13 @@ ROWS = {
     "noise is predicted, and not limited": Row(
         WATCHING,
         NoiseMeasured("shares", predicted=True, added="added"),
-        {"phase": P.SETTLED, "added": "added"},
+        {"phase": P.SETTLED, "watched": Watched(is_done=True, added="added")},
         (say(Line.ADDED, added="added"),),
     ),
     "a plan is followed after another one, whose noise was predicted": Row(
-        replace(VERIFYING, added="added"),
+        replace(VERIFYING, watched=Watched(added="added")),
         RoomToWatch(LOSSY.plan),
-        {"phase": P.WATCHING, "plan": LOSSY.plan, "added": None},
+        {"phase": P.WATCHING, "plan": LOSSY.plan, "watched": Watched()},
         (BEGIN, StartMeter()),
     ),
     "there is no room to watch, and none to predict": Row(
@@ -475,7 +486,7 @@ ROWS = {
         (MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     "noise is measured of one of the smallest, and limited": Row(
-        replace(WATCHING, options=LIMITED, resumes=P.SMALLEST),
+        replace(WATCHING, options=LIMITED, watched=Watched(resumes=P.SMALLEST)),
         NoiseMeasured("shares"),
         {
             "phase": P.SMALLEST,
@@ -498,7 +509,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "profile": Profile(noise="shares"),
             "attempts": Attempts().knowing(Profile(noise="shares")),
-            "predicts_noise": True,
+            "watched": Watched(is_done=True, predicts=True),
         },
         (CheckPlan(), MAKE, Then(NoiseUsed(is_measured=True))),
     ),
@@ -510,12 +521,14 @@ ROWS = {
             "phase": P.VERIFYING,
             "profile": Profile(noise="shares"),
             "attempts": Attempts().knowing(Profile(noise="shares")),
-            "predicts_noise": True,
+            "watched": Watched(is_done=True, predicts=True),
         },
         (MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     "another budget is given where noise is predicted: there may be room now": Row(
-        replace(SETTLED, options=LIMITED, profile=Profile(noise=()), predicts_noise=True),
+        replace(
+            SETTLED, options=LIMITED, profile=Profile(noise=()), watched=Watched(predicts=True)
+        ),
         OptionsChanged(LIMITED),
         {
             "phase": P.VERIFYING,
@@ -523,7 +536,7 @@ ROWS = {
             "headroom": SETTLED.headroom.grown(1.0),
             "has_fit": False,
             "attempts": Attempts().knowing(Profile()),
-            "predicts_noise": False,
+            "watched": Watched(predicts=False),
         },
         (FORGET, MakePlan(replans=True)),
     ),
@@ -548,7 +561,7 @@ ROWS = {
         LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)
     ),
     "the last resort does not hold either, but other steps have fit": Row(
-        replace(LAST, varies=True),
+        replace(LAST, unexpected=UnexpectedSteps(varies=True)),
         step(1200),
         {"phase": P.SETTLED},
         (TakePlan(PLAN), say(Line.ABOVE, peak_nbytes=1100, **ABOVE)),
@@ -578,9 +591,12 @@ ROWS = {
         (say(Line.ABOVE, peak_nbytes=1050, **ABOVE),),
     ),
     "a step diverges in the last resort": Row(
-        replace(LAST, unexpected_steps=1, was_unexpected=True),
+        replace(
+            LAST,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
         StepBegan(STOCK, ONE),
-        replace(FRESH, unexpected_steps=1),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1)),
         (FORGET,),
     ),
 }

@@ -18,6 +18,7 @@ from elbowroom.fitting.observations import (
     StepMeasured,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.parts import Watched
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
 
@@ -118,7 +119,7 @@ def following(one, phase=P.VERIFYING, **more):
 
 VERIFYING = following(PLAN)
 GUESSED = following(PLAN, from_rehearsal=True, was_rehearsed=True, attempts=Attempts())
-WATCHING = following(LOSSY, P.WATCHING, was_watched=True, has_fit=True)
+WATCHING = following(LOSSY, P.WATCHING, watched=Watched(is_done=True), has_fit=True)
 SETTLED = following(PLAN, P.SETTLED, has_fit=True)
 MUCH = Taken(1100, PLAN)  # a plan that did not hold
 TRIED = Attempts(taken=(MUCH,))

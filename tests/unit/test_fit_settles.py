@@ -199,7 +199,7 @@ def test_what_is_settled_was_measured(odd):
             for _ in range(30):
                 grew = training.step(grew=grew)
                 state = training.state
-                if training.said or not state.settled or state.was_unexpected:
+                if training.said or not state.settled or state.unexpected.is_last:
                     continue
                 settled += 1
                 peak = training.measured.get(training.setting)
