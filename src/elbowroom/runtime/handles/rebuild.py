@@ -178,6 +178,7 @@ class Recipe:
     made      the geometry of what comes out: dense, a whole storage
     output    where its own bits lie
     versions  of the fixed parameters when the op ran
+    of_input  those bits are of what the op has read, and the slot is not that of its result
     """
 
     op: Op
@@ -186,6 +187,7 @@ class Recipe:
     made: Geometry
     output: "weakref.ref[Slot] | None"
     versions: tuple[int, ...]
+    of_input: bool = False
 
     @classmethod
     def of(
@@ -196,6 +198,8 @@ class Recipe:
         out: Tensor,
         output: Slot | None,
         versions: tuple[int, ...] | None = None,
+        *,
+        of_input: bool = False,
     ) -> "Recipe | None":
         """Creates a recipe; None if the chain would be too long, or too much work."""
         link = link_to(source)
@@ -209,7 +213,7 @@ class Recipe:
         if versions is None:
             versions = tuple(version_of(tensor) for tensor in op.fixed)
         bits_of = None if output is None else weakref.ref(output)
-        return cls(op, link, seen, Geometry.of(out), bits_of, versions)
+        return cls(op, link, seen, Geometry.of(out), bits_of, versions, of_input)
 
     def root(self) -> Slot | None:
         """Returns the slot that the chain starts at, if it exists."""
@@ -243,7 +247,7 @@ class Recipe:
 
         A ReLU whose output is kept has no bits, without which it makes nothing of a code.
         """
-        slot = None if self.output is None else self.output()
+        slot = None if self.output is None or self.of_input else self.output()
         if slot is None or slot.waits or slot.is_lent or slot.base != self.made:
             return None
         kept = slot.value

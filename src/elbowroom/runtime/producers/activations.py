@@ -90,7 +90,8 @@ def _make_masked(
     if source is None:
         return Origin(call.name, has_zeros=has_zeros)
     masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
-    recipe = Recipe.of(op, source, seen, out, next(masks, None))
+    mask, result = next(masks, None), sources.slot(out)
+    recipe = Recipe.of(op, source, seen, out, mask, of_input=mask is not result)
     return Origin(call.name, has_zeros=has_zeros, recipe=recipe)
 
 

@@ -45,9 +45,19 @@ def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         y: Tensor = func(x, *rest, **named)
         return y
 
+    def on_copy(x: Tensor) -> Tensor:
+        return run(x.clone())
+
+    exact, in_place = (on_copy, run) if call.changes_first else (run, None)
     products = out.numel() * _LONG.get(call.name, 0) if x.device.type == "cpu" else 0
-    is_exponential = call.name in _EXPONENTIAL
-    op = Op(run, run, any_size=True, is_exponential=is_exponential, products=products)
+    op = Op(
+        exact,
+        run,
+        in_place,
+        any_size=True,
+        is_exponential=call.name in _EXPONENTIAL,
+        products=products,
+    )
     return origin_of(call, out, sources, op)
 
 
