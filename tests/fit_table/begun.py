@@ -56,17 +56,17 @@ from fit_table.values import (
     GIVENS,
     GRADIENTS,
     GUESSED,
-    HEARD,
     IDLE,
     LAST,
+    MEMORY,
     MORE,
+    OF_FORWARD,
     ONE,
     PLAN,
     SETTLED,
-    STOCK,
     TRIED,
     TWO,
-    UNBORN,
+    UNSEEN,
     VERIFYING,
     WATCHING,
     WRITING,
@@ -93,11 +93,11 @@ ROWS = {
     ),
     # A step begins.
     "the first step looks at a preset": Row(
-        UNBORN, StepBegan(STOCK, ONE), {"now": ONE, "largest": ONE}
+        UNSEEN, StepBegan(MEMORY, ONE), {"now": ONE, "largest": ONE}
     ),
     "the first step follows what was given": Row(
-        replace(UNBORN, given=GIVEN),
-        StepBegan(STOCK, ONE),
+        replace(UNSEEN, given=GIVEN),
+        StepBegan(MEMORY, ONE),
         replace(GIVENS, headroom=Headroom()),
         (BEGIN, HoldAsGiven()),
     ),
@@ -141,20 +141,20 @@ ROWS = {
     ),
     "fewer gradients stand than in a step that was measured": Row(
         replace(VERIFYING, gradient_nbytes=150),
-        StepBegan(STOCK, ONE),
+        StepBegan(MEMORY, ONE),
         {"skipped_steps": 1},
     ),
     "fewer gradients stand, and nothing is to be learned": Row(
-        replace(SETTLED, gradient_nbytes=150), StepBegan(STOCK, ONE), {}
+        replace(SETTLED, gradient_nbytes=150), StepBegan(MEMORY, ONE), {}
     ),
-    "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(STOCK, ONE), {"now": ONE}),
+    "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(MEMORY, ONE), {"now": ONE}),
     "a call as large as any, for whose size the plan was never measured": Row(
         replace(SETTLED, largest=TWO, proven=(ONE,), rounds=3, tries=2),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {"now": TWO, "phase": P.VERIFYING, "rounds": 0, "tries": 0},
     ),
     "a call that is no larger than one for which it was": Row(
-        replace(SETTLED, largest=TWO, proven=(ONE,)), StepBegan(STOCK, ONE), {}
+        replace(SETTLED, largest=TWO, proven=(ONE,)), StepBegan(MEMORY, ONE), {}
     ),
     "a larger call is planned by the same profile": Row(
         replace(
@@ -165,7 +165,7 @@ ROWS = {
             preset=0,
             unexpected=UnexpectedSteps(varies=True),
         ),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {
             "phase": P.VERIFYING,
             "now": TWO,
@@ -182,13 +182,13 @@ ROWS = {
     ),
     "a larger call than a preset was settled for": Row(
         replace(WRITING, phase=P.SETTLED),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {"phase": P.WRITING, "now": TWO, "largest": TWO, "headroom": Headroom(800)},
         (FORGET,),
     ),
     "a larger call than the given plan was settled for": Row(
         replace(GIVENS, phase=P.SETTLED, has_fit=True),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {
             "phase": P.GIVEN,
             "now": TWO,
@@ -200,13 +200,13 @@ ROWS = {
     ),
     "a larger call than was rehearsed": Row(
         GUESSED,
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         replace(FRESH, now=TWO, largest=TWO),
         (FORGET,),
     ),
     "after a step with more forwards": Row(
         replace(SETTLED, unexpected=UnexpectedSteps(count=1), only_largest=True),
-        StepBegan(STOCK, ONE, grew=True, calls=1),
+        StepBegan(MEMORY, ONE, grew=True, calls=1),
         replace(
             FRESH,
             infeasible=True,
@@ -219,14 +219,14 @@ ROWS = {
         (FORGET,),
     ),
     "after one with more forwards than nothing was settled for": Row(
-        WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
+        WRITING, StepBegan(MEMORY, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
     ),
     "after a step that diverged from what fits": Row(
         replace(
             SETTLED,
             unexpected=UnexpectedSteps(count=1, is_last=True),
         ),
-        StepBegan(STOCK, ONE),
+        StepBegan(MEMORY, ONE),
         replace(
             FRESH,
             unexpected=UnexpectedSteps(count=1, varies=True),
@@ -239,7 +239,7 @@ ROWS = {
             VERIFYING,
             unexpected=UnexpectedSteps(count=1, is_last=True),
         ),
-        StepBegan(STOCK, ONE),
+        StepBegan(MEMORY, ONE),
         replace(FRESH, unexpected=UnexpectedSteps(count=1)),
         (FORGET,),
     ),
@@ -345,7 +345,7 @@ ROWS = {
             WATCHING,
             unexpected=UnexpectedSteps(count=1, is_last=True),
         ),
-        StepBegan(STOCK, ONE),
+        StepBegan(MEMORY, ONE),
         replace(
             FRESH,
             unexpected=UnexpectedSteps(count=1, varies=True),
@@ -484,13 +484,13 @@ ROWS = {
     # A rehearsal.
     "a forward is rehearsed": Row(
         replace(FRESH, memory=MemoryState(100, co_resident_nbytes=7)),
-        ForwardProfiled(HEARD),
+        ForwardProfiled(OF_FORWARD),
         {"profiled": ONE, "co_resident_nbytes": 7, "is_recurrent": True, "small_nbytes": 60},
-        (PlanByForward(HEARD),),
+        (PlanByForward(OF_FORWARD),),
     ),
     "a plan by a rehearsal": Row(
         replace(FRESH, profiled=ONE, infeasible=True),
-        Rehearsed(PLAN, STOCK, ESTIMATES),
+        Rehearsed(PLAN, MEMORY, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "from_rehearsal": True,
@@ -506,7 +506,7 @@ ROWS = {
     ),
     "a plan by a rehearsal once a preset is known": Row(
         WRITING,
-        Rehearsed(PLAN, STOCK, ESTIMATES),
+        Rehearsed(PLAN, MEMORY, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "from_rehearsal": True,
@@ -522,7 +522,7 @@ ROWS = {
     "before the first step all may be kept": Row(GUESSED, NothingToDo(), FRESH, (FORGET,)),
     "before the first step another plan is found than the given one": Row(
         replace(GIVENS, profiled=ONE),
-        Rehearsed(PLAN, STOCK, ESTIMATES),
+        Rehearsed(PLAN, MEMORY, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "from_rehearsal": True,

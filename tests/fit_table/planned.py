@@ -48,6 +48,7 @@ from fit_table.values import (
     LIMITED,
     LOSSY,
     MAKE,
+    MEMORY,
     MORE,
     MUCH,
     NEARLY,
@@ -56,7 +57,6 @@ from fit_table.values import (
     PLAN,
     SETTLED,
     SMALLEST,
-    STOCK,
     TRIED,
     TWO,
     VERIFYING,
@@ -104,35 +104,35 @@ ROWS = {
     ),
     "a plan is made that is known to take the whole budget": Row(
         replace(KNOWN, phase=P.VERIFYING, margins=Margins(plain_nbytes=100)),
-        PlanMade(PLAN, STOCK),
+        PlanMade(PLAN, MEMORY),
         {"plan": PLAN.plan, "chosen": PLAN, "headroom": Headroom(600)},
         (BEGIN,),
     ),
     "a plan is made that is known to take too much": Row(
         replace(KNOWN, phase=P.VERIFYING, margins=Margins(recompute_nbytes=101)),
-        PlanMade(AGAIN, STOCK),
+        PlanMade(AGAIN, MEMORY),
         {"plan": AGAIN.plan, "chosen": AGAIN, "headroom": Headroom(0)},
         (BEGIN,),
     ),
     "nothing need be done": Row(
         PLAINLY,
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {"phase": P.SETTLED, "chosen": KEPT, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     # Plain training was settled on by an estimate, and took 1.37 of a budget.
     "nothing need be done by a step that was no plain one: it is measured": Row(
         replace(PLAINLY, profiled_at=1),
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {"plan": KEPT.plan, "chosen": KEPT, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done by a rehearsal: it is measured": Row(
-        GUESSED, PlanMade(KEEPS, STOCK), {"plan": KEEPS.plan, "chosen": KEEPS}, (BEGIN,)
+        GUESSED, PlanMade(KEEPS, MEMORY), {"plan": KEEPS.plan, "chosen": KEEPS}, (BEGIN,)
     ),
     "nothing need be done once states take less than in a plain step: it is measured": Row(
         replace(PLAINLY, profile=Profile(peak=1001)),
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {
             "plan": KEPT.plan,
             "chosen": KEPT,
@@ -170,13 +170,13 @@ ROWS = {
     ),
     "nothing need be done for a smaller call": Row(
         replace(PLAINLY, largest=TWO),
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {"phase": P.IDLE, "chosen": KEPT, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done once noise is known": Row(
         replace(SMALLEST, largest=TWO),
-        PlanMade(KEEPS, STOCK),
+        PlanMade(KEEPS, MEMORY),
         {"chosen": KEEPS, "plan": KEEPS.plan},
         (BEGIN,),
     ),
@@ -199,29 +199,29 @@ ROWS = {
         GUESSED, PlanMade(SAME, MemoryState(90), fits=True), {**SETTLES, "memory": MemoryState(90)}
     ),
     "a plan that fits is hardly worse than the next": Row(
-        GUESSED, PlanMade(hasty(1.196), STOCK, fits=True), SETTLES
+        GUESSED, PlanMade(hasty(1.196), MEMORY, fits=True), SETTLES
     ),
     "a plan that fits gives way to one that takes less time": Row(
         GUESSED,
-        PlanMade(hasty(1.19), STOCK, fits=True),
+        PlanMade(hasty(1.19), MEMORY, fits=True),
         {"plan": hasty(1.19).plan, "chosen": hasty(1.19)},
         (BEGIN,),
     ),
     "a plan that fits gives way to one of another profile": Row(
         GUESSED,
-        PlanMade(ELSEWHERE, STOCK, fits=True),
+        PlanMade(ELSEWHERE, MEMORY, fits=True),
         {"plan": ELSEWHERE.plan, "chosen": ELSEWHERE, "profile": ELSEWHERE.candidate.profile},
         (BEGIN,),
     ),
     "a plan that was too large gives way to one that takes more time": Row(
         GUESSED,
-        PlanMade(hasty(1.3), STOCK),
+        PlanMade(hasty(1.3), MEMORY),
         {"plan": hasty(1.3).plan, "chosen": hasty(1.3)},
         (BEGIN,),
     ),
     "a plan is taken again": Row(
         replace(SETTLED, plan=OTHER.plan),
-        PlanTaken(PLAN, STOCK),
+        PlanTaken(PLAN, MEMORY),
         {"plan": PLAN.plan, "chosen": PLAN},
         (BEGIN,),
     ),
@@ -595,7 +595,7 @@ ROWS = {
             LAST,
             unexpected=UnexpectedSteps(count=1, is_last=True),
         ),
-        StepBegan(STOCK, ONE),
+        StepBegan(MEMORY, ONE),
         replace(FRESH, unexpected=UnexpectedSteps(count=1)),
         (FORGET,),
     ),

@@ -95,7 +95,7 @@ def _smaller_measured(state: FitState) -> Step:
     return state, ()
 
 
-def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
+def _new_resident_nbytes(state: FitState, seen: StepMeasured) -> int:
     """Returns bytes that are resident in later steps from the start, but were not in this one.
 
     These are optimizer states, created in this step or still to be created, and gradients that it
@@ -112,7 +112,9 @@ def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
 
     The step's memory over time must be known.
     """
-    return peak_nbytes if seen.seen is None else seen.seen.peak_with(_born_nbytes(state, seen))
+    return (
+        peak_nbytes if seen.seen is None else seen.seen.peak_with(_new_resident_nbytes(state, seen))
+    )
 
 
 def _at_largest(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
@@ -128,7 +130,7 @@ def _with_transients(state: FitState, seen: StepMeasured, peak_nbytes: int) -> F
 
 
 def _allowing(
-    state: FitState, seen: StepMeasured, peak_nbytes: int, born_nbytes: int = 0
+    state: FitState, seen: StepMeasured, peak_nbytes: int, new_nbytes: int = 0
 ) -> FitState:
     """Allows what this step held at most, if it is of the largest size and within the budget.
 
@@ -137,7 +139,7 @@ def _allowing(
     slack = state.options.budget_nbytes - peak_nbytes
     if slack < 0 or state.now != state.largest:
         return state
-    most = seen.static_nbytes + born_nbytes + seen.max_nbytes
+    most = seen.static_nbytes + new_nbytes + seen.max_nbytes
     return replace(state, headroom=state.headroom.fitting(most + slack))
 
 
@@ -150,8 +152,8 @@ def _noted(state: FitState, peak_nbytes: int) -> FitState:
 
 def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
     """Returns the state after the first step, whose transients are known now."""
-    born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.options.budget_nbytes
-    peak_nbytes = _with_states(state, seen, own_nbytes + born_nbytes)
+    new_nbytes, budget_nbytes = _new_resident_nbytes(state, seen), state.options.budget_nbytes
+    peak_nbytes = _with_states(state, seen, own_nbytes + new_nbytes)
     fits = peak_nbytes <= budget_nbytes
     phase = Phase.IDLE if state.phase is Phase.IDLE else Phase.WRITING
     backward_nbytes = own_nbytes if seen.seen is None else seen.seen.backward_peak
@@ -160,14 +162,14 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
     found = seen.preset_within(state.allowed_nbytes(0))
     if fits and (found is None or found > seen.preset):
         found = seen.preset
-    if found is None and (own_nbytes > budget_nbytes or not born_nbytes):
+    if found is None and (own_nbytes > budget_nbytes or not new_nbytes):
         if not seen.may_measure:
             return state, (RefusePresets(seen.saving),)
         state = replace(state, infeasible=True)  # no preset fits, but a plan may
     lossy = found is not None and not state.options.presets[found].exact
     preset = seen.preset if found is None or lossy else found  # a plan may do with exact ones
     if preset == seen.preset:
-        state = _allowing(state, seen, peak_nbytes, born_nbytes)
+        state = _allowing(state, seen, peak_nbytes, new_nbytes)
     return replace(state, preset=preset), ()
 
 

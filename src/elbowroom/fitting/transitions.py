@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.profile import Profile
 
 _MUCH = 0.01  # of the budget: if this much more is resident beside the model, it is replanned
-_MAX_STRAYS = 3  # unexpected steps after which learning begins anew, at most
+_MAX_UNEXPECTED = 3  # unexpected steps after which learning begins anew, at most
 
 
 def advance(state: FitState, seen: Observation) -> Step:
@@ -290,9 +290,9 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     Some models take another path in each step, so this happens a limited number of times.
     """
     count = state.unexpected.count + 1
-    learns = count <= _MAX_STRAYS
+    learns = count <= _MAX_UNEXPECTED
     line = say(Line.LARGER_STEP, held_nbytes=held_nbytes, learns=learns)
-    said = () if count > _MAX_STRAYS + 1 else (line,)
+    said = () if count > _MAX_UNEXPECTED + 1 else (line,)
     return state.with_unexpected(count=count, is_last=learns, nbytes=0, smaller=0), said
 
 

@@ -42,9 +42,9 @@ from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.direct.choice import NodeChoice
-from elbowroom.runtime.handles import DropHandle, KeepHandle
+from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY
-from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
+from elbowroom.runtime.kept import CountedTensor, Deferred, Held, SmallTensors, last_node
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
@@ -136,7 +136,7 @@ class Packer(NodeChoice, ModuleCalls):
         self.ledger: Ledger = Ledger() if after is None else after.ledger
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
-        self._many = Many()
+        self._many = SmallTensors()
         by_hand = shares and bool(getattr(policy, "rebuild", False))
         self._sources = Sources(
             self.ledger if getattr(policy, "rebuild", True) else None,
@@ -261,13 +261,13 @@ class Packer(NodeChoice, ModuleCalls):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
-    def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
+    def _pack(self, x: Tensor) -> Held:
         with self._looking(), torch._C.DisableTorchFunction():
             held = self._taken(x)
             self._listener.saved(x, held)
             return held
 
-    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
+    def _taken(self, x: Tensor) -> Held:
         consumers = self._consumers
         call = None if consumers is None else consumers.call
         if call is None:
@@ -327,7 +327,7 @@ class Packer(NodeChoice, ModuleCalls):
         if isinstance(one.held, KeepHandle) and not one.held.was_changed:
             one.held = self._packed(x, call, reading, one.node)
 
-    def _left_alone(self, x: Tensor, call: Call | None) -> Lone | Beside | KeepHandle | None:
+    def _left_alone(self, x: Tensor, call: Call | None) -> Held | None:
         """Returns what is held of a tensor that is kept unchanged; None for all others."""
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
@@ -336,7 +336,7 @@ class Packer(NodeChoice, ModuleCalls):
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
             if self.recorder is not None:
                 self.recorder.alone(entry.before_nbytes)
-            return Lone(KeepHandle(x, why), entry)
+            return CountedTensor(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         if call is not None and call.name in RECURRENT and self._needs_no_slot(x):

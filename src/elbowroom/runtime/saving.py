@@ -26,7 +26,7 @@ from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.consumers import Consumers, sees_another_mode
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Packer
-from elbowroom.runtime.kept import Many
+from elbowroom.runtime.kept import SmallTensors
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.observer import NOBODY
 from elbowroom.runtime.own_hooks import OwnHooks
@@ -114,7 +114,7 @@ class Saving(Packer):
         self._reading = []
         self._listener.finish(self.ledger, self.context.count, self._calls)
         self._listener = NOBODY
-        self._many = Many()
+        self._many = SmallTensors()
 
     @property
     def called(self) -> list[nn.Module]:
