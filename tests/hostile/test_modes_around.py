@@ -86,3 +86,10 @@ def test_a_function_that_the_program_has_wrapped_runs_once(name, monkeypatch):
     wanted = grads(model, contextlib.nullcontext())
     for _ in range(3):
         assert equal(grads(model, make()), wanted)
+
+
+def test_a_function_that_chooses_another_by_an_argument_is_none_that_was_wrapped():
+    pool, x = nn.MaxPool2d(2), torch.randn(4, 2, 8, 8, requires_grad=True)
+    with er.saving(min_nbytes=0) as saved:
+        pool(x * 1).sum().backward()
+    assert [row.consumer for row in saved.ledger.rows if row.action == "narrow"] == ["max_pool2d"]

@@ -278,9 +278,11 @@ def called_function(func: FunctionType) -> Any:
             break
         frame = frame.f_back
     caller = None if frame is None or frame.f_code is not _HANDLES else frame.f_back
-    if caller is None or caller.f_code is func.__code__ or caller.f_code.co_freevars:
-        return func
+    if caller is None or caller.f_globals.get(caller.f_code.co_name) is not func:
+        return func  # as `max_pool2d` is that of a function that it calls
     code = caller.f_code
+    if code is func.__code__ or code.co_freevars:
+        return func
     if code not in _wrapped:
         _wrapped[code] = FunctionType(code, caller.f_globals)
     return _wrapped[code]
