@@ -44,6 +44,7 @@ from elbowroom.fitting.observations import (
     UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.parts import UnexpectedSteps, Watched
 from elbowroom.fitting.state import ReplacedState
 from fit_table.values import (
     BEGIN,
@@ -55,17 +56,17 @@ from fit_table.values import (
     GIVENS,
     GRADIENTS,
     GUESSED,
-    HEARD,
     IDLE,
     LAST,
+    MEMORY,
     MORE,
+    OF_FORWARD,
     ONE,
     PLAN,
     SETTLED,
-    STOCK,
     TRIED,
     TWO,
-    UNBORN,
+    UNSEEN,
     VERIFYING,
     WATCHING,
     WRITING,
@@ -92,11 +93,11 @@ ROWS = {
     ),
     # A step begins.
     "the first step looks at a preset": Row(
-        UNBORN, StepBegan(STOCK, ONE), {"now": ONE, "largest": ONE}
+        UNSEEN, StepBegan(MEMORY, ONE), {"now": ONE, "largest": ONE}
     ),
     "the first step follows what was given": Row(
-        replace(UNBORN, given=GIVEN),
-        StepBegan(STOCK, ONE),
+        replace(UNSEEN, given=GIVEN),
+        StepBegan(MEMORY, ONE),
         replace(GIVENS, headroom=Headroom()),
         (BEGIN, HoldAsGiven()),
     ),
@@ -140,29 +141,36 @@ ROWS = {
     ),
     "fewer gradients stand than in a step that was measured": Row(
         replace(VERIFYING, gradient_nbytes=150),
-        StepBegan(STOCK, ONE),
+        StepBegan(MEMORY, ONE),
         {"skipped_steps": 1},
     ),
     "fewer gradients stand, and nothing is to be learned": Row(
-        replace(SETTLED, gradient_nbytes=150), StepBegan(STOCK, ONE), {}
+        replace(SETTLED, gradient_nbytes=150), StepBegan(MEMORY, ONE), {}
     ),
-    "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(STOCK, ONE), {"now": ONE}),
+    "a smaller call": Row(replace(SETTLED, largest=TWO), StepBegan(MEMORY, ONE), {"now": ONE}),
     "a call as large as any, for whose size the plan was never measured": Row(
         replace(SETTLED, largest=TWO, proven=(ONE,), rounds=3, tries=2),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {"now": TWO, "phase": P.VERIFYING, "rounds": 0, "tries": 0},
     ),
     "a call that is no larger than one for which it was": Row(
-        replace(SETTLED, largest=TWO, proven=(ONE,)), StepBegan(STOCK, ONE), {}
+        replace(SETTLED, largest=TWO, proven=(ONE,)), StepBegan(MEMORY, ONE), {}
     ),
     "a larger call is planned by the same profile": Row(
-        replace(SETTLED, rounds=2, tries=3, was_watched=True, preset=0, varies=True),
-        StepBegan(STOCK, TWO),
+        replace(
+            SETTLED,
+            rounds=2,
+            tries=3,
+            watched=Watched(is_done=True),
+            preset=0,
+            unexpected=UnexpectedSteps(varies=True),
+        ),
+        StepBegan(MEMORY, TWO),
         {
             "phase": P.VERIFYING,
             "now": TWO,
             "largest": TWO,
-            "varies": False,
+            "unexpected": UnexpectedSteps(varies=False),
             "headroom": Headroom(1000),
             "has_fit": False,
             "rounds": 0,
@@ -174,13 +182,13 @@ ROWS = {
     ),
     "a larger call than a preset was settled for": Row(
         replace(WRITING, phase=P.SETTLED),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {"phase": P.WRITING, "now": TWO, "largest": TWO, "headroom": Headroom(800)},
         (FORGET,),
     ),
     "a larger call than the given plan was settled for": Row(
         replace(GIVENS, phase=P.SETTLED, has_fit=True),
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         {
             "phase": P.GIVEN,
             "now": TWO,
@@ -192,40 +200,47 @@ ROWS = {
     ),
     "a larger call than was rehearsed": Row(
         GUESSED,
-        StepBegan(STOCK, TWO),
+        StepBegan(MEMORY, TWO),
         replace(FRESH, now=TWO, largest=TWO),
         (FORGET,),
     ),
     "after a step with more forwards": Row(
-        replace(SETTLED, unexpected_steps=1, only_largest=True),
-        StepBegan(STOCK, ONE, grew=True, calls=1),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=1), only_largest=True),
+        StepBegan(MEMORY, ONE, grew=True, calls=1),
         replace(
             FRESH,
             infeasible=True,
-            unexpected_steps=1,
+            unexpected=UnexpectedSteps(count=1),
             only_largest=True,
-            before=ReplacedState(replace(SETTLED, unexpected_steps=1, only_largest=True), 1),
+            before=ReplacedState(
+                replace(SETTLED, unexpected=UnexpectedSteps(count=1), only_largest=True), 1
+            ),
         ),
         (FORGET,),
     ),
     "after one with more forwards than nothing was settled for": Row(
-        WRITING, StepBegan(STOCK, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
+        WRITING, StepBegan(MEMORY, ONE, grew=True), replace(FRESH, infeasible=True), (FORGET,)
     ),
     "after a step that diverged from what fits": Row(
-        replace(SETTLED, unexpected_steps=1, was_unexpected=True),
-        StepBegan(STOCK, ONE),
+        replace(
+            SETTLED,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
+        StepBegan(MEMORY, ONE),
         replace(
             FRESH,
-            unexpected_steps=1,
-            varies=True,
-            before=ReplacedState(replace(SETTLED, unexpected_steps=1), 1),
+            unexpected=UnexpectedSteps(count=1, varies=True),
+            before=ReplacedState(replace(SETTLED, unexpected=UnexpectedSteps(count=1)), 1),
         ),
         (FORGET,),
     ),
     "after a step that diverged from what nobody has seen to fit": Row(
-        replace(VERIFYING, unexpected_steps=1, was_unexpected=True),
-        StepBegan(STOCK, ONE),
-        replace(FRESH, unexpected_steps=1),
+        replace(
+            VERIFYING,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
+        StepBegan(MEMORY, ONE),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1)),
         (FORGET,),
     ),
     "little more beside the model": Row(SETTLED, CoResidentBytes(10), {}),
@@ -310,7 +325,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "options": FitOptions(900),
             "has_fit": False,
-            "was_watched": False,  # so it is examined again
+            "watched": Watched(is_done=False),  # so it is examined again
         },
         (FORGET, MakePlan(replans=True)),
     ),
@@ -326,13 +341,15 @@ ROWS = {
     ),
     "a larger kind": Row(FRESH, LargerKnown(Headroom(70)), {"headroom": Headroom(None, 70)}),
     "after a step that diverged from a plan that is watched": Row(
-        replace(WATCHING, unexpected_steps=1, was_unexpected=True),
-        StepBegan(STOCK, ONE),
+        replace(
+            WATCHING,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
+        StepBegan(MEMORY, ONE),
         replace(
             FRESH,
-            unexpected_steps=1,
-            varies=True,
-            before=ReplacedState(replace(WATCHING, unexpected_steps=1), 1),
+            unexpected=UnexpectedSteps(count=1, varies=True),
+            before=ReplacedState(replace(WATCHING, unexpected=UnexpectedSteps(count=1)), 1),
         ),
         (FORGET,),
     ),
@@ -351,45 +368,62 @@ ROWS = {
         FRESH, ForwardEnded(5, impossible=True, saving="saving"), {}, (RefusePresets("saving"),)
     ),
     "a forward that diverged": Row(
-        replace(SETTLED, was_unexpected=True, unexpected_nbytes=600),
+        replace(
+            SETTLED,
+            unexpected=UnexpectedSteps(is_last=True, nbytes=600),
+        ),
         ForwardEnded(1, impossible=False, before_nbytes=700),
-        {"unexpected_nbytes": 700},
+        {"unexpected": UnexpectedSteps(is_last=True, nbytes=700)},
     ),
     "the first step that diverges": Row(
         SETTLED,
         UnexpectedStep(900),
-        {"unexpected_steps": 1, "was_unexpected": True},
+        {
+            "unexpected": UnexpectedSteps(count=1, is_last=True),
+        },
         (say(Line.LARGER_STEP, held_nbytes=900, learns=True),),
     ),
     "the last step that diverges and is learned from": Row(
-        replace(SETTLED, unexpected_steps=2),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=2)),
         UnexpectedStep(),
-        {"unexpected_steps": 3, "was_unexpected": True},
+        {
+            "unexpected": UnexpectedSteps(count=3, is_last=True),
+        },
         (say(Line.LARGER_STEP, held_nbytes=0, learns=True),),
     ),
     "one divergence too many": Row(
-        replace(SETTLED, unexpected_steps=3),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=3)),
         UnexpectedStep(),
-        {"unexpected_steps": 4, "was_unexpected": False},
+        {
+            "unexpected": UnexpectedSteps(count=4, is_last=False),
+        },
         (say(Line.LARGER_STEP, held_nbytes=0, learns=False),),
     ),
     "divergences that were said": Row(
-        replace(SETTLED, unexpected_steps=4), UnexpectedStep(), {"unexpected_steps": 5}
+        replace(SETTLED, unexpected=UnexpectedSteps(count=4)),
+        UnexpectedStep(),
+        {"unexpected": UnexpectedSteps(count=5)},
     ),
     "no plan fits a step that saved more, but smaller ones have followed": Row(
         replace(
             FRESH,
-            unexpected_nbytes=900,
-            smaller_steps=1,
-            varies=True,
+            unexpected=UnexpectedSteps(nbytes=900, smaller=1, varies=True),
             before=ReplacedState(SETTLED, 1),
         ),
         RehearsedInVain(ERROR),
-        replace(SETTLED, attempts=Attempts(), unexpected_nbytes=900, smaller_steps=1, varies=True),
+        replace(
+            SETTLED,
+            attempts=Attempts(),
+            unexpected=UnexpectedSteps(nbytes=900, smaller=1, varies=True),
+        ),
         (ForgetCalls(1),),
     ),
     "no plan fits steps that save more from now on": Row(
-        replace(FRESH, unexpected_nbytes=900, varies=True, before=ReplacedState(SETTLED, 1)),
+        replace(
+            FRESH,
+            unexpected=UnexpectedSteps(nbytes=900, varies=True),
+            before=ReplacedState(SETTLED, 1),
+        ),
         RehearsedInVain(ERROR),
         {},
         (Raise(ERROR),),
@@ -450,13 +484,13 @@ ROWS = {
     # A rehearsal.
     "a forward is rehearsed": Row(
         replace(FRESH, memory=MemoryState(100, co_resident_nbytes=7)),
-        ForwardProfiled(HEARD),
+        ForwardProfiled(OF_FORWARD),
         {"profiled": ONE, "co_resident_nbytes": 7, "is_recurrent": True, "small_nbytes": 60},
-        (PlanByForward(HEARD),),
+        (PlanByForward(OF_FORWARD),),
     ),
     "a plan by a rehearsal": Row(
         replace(FRESH, profiled=ONE, infeasible=True),
-        Rehearsed(PLAN, STOCK, ESTIMATES),
+        Rehearsed(PLAN, MEMORY, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "from_rehearsal": True,
@@ -472,7 +506,7 @@ ROWS = {
     ),
     "a plan by a rehearsal once a preset is known": Row(
         WRITING,
-        Rehearsed(PLAN, STOCK, ESTIMATES),
+        Rehearsed(PLAN, MEMORY, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "from_rehearsal": True,
@@ -488,7 +522,7 @@ ROWS = {
     "before the first step all may be kept": Row(GUESSED, NothingToDo(), FRESH, (FORGET,)),
     "before the first step another plan is found than the given one": Row(
         replace(GIVENS, profiled=ONE),
-        Rehearsed(PLAN, STOCK, ESTIMATES),
+        Rehearsed(PLAN, MEMORY, ESTIMATES),
         {
             "phase": P.VERIFYING,
             "from_rehearsal": True,
@@ -502,9 +536,9 @@ ROWS = {
     ),
     "no plan by a rehearsal": Row(FRESH, RehearsedInVain(ERROR), {}, (Raise(ERROR),)),
     "no plan by a rehearsal of an odd step": Row(
-        replace(FRESH, unexpected_steps=1, before=ReplacedState(SETTLED, 2)),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1), before=ReplacedState(SETTLED, 2)),
         RehearsedInVain(ERROR),
-        replace(SETTLED, unexpected_steps=1, attempts=Attempts()),
+        replace(SETTLED, unexpected=UnexpectedSteps(count=1), attempts=Attempts()),
         (ForgetCalls(2),),
     ),
     "no plan by a rehearsal of an odd step, whose preset is known": Row(
@@ -517,7 +551,12 @@ ROWS = {
     "no plan by a rehearsal of an odd step, and the one before was not measured yet": Row(
         replace(FRESH, before=ReplacedState(replace(VERIFYING, has_fit=True), 2)),
         RehearsedInVain(ERROR),
-        replace(VERIFYING, phase=P.SETTLED, was_unexpected=True, attempts=Attempts()),
+        replace(
+            VERIFYING,
+            phase=P.SETTLED,
+            unexpected=UnexpectedSteps(is_last=True),
+            attempts=Attempts(),
+        ),
         (ForgetCalls(2),),
     ),
     "another budget, by which nobody has seen the steps before to fit": Row(

@@ -10,6 +10,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.parts import Margins, UnexpectedSteps
 from fit_table.values import (
     CLIMBED,
     CORRECTING,
@@ -21,11 +22,11 @@ from fit_table.values import (
     KEEPS,
     KNOWN,
     MAKE,
+    MEMORY,
     ONE,
     OTHER,
     PLAN,
     SMALLEST,
-    STOCK,
     TRIED,
     TWO,
     VERIFYING,
@@ -107,7 +108,7 @@ ROWS = {
         replace(written(Profile(peak=950), makes_states=True), static_nbytes=150),
         {
             "phase": P.WRITING,
-            "memory": STOCK,
+            "memory": MEMORY,
             "gradient_nbytes": 150,
             "headroom": Headroom(250),
         },
@@ -123,21 +124,34 @@ ROWS = {
     ),
     # A step saved less than the one that made learning begin anew.
     "a smaller step is not learned from": Row(
-        replace(VERIFYING, unexpected_nbytes=900, tries=1), step(700), {"smaller_steps": 1}
+        replace(VERIFYING, unexpected=UnexpectedSteps(nbytes=900), tries=1),
+        step(700),
+        {"unexpected": UnexpectedSteps(nbytes=900, smaller=1)},
     ),
     "a smaller step whose plan was made by its own forward": Row(
-        replace(GUESSED, unexpected_nbytes=900),
+        replace(GUESSED, unexpected=UnexpectedSteps(nbytes=900)),
         step(700),
-        replace(FRESH, unexpected_nbytes=900, smaller_steps=1),
+        replace(
+            FRESH,
+            unexpected=UnexpectedSteps(nbytes=900, smaller=1),
+        ),
         (FORGET,),
     ),
     "a smaller step after eight others": Row(
-        replace(WRITING, unexpected_nbytes=900, smaller_steps=8),
+        replace(
+            WRITING,
+            unexpected=UnexpectedSteps(nbytes=900, smaller=8),
+        ),
         step(None),
         {},
     ),
     "a step that saved as much": Row(
-        replace(FRESH, unexpected_nbytes=880, smaller_steps=7), step(None), {"smaller_steps": 0}
+        replace(
+            FRESH,
+            unexpected=UnexpectedSteps(nbytes=880, smaller=7),
+        ),
+        step(None),
+        {"unexpected": UnexpectedSteps(nbytes=880)},
     ),
     # A step is written down.
     "a step at a preset is written down, and is within the budget": Row(
@@ -212,12 +226,12 @@ ROWS = {
         (MAKE,),
     ),
     "a step under an estimate is written down": Row(
-        replace(GUESSED, plain_margin_nbytes=50),
+        replace(GUESSED, margins=Margins(plain_nbytes=50)),
         written(),
         {
             "tries": 1,
             "from_rehearsal": False,
-            "plain_margin_nbytes": 0,
+            "margins": Margins(plain_nbytes=0),
             "headroom": Headroom(800),
             "attempts": Attempts(taken=(Taken(1200, PLAN),)).knowing(Profile()),
         },

@@ -32,6 +32,7 @@ from elbowroom.fitting.observations import (
     StepBegan,
 )
 from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.parts import Margins, UnexpectedSteps, Watched
 from fit_table.values import (
     ABOVE,
     AGAIN,
@@ -47,6 +48,7 @@ from fit_table.values import (
     LIMITED,
     LOSSY,
     MAKE,
+    MEMORY,
     MORE,
     MUCH,
     NEARLY,
@@ -55,7 +57,6 @@ from fit_table.values import (
     PLAN,
     SETTLED,
     SMALLEST,
-    STOCK,
     TRIED,
     TWO,
     VERIFYING,
@@ -90,7 +91,7 @@ ELSEWHERE = replace(hasty(1.2), candidate=Candidate("fp32", Profile(peak=901)))
 ROWS = {
     # What planners answer.
     "a plan is made": Row(
-        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=20, withdrawn=True),
+        replace(KNOWN, phase=P.VERIFYING, margins=Margins(plain_nbytes=20), withdrawn=True),
         PlanMade(PLAN, MemoryState(90)),
         {
             "withdrawn": False,
@@ -102,36 +103,36 @@ ROWS = {
         (BEGIN,),
     ),
     "a plan is made that is known to take the whole budget": Row(
-        replace(KNOWN, phase=P.VERIFYING, plain_margin_nbytes=100),
-        PlanMade(PLAN, STOCK),
+        replace(KNOWN, phase=P.VERIFYING, margins=Margins(plain_nbytes=100)),
+        PlanMade(PLAN, MEMORY),
         {"plan": PLAN.plan, "chosen": PLAN, "headroom": Headroom(600)},
         (BEGIN,),
     ),
     "a plan is made that is known to take too much": Row(
-        replace(KNOWN, phase=P.VERIFYING, recompute_margin_nbytes=101),
-        PlanMade(AGAIN, STOCK),
+        replace(KNOWN, phase=P.VERIFYING, margins=Margins(recompute_nbytes=101)),
+        PlanMade(AGAIN, MEMORY),
         {"plan": AGAIN.plan, "chosen": AGAIN, "headroom": Headroom(0)},
         (BEGIN,),
     ),
     "nothing need be done": Row(
         PLAINLY,
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {"phase": P.SETTLED, "chosen": KEPT, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     # Plain training was settled on by an estimate, and took 1.37 of a budget.
     "nothing need be done by a step that was no plain one: it is measured": Row(
         replace(PLAINLY, profiled_at=1),
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {"plan": KEPT.plan, "chosen": KEPT, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done by a rehearsal: it is measured": Row(
-        GUESSED, PlanMade(KEEPS, STOCK), {"plan": KEEPS.plan, "chosen": KEEPS}, (BEGIN,)
+        GUESSED, PlanMade(KEEPS, MEMORY), {"plan": KEEPS.plan, "chosen": KEEPS}, (BEGIN,)
     ),
     "nothing need be done once states take less than in a plain step: it is measured": Row(
         replace(PLAINLY, profile=Profile(peak=1001)),
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {
             "plan": KEPT.plan,
             "chosen": KEPT,
@@ -161,7 +162,7 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "plain_margin_nbytes": 101,
+            "margins": Margins(plain_nbytes=101),
             "headroom": Headroom(601),
             "attempts": KNOWN.attempts.after(KEEPS, 1001),
         },
@@ -169,13 +170,13 @@ ROWS = {
     ),
     "nothing need be done for a smaller call": Row(
         replace(PLAINLY, largest=TWO),
-        PlanMade(KEPT, STOCK),
+        PlanMade(KEPT, MEMORY),
         {"phase": P.IDLE, "chosen": KEPT, "preset": 0, "headroom": Headroom(500)},
         (BEGIN,),
     ),
     "nothing need be done once noise is known": Row(
         replace(SMALLEST, largest=TWO),
-        PlanMade(KEEPS, STOCK),
+        PlanMade(KEEPS, MEMORY),
         {"chosen": KEEPS, "plan": KEEPS.plan},
         (BEGIN,),
     ),
@@ -198,29 +199,29 @@ ROWS = {
         GUESSED, PlanMade(SAME, MemoryState(90), fits=True), {**SETTLES, "memory": MemoryState(90)}
     ),
     "a plan that fits is hardly worse than the next": Row(
-        GUESSED, PlanMade(hasty(1.196), STOCK, fits=True), SETTLES
+        GUESSED, PlanMade(hasty(1.196), MEMORY, fits=True), SETTLES
     ),
     "a plan that fits gives way to one that takes less time": Row(
         GUESSED,
-        PlanMade(hasty(1.19), STOCK, fits=True),
+        PlanMade(hasty(1.19), MEMORY, fits=True),
         {"plan": hasty(1.19).plan, "chosen": hasty(1.19)},
         (BEGIN,),
     ),
     "a plan that fits gives way to one of another profile": Row(
         GUESSED,
-        PlanMade(ELSEWHERE, STOCK, fits=True),
+        PlanMade(ELSEWHERE, MEMORY, fits=True),
         {"plan": ELSEWHERE.plan, "chosen": ELSEWHERE, "profile": ELSEWHERE.candidate.profile},
         (BEGIN,),
     ),
     "a plan that was too large gives way to one that takes more time": Row(
         GUESSED,
-        PlanMade(hasty(1.3), STOCK),
+        PlanMade(hasty(1.3), MEMORY),
         {"plan": hasty(1.3).plan, "chosen": hasty(1.3)},
         (BEGIN,),
     ),
     "a plan is taken again": Row(
         replace(SETTLED, plan=OTHER.plan),
-        PlanTaken(PLAN, STOCK),
+        PlanTaken(PLAN, MEMORY),
         {"plan": PLAN.plan, "chosen": PLAN},
         (BEGIN,),
     ),
@@ -324,9 +325,9 @@ ROWS = {
     ),
     # It was an AssertionError: forwards that climb tell no peak of their plan.
     "no plan is left after forwards that held more than was planned for": Row(
-        replace(VERIFYING, rounds=1, attempts=Attempts(), plain_margin_nbytes=100),
+        replace(VERIFYING, rounds=1, attempts=Attempts(), margins=Margins(plain_nbytes=100)),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0},
+        {"margins": Margins(plain_nbytes=0)},
         (MakeSmallest(),),
     ),
     # It was an AssertionError: no plan was followed that a smaller one could take the place of.
@@ -361,17 +362,22 @@ ROWS = {
         (FORGET, BLAME_NO_CLASSES),
     ),
     "no plan is left of an estimate: its smallest is profiled, not the one that has exceeded": Row(
-        replace(GUESSED, attempts=TRIED, plain_margin_nbytes=70),
+        replace(GUESSED, attempts=TRIED, margins=Margins(plain_nbytes=70)),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0},
+        {"margins": Margins(plain_nbytes=0)},
         (MakeSmallest(),),
     ),
     "no plan is left by what one was wrong by": Row(
         replace(
-            VERIFYING, rounds=1, attempts=TRIED, plain_margin_nbytes=100, recompute_margin_nbytes=20
+            VERIFYING,
+            rounds=1,
+            attempts=TRIED,
+            margins=Margins(plain_nbytes=100, recompute_nbytes=20),
         ),
         NoPlan(ERROR, Fallbacks()),
-        {"plain_margin_nbytes": 0, "recompute_margin_nbytes": 0},
+        {
+            "margins": Margins(plain_nbytes=0, recompute_nbytes=0),
+        },
         (MakeSmallest(),),
     ),
     "the first of the smallest": Row(
@@ -399,7 +405,12 @@ ROWS = {
         (Refuse(MUCH),),
     ),
     "the same, of a step that is an exception": Row(
-        replace(SMALLEST, options=LIMITED, profile=Profile(noise="shares"), varies=True),
+        replace(
+            SMALLEST,
+            options=LIMITED,
+            profile=Profile(noise="shares"),
+            unexpected=UnexpectedSteps(varies=True),
+        ),
         SmallestMade(LEFT, None),
         {"phase": P.SETTLED, "attempts": LEFT},
         (
@@ -415,19 +426,19 @@ ROWS = {
     ),
     # What codes add.
     "a lossy plan fits": Row(
-        replace(following(LOSSY), plain_margin_nbytes=20),
+        replace(following(LOSSY), margins=Margins(plain_nbytes=20)),
         step(900),
         {
             "tries": 1,
             "has_fit": True,
-            "was_watched": True,
+            "watched": Watched(is_done=True),
             "headroom": Headroom(500, None, 550),
             "attempts": KNOWN.attempts.after(LOSSY, 900),
         },
         (said(LOSSY, 900), MakeRoomToWatch(20 + 60)),
     ),
     "there is room to watch": Row(
-        following(PLAN, was_watched=True),
+        following(PLAN, watched=Watched(is_done=True)),
         RoomToWatch(LOSSY.plan),
         {"phase": P.WATCHING, "plan": LOSSY.plan},
         (BEGIN, StartMeter()),
@@ -435,7 +446,7 @@ ROWS = {
     "there is room to watch one of the smallest": Row(
         SMALLEST,
         RoomToWatch(LOSSY.plan),
-        {"phase": P.WATCHING, "resumes": P.SMALLEST, "plan": LOSSY.plan},
+        {"phase": P.WATCHING, "watched": Watched(resumes=P.SMALLEST), "plan": LOSSY.plan},
         (BEGIN, StartMeter()),
     ),
     "there is no room to watch": Row(
@@ -447,13 +458,13 @@ ROWS = {
     "noise is predicted, and not limited": Row(
         WATCHING,
         NoiseMeasured("shares", predicted=True, added="added"),
-        {"phase": P.SETTLED, "added": "added"},
+        {"phase": P.SETTLED, "watched": Watched(is_done=True, added="added")},
         (say(Line.ADDED, added="added"),),
     ),
     "a plan is followed after another one, whose noise was predicted": Row(
-        replace(VERIFYING, added="added"),
+        replace(VERIFYING, watched=Watched(added="added")),
         RoomToWatch(LOSSY.plan),
-        {"phase": P.WATCHING, "plan": LOSSY.plan, "added": None},
+        {"phase": P.WATCHING, "plan": LOSSY.plan, "watched": Watched()},
         (BEGIN, StartMeter()),
     ),
     "there is no room to watch, and none to predict": Row(
@@ -475,7 +486,7 @@ ROWS = {
         (MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     "noise is measured of one of the smallest, and limited": Row(
-        replace(WATCHING, options=LIMITED, resumes=P.SMALLEST),
+        replace(WATCHING, options=LIMITED, watched=Watched(resumes=P.SMALLEST)),
         NoiseMeasured("shares"),
         {
             "phase": P.SMALLEST,
@@ -498,7 +509,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "profile": Profile(noise="shares"),
             "attempts": Attempts().knowing(Profile(noise="shares")),
-            "predicts_noise": True,
+            "watched": Watched(is_done=True, predicts=True),
         },
         (CheckPlan(), MAKE, Then(NoiseUsed(is_measured=True))),
     ),
@@ -510,12 +521,14 @@ ROWS = {
             "phase": P.VERIFYING,
             "profile": Profile(noise="shares"),
             "attempts": Attempts().knowing(Profile(noise="shares")),
-            "predicts_noise": True,
+            "watched": Watched(is_done=True, predicts=True),
         },
         (MAKE, Then(NoiseUsed(is_measured=True))),
     ),
     "another budget is given where noise is predicted: there may be room now": Row(
-        replace(SETTLED, options=LIMITED, profile=Profile(noise=()), predicts_noise=True),
+        replace(
+            SETTLED, options=LIMITED, profile=Profile(noise=()), watched=Watched(predicts=True)
+        ),
         OptionsChanged(LIMITED),
         {
             "phase": P.VERIFYING,
@@ -523,7 +536,7 @@ ROWS = {
             "headroom": SETTLED.headroom.grown(1.0),
             "has_fit": False,
             "attempts": Attempts().knowing(Profile()),
-            "predicts_noise": False,
+            "watched": Watched(predicts=False),
         },
         (FORGET, MakePlan(replans=True)),
     ),
@@ -548,7 +561,7 @@ ROWS = {
         LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)
     ),
     "the last resort does not hold either, but other steps have fit": Row(
-        replace(LAST, varies=True),
+        replace(LAST, unexpected=UnexpectedSteps(varies=True)),
         step(1200),
         {"phase": P.SETTLED},
         (TakePlan(PLAN), say(Line.ABOVE, peak_nbytes=1100, **ABOVE)),
@@ -578,9 +591,12 @@ ROWS = {
         (say(Line.ABOVE, peak_nbytes=1050, **ABOVE),),
     ),
     "a step diverges in the last resort": Row(
-        replace(LAST, unexpected_steps=1, was_unexpected=True),
-        StepBegan(STOCK, ONE),
-        replace(FRESH, unexpected_steps=1),
+        replace(
+            LAST,
+            unexpected=UnexpectedSteps(count=1, is_last=True),
+        ),
+        StepBegan(MEMORY, ONE),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1)),
         (FORGET,),
     ),
 }

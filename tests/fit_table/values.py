@@ -18,6 +18,7 @@ from elbowroom.fitting.observations import (
     StepMeasured,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.fitting.parts import Watched
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import FitState
 
@@ -58,8 +59,8 @@ class Profile:
     def followed_peak(self):
         return self.peak
 
-    def peak_with(self, born_nbytes):
-        return self.peak + born_nbytes
+    def peak_with(self, new_nbytes):
+        return self.peak + new_nbytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def chosen(plan, profile=Profile()):
     return Chosen(Candidate("fp32", profile), plan)
 
 
-OPTIONS, STOCK, ONE, TWO = FitOptions(1000), MemoryState(100), Call(8), Call(16)
+OPTIONS, MEMORY, ONE, TWO = FitOptions(1000), MemoryState(100), Call(8), Call(16)
 GRADIENTS = MemoryState(250, gradient_nbytes=150)  # those of micro-batches before
 PLAN, OTHER = chosen(Plan("one")), chosen(Plan("other"))
 HIGH = chosen(Plan("high", peak=1150))  # predicted above the budget, and followed to be measured
@@ -100,8 +101,10 @@ NEARLY = BudgetTooSmall("no plan fits", least_nbytes=1099)
 FORGET, BEGIN, MAKE = ForgetScripts(), BeginPlan(), MakePlan()
 MORE = Fallbacks(blamed_classes=True, layers=True)
 
-UNBORN = FitState(OPTIONS, STOCK, Call(0, None), Call(0, None))  # before the first step of its kind
-FRESH = FitState(OPTIONS, STOCK, ONE, ONE)
+UNSEEN = FitState(
+    OPTIONS, MEMORY, Call(0, None), Call(0, None)
+)  # before the first step of its kind
+FRESH = FitState(OPTIONS, MEMORY, ONE, ONE)
 WRITING = replace(FRESH, phase=P.WRITING, headroom=Headroom(400))
 GIVENS = replace(FRESH, phase=P.GIVEN, plan=GIVEN, given=GIVEN, headroom=Headroom(500))
 CORRECTING = replace(GIVENS, phase=P.CORRECTING, given=None, from_rehearsal=True)
@@ -118,7 +121,7 @@ def following(one, phase=P.VERIFYING, **more):
 
 VERIFYING = following(PLAN)
 GUESSED = following(PLAN, from_rehearsal=True, was_rehearsed=True, attempts=Attempts())
-WATCHING = following(LOSSY, P.WATCHING, was_watched=True, has_fit=True)
+WATCHING = following(LOSSY, P.WATCHING, watched=Watched(is_done=True), has_fit=True)
 SETTLED = following(PLAN, P.SETTLED, has_fit=True)
 MUCH = Taken(1100, PLAN)  # a plan that did not hold
 TRIED = Attempts(taken=(MUCH,))
@@ -129,7 +132,7 @@ LAST = replace(KNOWN, phase=P.LAST_RESORT, preset=5, attempts=TRIED, was_rehears
 def step(peak, **more):
     """Return a measured step that held 300 bytes, 350 at most."""
     seen = {"after_nbytes": 300, "max_nbytes": 350, "before_nbytes": 800, "preset": 1}
-    return StepMeasured(STOCK, 100, peak, **(seen | more))
+    return StepMeasured(MEMORY, 100, peak, **(seen | more))
 
 
 def written(profile=Profile(), **more):
@@ -162,7 +165,7 @@ class Row(NamedTuple):
     asks: tuple[Any, ...] = ()
 
 
-HEARD = ForwardProfile(Profile(is_recurrent=True, small_nbytes=60))
+OF_FORWARD = ForwardProfile(Profile(is_recurrent=True, small_nbytes=60))
 ESTIMATES = (KnownStep(Profile(), from_rehearsal=True),)
 LEFT = Attempts(taken=(MUCH,), smallest=(Smallest(OTHER, from_rehearsal=False),))
 DROPPED = say(Line.GIVEN, plan=GIVEN)

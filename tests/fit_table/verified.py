@@ -12,6 +12,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.parts import Margins, UnexpectedSteps
 from fit_table.values import (
     AGAIN,
     CLIMBED,
@@ -26,13 +27,13 @@ from fit_table.values import (
     KNOWN,
     LOSSY,
     MAKE,
+    MEMORY,
     MORE,
     ONE,
     OTHER,
     PLAN,
     SETTLED,
     SMALLEST,
-    STOCK,
     TRIED,
     TWO,
     VERIFYING,
@@ -89,7 +90,7 @@ ROWS = {
         replace(VERIFYING, memory=GRADIENTS, skipped_steps=3),
         step(900),
         {
-            "memory": STOCK,
+            "memory": MEMORY,
             "phase": P.SETTLED,
             "tries": 1,
             "has_fit": True,
@@ -156,7 +157,7 @@ ROWS = {
             "rounds": 1,
             "has_fit": True,
             "headroom": Headroom(400, None, 650),
-            "plain_margin_nbytes": 0,
+            "margins": Margins(plain_nbytes=0),
             "attempts": Attempts(taken=(Taken(800, PLAN),)),
         },
         (said(PLAN, 800), MakePlan(fits=True)),
@@ -169,7 +170,7 @@ ROWS = {
             "rounds": 1,
             "has_fit": True,
             "headroom": Headroom(495, None, 555),
-            "plain_margin_nbytes": 47,
+            "margins": Margins(plain_nbytes=47),
             "attempts": Attempts(taken=(Taken(895, PLAN),)),
         },
         (said(PLAN, 895), MakePlan(fits=True)),
@@ -216,14 +217,14 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "plain_margin_nbytes": 200,
+            "margins": Margins(plain_nbytes=200),
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(PLAN, 1100),
         },
         (said(PLAN, 1100), MAKE),
     ),
     "a plan does not fit, as codes of it were withdrawn": Row(
-        replace(VERIFYING, withdrawn=True, plain_margin_nbytes=20),
+        replace(VERIFYING, withdrawn=True, margins=Margins(plain_nbytes=20)),
         step(1100),
         {
             "tries": 1,
@@ -239,27 +240,27 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "recompute_margin_nbytes": 200,
+            "margins": Margins(recompute_nbytes=200),
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(AGAIN, 1100),
         },
         (said(AGAIN, 1100), MAKE),
     ),
     "three plans did not fit": Row(
-        replace(VERIFYING, rounds=3, plain_margin_nbytes=60),
+        replace(VERIFYING, rounds=3, margins=Margins(plain_nbytes=60)),
         step(1100),
         {
             "tries": 1,
-            "plain_margin_nbytes": 0,
+            "margins": Margins(plain_nbytes=0),
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(PLAN, 1100),
         },
         (said(PLAN, 1100), MakeSmallest()),
     ),
     "three plans by a smaller call did not fit": Row(
-        replace(VERIFYING, rounds=3, largest=TWO, unexpected_steps=2),
+        replace(VERIFYING, rounds=3, largest=TWO, unexpected=UnexpectedSteps(count=2)),
         step(1100),
-        replace(FRESH, largest=TWO, unexpected_steps=2, only_largest=True),
+        replace(FRESH, largest=TWO, unexpected=UnexpectedSteps(count=2), only_largest=True),
         (said(PLAN, 2100), FORGET),
     ),
     "one of the smallest fits": Row(
@@ -304,7 +305,7 @@ ROWS = {
         {
             "tries": 1,
             "rounds": 1,
-            "plain_margin_nbytes": -50,
+            "margins": Margins(plain_nbytes=-50),
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(HIGH, 1100),
         },
@@ -321,7 +322,11 @@ ROWS = {
     "steps that leave their plan again and again are planned with less": Row(
         replace(VERIFYING, tries=1),
         step(1010, climbed=True),
-        {"tries": 2, "rounds": 1, "plain_margin_nbytes": max(1010 - PLAN.plan.peak, 1000 // 32)},
+        {
+            "tries": 2,
+            "rounds": 1,
+            "margins": Margins(plain_nbytes=max(1010 - PLAN.plan.peak, 1000 // 32)),
+        },
         (said(PLAN, 1010), MAKE),
     ),
     "five steps that tell nothing, within the whole budget": Row(
@@ -346,7 +351,7 @@ ROWS = {
             "phase": P.VERIFYING,
             "tries": 1,
             "rounds": 1,
-            "plain_margin_nbytes": 200,
+            "margins": Margins(plain_nbytes=200),
             "headroom": Headroom(700),
             "attempts": KNOWN.attempts.after(PLAN, 1100),
         },

@@ -122,8 +122,8 @@ def test_a_deeper_step_is_said_where_a_plan_lets_much_pass(caplog) -> None:
         caplog.clear()
         step(9)
         assert caplog.text.count("more than was planned") == 1
-        assert fitting.planner.state.was_unexpected
-        assert fitting.planner.state.unexpected_nbytes > budget
+        assert fitting.planner.state.unexpected.is_last
+        assert fitting.planner.state.unexpected.nbytes > budget
         for times in [1, 9] * 8:
             step(times)
         assert caplog.text.count("more than was planned") == 4

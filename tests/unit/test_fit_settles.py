@@ -51,16 +51,16 @@ from fit_table.values import (
     ESTIMATES,
     GIVEN,
     GRADIENTS,
-    HEARD,
     KEEPS,
     LOSSY,
+    MEMORY,
     NEARLY,
+    OF_FORWARD,
     ONE,
     OTHER,
     PLAN,
-    STOCK,
     TWO,
-    UNBORN,
+    UNSEEN,
     Profile,
     step,
     written,
@@ -83,7 +83,7 @@ class Training:
     def __init__(self, seed: int, *, odd: float) -> None:
         self.draw, self.odd = random.Random(seed), odd
         given = GIVEN if self.draw.random() < 0.2 else None
-        self.state = replace(UNBORN, given=given)
+        self.state = replace(UNSEEN, given=given)
         self.true = {name: self.draw.randrange(500, 1500) for name in self._names()}
         self.measured: dict[object, int] = {}
         self.said = False
@@ -125,9 +125,9 @@ class Training:
             case MakePlan(again, fits):
                 if draw.random() < 0.2:
                     return NoPlan(draw.choice((ERROR, NEARLY)), Fallbacks(), again)
-                return PlanMade(self.plan(state.profile), STOCK, fits)
+                return PlanMade(self.plan(state.profile), MEMORY, fits)
             case TakePlan(one):
-                return PlanTaken(one, STOCK)
+                return PlanTaken(one, MEMORY)
             case MakeSmallest():
                 return SmallestMade(
                     *state.attempts.next_smallest(
@@ -137,7 +137,7 @@ class Training:
             case PlanByForward():
                 if draw.random() < 0.2:
                     return RehearsedInVain(ERROR)
-                return Rehearsed(self.plan(), STOCK, ESTIMATES)
+                return Rehearsed(self.plan(), MEMORY, ESTIMATES)
             case MakeRoomToWatch():
                 return RoomToWatch(draw.choice((None, LOSSY.plan)))
             case ReadMeter():
@@ -149,7 +149,7 @@ class Training:
         draw = self.draw
         odd = draw.random() < self.odd
         call = TWO if odd and draw.random() < 0.2 else ONE
-        memory = GRADIENTS if odd and draw.random() < 0.2 else STOCK
+        memory = GRADIENTS if odd and draw.random() < 0.2 else MEMORY
         self.tell(StepBegan(memory, call, grew=grew))
         if odd:
             kind = draw.randrange(6)
@@ -169,7 +169,7 @@ class Training:
         measures = self.state.wants_measuring
         writes = self.state.wants_writing
         if measures and self.state.may_rehearse and draw.random() < 0.3:
-            self.tell(ForwardProfiled(HEARD))
+            self.tell(ForwardProfiled(OF_FORWARD))
         self.tell(ForwardEnded(self.state.preset, impossible=False))
         if measures:
             self.measure(call, writes=writes)
@@ -199,7 +199,7 @@ def test_what_is_settled_was_measured(odd):
             for _ in range(30):
                 grew = training.step(grew=grew)
                 state = training.state
-                if training.said or not state.settled or state.was_unexpected:
+                if training.said or not state.settled or state.unexpected.is_last:
                     continue
                 settled += 1
                 peak = training.measured.get(training.setting)

@@ -13,6 +13,7 @@ import pytest
 import elbowroom
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.options import MemoryState
+from elbowroom.fitting.parts import UnexpectedSteps, Watched
 from elbowroom.fitting.phase import FOLLOWS, Phase
 from elbowroom.fitting.state import FitState, ReplacedState
 from elbowroom.fitting.transitions import advance
@@ -117,18 +118,20 @@ def test_a_fresh_state_knows_what_no_measurement_has_told():
     """A reset is a new value: of what was learned only what outlives a reset is left."""
     learned = replace(
         VERIFYING,
-        unexpected_steps=2,
-        varies=True,
+        unexpected=UnexpectedSteps(count=2, varies=True, is_last=True),
         only_largest=True,
         is_recurrent=True,
         small_nbytes=9,
         before=ReplacedState(SETTLED, 2),
         headroom=Headroom(5, 6, 7),
-        was_unexpected=True,
         infeasible=True,
-        was_watched=True,
+        watched=Watched(is_done=True),
     )
-    kept = {"unexpected_steps": 2, "varies": True, "only_largest": True, "is_recurrent": True}
+    kept = {
+        "unexpected": UnexpectedSteps(count=2, varies=True),
+        "only_largest": True,
+        "is_recurrent": True,
+    }
     kept["small_nbytes"] = 9
     known = {"before": ReplacedState(SETTLED, 2), "headroom": Headroom(guess_nbytes=6)}
     assert learned.fresh() == replace(FRESH, **kept, **known)
@@ -142,7 +145,7 @@ def test_a_call_is_scaled_only_by_a_profile_that_is_known():
 def test_a_state_is_a_value():
     with pytest.raises(FrozenInstanceError):
         FRESH.phase = P.SETTLED
-    assert replace(FRESH, unexpected_steps=1) != FRESH
+    assert replace(FRESH, unexpected=UnexpectedSteps(count=1)) != FRESH
 
 
 def test_the_machine_runs_where_there_is_no_torch():

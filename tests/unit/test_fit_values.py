@@ -16,7 +16,7 @@ from elbowroom.fitting.signature import Signature
 from elbowroom.fitting.state import FitState
 from elbowroom.plan.plan import Plan
 
-OPTIONS, STOCK = FitOptions(1000), MemoryState(static_nbytes=300)
+OPTIONS, MEMORY = FitOptions(1000), MemoryState(static_nbytes=300)
 MEASURED = Headroom(transient_nbytes=50, guess_nbytes=70, seen_nbytes=9)
 
 
@@ -42,12 +42,12 @@ def test_what_is_known_of_transients(after, transient, guess, seen):
 @pytest.mark.parametrize(
     ("known", "memory", "allowed", "surely"),
     [
-        (Headroom(), STOCK, 600, 700),  # the guess of whoever asks, 100; none of it is certain
-        (Headroom(guess_nbytes=40), STOCK, 660, 700),
-        (Headroom(guess_nbytes=400), STOCK, 600, 700),  # the smaller of two guesses
-        (Headroom(50), STOCK, 650, 650),
-        (Headroom(50, None, 980), STOCK, 680, 680),  # a step that held as much has fit
-        (Headroom(50, None, 800), STOCK, 650, 650),
+        (Headroom(), MEMORY, 600, 700),  # the guess of whoever asks, 100; none of it is certain
+        (Headroom(guess_nbytes=40), MEMORY, 660, 700),
+        (Headroom(guess_nbytes=400), MEMORY, 600, 700),  # the smaller of two guesses
+        (Headroom(50), MEMORY, 650, 650),
+        (Headroom(50, None, 980), MEMORY, 680, 680),  # a step that held as much has fit
+        (Headroom(50, None, 800), MEMORY, 650, 650),
         # A parameter that gets no gradient is counted, too, so nothing is certain of gradients.
         (Headroom(50), MemoryState(300, unallocated_gradient_nbytes=701), 650, 650),
         (
@@ -77,7 +77,7 @@ def test_what_a_forward_may_hold(known, memory, allowed, surely):
     ],
 )
 def test_when_what_a_forward_has_held_exceeds_the_budget(known, most, exceeded):
-    assert known.is_exceeded(OPTIONS, STOCK, most) is exceeded
+    assert known.is_exceeded(OPTIONS, MEMORY, most) is exceeded
 
 
 def test_a_refusal_names_more_than_the_budget_that_a_forward_was_above():
@@ -85,7 +85,7 @@ def test_a_refusal_names_more_than_the_budget_that_a_forward_was_above():
     saving = SimpleNamespace(
         storages=[], largest_nbytes=10, impossible=True, ledger=SimpleNamespace(max_nbytes=700)
     )
-    refused = refusal(saving, OPTIONS, SimpleNamespace(weight_nbytes=300), STOCK, 50)
+    refused = refusal(saving, OPTIONS, SimpleNamespace(weight_nbytes=300), MEMORY, 50)
     assert refused.least_nbytes == 300 + 700 + 50 > OPTIONS.budget_nbytes
     assert "exact=None" not in str(refused)  # lossy codes were allowed
 
@@ -279,7 +279,7 @@ def test_the_largest_call_alone_is_one_that_came():
     """Graphs of many nodes and of many edges: no graph has both, which was waited for."""
     nodes, edges = (Signature("", shapes) for shapes in (((9, 2), (3,)), ((4, 2), (15,))))
     small = Signature("", ((5, 2), (5,)))
-    state = FitState(OPTIONS, STOCK, Signature(None), Signature(None))
+    state = FitState(OPTIONS, MEMORY, Signature(None), Signature(None))
     for signature in (small, nodes, edges, small):
         state = state.with_call(signature)
     assert state.largest == nodes.joined(edges)

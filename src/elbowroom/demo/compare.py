@@ -21,7 +21,7 @@ from elbowroom.demo.train import Run, score, train
 from elbowroom.measure import MemoryCurve, Paired, memory_curve, paired
 
 
-class Ledger(Protocol):
+class LedgerBytes(Protocol):
     """Interface of `saved.ledger` as far as we read it, in bytes before backward."""
 
     @property
@@ -34,7 +34,7 @@ class Saved(Protocol):
     """Interface of what `with er.saving(...) as saved` gives."""
 
     @property
-    def ledger(self) -> Ledger: ...
+    def ledger(self) -> LedgerBytes: ...
 
 
 Saving = Callable[[], AbstractContextManager[Saved]]

@@ -233,8 +233,8 @@ def settings_of(planner: "Planner", *, names_least: bool = False) -> PlannerSett
     return PlannerSettings(
         state.options,
         state.ratio,
-        state.plain_margin_nbytes,
-        state.recompute_margin_nbytes,
+        state.margins.plain_nbytes,
+        state.margins.recompute_nbytes,
         helps_anyway or state.options.lossy_helps,
         bool(helps_anyway),
         finest=inf if state.corrects and not names_least else state.options.budget_nbytes >> 8,

@@ -19,8 +19,8 @@ from elbowroom.runtime.consumers import Call, Reading
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.direct import Direct, rows_nbytes
 from elbowroom.runtime.direct.recurrent import layers_of, saved_nbytes
-from elbowroom.runtime.handles import DropHandle, KeepHandle
-from elbowroom.runtime.kept import Beside, Deferred, Lone, last_node
+from elbowroom.runtime.handles import DropHandle
+from elbowroom.runtime.kept import Held, last_node
 from elbowroom.runtime.observer import Recorder
 from elbowroom.runtime.repeats import Unrepeatable
 from elbowroom.runtime.replay.tracer import Tracer
@@ -215,7 +215,7 @@ class FittedSaving(Saving):
         """True if the forward will be discarded, so that nothing more is recorded."""
         return self.too_much and not (self._may_climb or self._only_counts)
 
-    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
+    def _taken(self, x: Tensor) -> Held:
         return DropHandle() if self._is_discarded else super()._taken(x)
 
     def _finished(self, call: Call, out: Any) -> None:

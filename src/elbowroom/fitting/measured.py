@@ -19,6 +19,7 @@ from elbowroom.fitting.commands import (
     say,
 )
 from elbowroom.fitting.observations import NoiseMeasured, NoiseUsed, RoomToWatch, StepMeasured
+from elbowroom.fitting.parts import Margins
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.planned import Step, begin_to_watch, begun, go_smaller, learn_anew
 from elbowroom.fitting.state import FitState
@@ -58,7 +59,7 @@ def _learned(state: FitState, seen: StepMeasured) -> Step:
     if state.is_smaller(seen.before_nbytes):
         return _smaller_measured(state)
     if not state.saves_less(seen.before_nbytes):
-        state = replace(state, smaller_steps=0)
+        state = state.with_unexpected(smaller=0)
     if seen.peak is not None:
         if state.is_blind:
             state = replace(state, phase=Phase.VERIFYING, tries=0)
@@ -88,13 +89,13 @@ def _smaller_measured(state: FitState) -> Step:
 
     A plan that was made by its own forward is discarded.
     """
-    state = replace(state, smaller_steps=state.smaller_steps + 1)
+    state = state.with_unexpected(smaller=state.unexpected.smaller + 1)
     if state.from_rehearsal and state.tries == 0:
         return state.fresh(), (ForgetScripts(),)
     return state, ()
 
 
-def _born_nbytes(state: FitState, seen: StepMeasured) -> int:
+def _new_resident_nbytes(state: FitState, seen: StepMeasured) -> int:
     """Returns bytes that are resident in later steps from the start, but were not in this one.
 
     These are optimizer states, created in this step or still to be created, and gradients that it
@@ -111,7 +112,9 @@ def _with_states(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
 
     The step's memory over time must be known.
     """
-    return peak_nbytes if seen.seen is None else seen.seen.peak_with(_born_nbytes(state, seen))
+    return (
+        peak_nbytes if seen.seen is None else seen.seen.peak_with(_new_resident_nbytes(state, seen))
+    )
 
 
 def _at_largest(state: FitState, seen: StepMeasured, peak_nbytes: int) -> int:
@@ -127,7 +130,7 @@ def _with_transients(state: FitState, seen: StepMeasured, peak_nbytes: int) -> F
 
 
 def _allowing(
-    state: FitState, seen: StepMeasured, peak_nbytes: int, born_nbytes: int = 0
+    state: FitState, seen: StepMeasured, peak_nbytes: int, new_nbytes: int = 0
 ) -> FitState:
     """Allows what this step held at most, if it is of the largest size and within the budget.
 
@@ -136,7 +139,7 @@ def _allowing(
     slack = state.options.budget_nbytes - peak_nbytes
     if slack < 0 or state.now != state.largest:
         return state
-    most = seen.static_nbytes + born_nbytes + seen.max_nbytes
+    most = seen.static_nbytes + new_nbytes + seen.max_nbytes
     return replace(state, headroom=state.headroom.fitting(most + slack))
 
 
@@ -149,8 +152,8 @@ def _noted(state: FitState, peak_nbytes: int) -> FitState:
 
 def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
     """Returns the state after the first step, whose transients are known now."""
-    born_nbytes, budget_nbytes = _born_nbytes(state, seen), state.options.budget_nbytes
-    peak_nbytes = _with_states(state, seen, own_nbytes + born_nbytes)
+    new_nbytes, budget_nbytes = _new_resident_nbytes(state, seen), state.options.budget_nbytes
+    peak_nbytes = _with_states(state, seen, own_nbytes + new_nbytes)
     fits = peak_nbytes <= budget_nbytes
     phase = Phase.IDLE if state.phase is Phase.IDLE else Phase.WRITING
     backward_nbytes = own_nbytes if seen.seen is None else seen.seen.backward_peak
@@ -159,14 +162,14 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
     found = seen.preset_within(state.allowed_nbytes(0))
     if fits and (found is None or found > seen.preset):
         found = seen.preset
-    if found is None and (own_nbytes > budget_nbytes or not born_nbytes):
+    if found is None and (own_nbytes > budget_nbytes or not new_nbytes):
         if not seen.may_measure:
             return state, (RefusePresets(seen.saving),)
         state = replace(state, infeasible=True)  # no preset fits, but a plan may
     lossy = found is not None and not state.options.presets[found].exact
     preset = seen.preset if found is None or lossy else found  # a plan may do with exact ones
     if preset == seen.preset:
-        state = _allowing(state, seen, peak_nbytes, born_nbytes)
+        state = _allowing(state, seen, peak_nbytes, new_nbytes)
     return replace(state, preset=preset), ()
 
 
@@ -192,8 +195,7 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
         from_rehearsal=False,
         has_fit=state.has_fit or peak_nbytes <= state.options.budget_nbytes,
         co_resident_nbytes=co_resident_nbytes,
-        plain_margin_nbytes=0,
-        recompute_margin_nbytes=0,
+        margins=Margins(),
         attempts=state.attempts.knowing(profile),
     )
     state = _with_transients(state, seen, seen.profile.peak)
@@ -360,9 +362,10 @@ def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
         unknown = say(Line.UNKNOWN, why="the budget leaves no room to look", plan=state.plan)
         return replace(state, phase=Phase.SETTLED), (unknown,)
     if seen.plan is None:
-        return replace(state, phase=Phase.WATCHING, resumes=state.phase), (StartMeter(True),)
+        watching = replace(state.with_watched(resumes=state.phase), phase=Phase.WATCHING)
+        return watching, (StartMeter(True),)
     state, commands = begun(state, seen.plan)
-    watching = replace(state, phase=Phase.WATCHING, resumes=state.phase)
+    watching = replace(state.with_watched(resumes=state.phase), phase=Phase.WATCHING)
     return watching, (*commands, StartMeter())
 
 
@@ -378,16 +381,16 @@ def _watched(state: FitState, seen: StepMeasured) -> Step:
 def noise_measured(state: FitState, seen: NoiseMeasured) -> Step:
     """Replans once the noise of codes is known; only says it if it is predicted without a limit."""
     if seen.predicted and state.options.noise is None:
-        state = replace(state, phase=Phase.SETTLED, added=seen.added)
+        state = replace(state.with_watched(added=seen.added), phase=Phase.SETTLED)
         return state, (say(Line.ADDED, added=seen.added),)
     assert state.profile is not None
     profile = replace(state.profile, noise=seen.shares)
-    state = replace(state, phase=state.resumes, profile=profile, rounds=0)
+    state = replace(state, phase=state.watched.resumes, profile=profile, rounds=0)
     plans = (MakePlan(), Then(NoiseUsed(is_measured=seen.shares is not None)))
     if state.options.noise is not None:
         # From here on no plan or preset may be fallen back to that was chosen without the limit.
         attempts = Attempts().knowing(profile)
-        state = replace(state, attempts=attempts, predicts_noise=seen.predicted)
+        state = replace(state, attempts=attempts).with_watched(predicts=seen.predicted)
         # What is known from a forward alone is too careful to refuse a training that has fitted:
         # where no plan is within the limit by that, the smallest ones are measured.
         return state, plans if state.from_rehearsal else (CheckPlan(), *plans)

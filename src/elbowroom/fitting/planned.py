@@ -44,6 +44,7 @@ from elbowroom.fitting.observations import (
     RehearsedInVain,
     SmallestMade,
 )
+from elbowroom.fitting.parts import Margins
 from elbowroom.fitting.phase import Phase
 from elbowroom.fitting.state import PLAIN, FitState
 
@@ -71,7 +72,7 @@ def begun(state: FitState, plan: "Plan") -> Step:
     other = peak_nbytes - profile.static - plan.held_nbytes
     other = min(other, 0) if above else other
     headroom = state.headroom.learned(other)
-    state = replace(state, headroom=headroom, withdrawn=False, proven=(), added=None)
+    state = replace(state, headroom=headroom, withdrawn=False, proven=()).with_watched(added=None)
     return state, (BeginPlan(),)
 
 
@@ -125,10 +126,10 @@ def begin_to_watch(state: FitState) -> Step:
     assert plan is not None
     if plan.changes_nothing:
         return _without_plan(state), ()
-    if not plan.is_lossy or state.was_watched:
+    if not plan.is_lossy or state.watched.is_done:
         return replace(state, phase=Phase.SETTLED), ()
     margin = state.margin_nbytes + room_nbytes(plan)
-    return replace(state, was_watched=True), (MakeRoomToWatch(margin),)
+    return state.with_watched(is_done=True), (MakeRoomToWatch(margin),)
 
 
 def plan_taken(state: FitState, seen: PlanTaken) -> Step:
@@ -148,7 +149,7 @@ def rehearsed_in_vain(state: FitState, seen: RehearsedInVain) -> Step:
 
     So it does with one that saved more than those before it, if smaller ones have followed.
     """
-    is_lasting = state.unexpected_nbytes > 0 and state.smaller_steps == 0
+    is_lasting = state.unexpected.nbytes > 0 and state.unexpected.smaller == 0
     if state.before is None or is_lasting:
         return state, (Raise(seen.error),)
     before, calls = state.before
@@ -242,8 +243,7 @@ def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
     more = tries_more(state, fallbacks)
     if more is not None:
         return more
-    state = replace(state, plain_margin_nbytes=0, recompute_margin_nbytes=0)
-    return state, (MakeSmallest(),)
+    return replace(state, margins=Margins()), (MakeSmallest(),)
 
 
 def smallest_made(state: FitState, seen: SmallestMade) -> Step:
@@ -272,7 +272,7 @@ def _give_up(state: FitState, least: Taken) -> Step:
     profile = state.profile
     if state.options.noise is not None and profile is not None and profile.noise is not None:
         state = replace(state, phase=Phase.SETTLED)
-        if not state.varies:
+        if not state.unexpected.varies:
             return state, (Refuse(least),)
         why = "took no less within the limit of noise"  # an exception, which ends no training
         above = say(Line.ABOVE, peak_nbytes=least.peak_nbytes, why=why)

@@ -1,10 +1,11 @@
 """State of the forwards of one kind, as one frozen value; `transitions.py` has its transitions."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from elbowroom.fitting.attempts import Attempts
 from elbowroom.fitting.headroom import Headroom
+from elbowroom.fitting.parts import Margins, UnexpectedSteps, Watched
 from elbowroom.fitting.phase import Phase
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from elbowroom.fitting.signature import Signature
     from elbowroom.plan.plan import Plan
     from elbowroom.plan.profile import Profile
-    from elbowroom.plan.shares import AddedVariance
 
 PLAIN = 0  # index of "keep" in every ladder
 SAFEST_EXACT = 1  # index of "exact" in every ladder
@@ -72,8 +72,7 @@ class FitState:
     co_resident_nbytes      bytes of other models and graphs that the profile includes
     max_co_resident_nbytes  the largest such number that this kind of forward was replanned for
     outputs_nbytes          the most bytes of earlier outputs that a forward has begun with
-    plain_margin_nbytes     bytes by which plans without recomputed modules were too optimistic
-    recompute_margin_nbytes bytes by which plans with recomputed modules were
+    margins       bytes by which measured plans were too optimistic
     is_recurrent  the profile has recurrent layers that could be recomputed
     small_nbytes  bytes that the profile has in tensors smaller than min_nbytes
 
@@ -87,7 +86,6 @@ class FitState:
     skipped_steps    steps that were not measured because they began with fewer gradients than
                      that, or with fewer outputs of earlier forwards
     others_learn  another model that is not settled yet ran inside the last step
-    resumes       the phase in which a watched plan was verified
     infeasible    the strictest preset holds too much, or a step had more forwards: rehearse
     takes_anything  backward runs inside of forward, so that nothing can be rehearsed: steps are
                     measured whatever they take, from a preset on, until the smallest plans were
@@ -97,17 +95,11 @@ class FitState:
                   its scaled peak, that it would not be; 0: there was none
     withdrawn     codes of the plan were withdrawn since, so that it holds more than it predicts
     was_rehearsed the first plan is of a rehearsal, so that no uniform preset was measured to fit
-    was_watched   the noise of codes was measured, or there was no memory to measure it
-    predicts_noise  there was no memory to measure noise, and the profile has a prediction
-    added         what the plan's codes are predicted to add; None: not known, or it was measured
+    watched       what is known of the noise of codes
 
     Steps that differ from those before:
 
-    unexpected_steps  number of steps that held more
-    was_unexpected    this step held more, and is learned from
-    unexpected_nbytes bytes that the last such step saved, in plain autograd
-    smaller_steps     measured steps since then that saved less, and were not learned from
-    varies        one step was within the budget, and another one, unlike it, was not
+    unexpected    those that held more
     only_largest  measure calls of the largest size alone: scaled measurements did not suffice. From
                   then on the largest call is the one with the most elements (`most`)
     before        the settled state before a step had more forwards, or saved more
@@ -130,8 +122,7 @@ class FitState:
     co_resident_nbytes: int = 0
     max_co_resident_nbytes: int = 0
     outputs_nbytes: int = 0
-    plain_margin_nbytes: int = 0
-    recompute_margin_nbytes: int = 0
+    margins: Margins = field(default_factory=Margins)
     is_recurrent: bool = False
     small_nbytes: int = 0
     rounds: int = 0
@@ -141,7 +132,6 @@ class FitState:
     gradient_nbytes: int = 0
     skipped_steps: int = 0
     others_learn: bool = False
-    resumes: Phase = Phase.VERIFYING
     infeasible: bool = False
     takes_anything: bool = False
     has_fit: bool = False
@@ -149,14 +139,8 @@ class FitState:
     exceeded: int = 0
     withdrawn: bool = False
     was_rehearsed: bool = False
-    was_watched: bool = False
-    predicts_noise: bool = False
-    added: "AddedVariance | None" = None
-    unexpected_steps: int = 0
-    was_unexpected: bool = False
-    unexpected_nbytes: int = 0
-    smaller_steps: int = 0
-    varies: bool = False
+    watched: Watched = field(default_factory=Watched)
+    unexpected: UnexpectedSteps = field(default_factory=UnexpectedSteps)
     only_largest: bool = False
     most: "Signature | None" = None
     before: ReplacedState | None = None
@@ -174,10 +158,7 @@ class FitState:
             takes_anything=self.takes_anything,
             max_co_resident_nbytes=self.max_co_resident_nbytes,
             outputs_nbytes=self.outputs_nbytes,
-            unexpected_steps=self.unexpected_steps,
-            unexpected_nbytes=self.unexpected_nbytes,
-            smaller_steps=self.smaller_steps,
-            varies=self.varies,
+            unexpected=replace(self.unexpected, is_last=False),
             only_largest=self.only_largest,
             most=self.most,
             before=self.before,
@@ -204,12 +185,17 @@ class FitState:
             infeasible=before.infeasible,
             has_fit=before.settled,
             was_rehearsed=before.was_rehearsed,
-            was_watched=before.was_watched,
-            predicts_noise=before.predicts_noise,
-            added=before.added,
-            was_unexpected=self.was_unexpected or not before.settled,
+            watched=before.watched,
             before=None,
-        )
+        ).with_unexpected(is_last=self.unexpected.is_last or not before.settled)
+
+    def with_unexpected(self, **fields: Any) -> Self:
+        """Returns the state with some facts of unexpected steps replaced."""
+        return replace(self, unexpected=replace(self.unexpected, **fields))
+
+    def with_watched(self, **fields: Any) -> Self:
+        """Returns the state with some facts of the noise of codes replaced."""
+        return replace(self, watched=replace(self.watched, **fields))
 
     def knowing(self, profile: "Profile") -> Self:
         """Returns the state with those facts of a profile that say which relaxations may help."""
@@ -290,7 +276,7 @@ class FitState:
         False once a step of this kind was measured within the budget: this one is an exception.
         False also while all is learned anew after such a step: the next may be an exception, too.
         """
-        return not (self.has_fit or self.settled or self.varies)
+        return not (self.has_fit or self.settled or self.unexpected.varies)
 
     @property
     def refuses_last_resort(self) -> bool:
@@ -298,7 +284,7 @@ class FitState:
 
         Else the setting with the lowest measured peak is kept: a preset was measured to fit once.
         """
-        return self.was_rehearsed and not self.varies
+        return self.was_rehearsed and not self.unexpected.varies
 
     @property
     def corrects(self) -> bool:
@@ -348,13 +334,13 @@ class FitState:
     @property
     def margin_nbytes(self) -> int:
         """Bytes that plans like the current one leave free: with recomputed modules, or without."""
-        return self.recompute_margin_nbytes if self.recompute else self.plain_margin_nbytes
+        return self.margins.recompute_nbytes if self.recompute else self.margins.plain_nbytes
 
     def with_margin(self, nbytes: int) -> Self:
         """Returns the state with another `margin_nbytes`."""
         if self.recompute:
-            return replace(self, recompute_margin_nbytes=nbytes)
-        return replace(self, plain_margin_nbytes=nbytes)
+            return replace(self, margins=replace(self.margins, recompute_nbytes=nbytes))
+        return replace(self, margins=replace(self.margins, plain_nbytes=nbytes))
 
     def allowed_nbytes(self, guessed_nbytes: int) -> int:
         """Returns the bytes that may be held for backward.
@@ -382,14 +368,14 @@ class FitState:
 
         Unknown where modules are recomputed, since what these save is not counted.
         """
-        return not self.recompute and before_nbytes < _AS_MUCH * self.unexpected_nbytes
+        return not self.recompute and before_nbytes < _AS_MUCH * self.unexpected.nbytes
 
     def is_smaller(self, before_nbytes: int) -> bool:
         """Returns whether nothing is learned from a measured step because it saved less.
 
         Steps may alternate. After several in a row that saved less, the next one is learned from.
         """
-        if self.settled or self.smaller_steps >= _MAX_SMALLER:
+        if self.settled or self.unexpected.smaller >= _MAX_SMALLER:
             return False
         return self.saves_less(before_nbytes)
 

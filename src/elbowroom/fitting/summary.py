@@ -135,8 +135,8 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
     plain = plain_peak(profile) if profile is not None and known else None
     if plan is not None and planner.state.follows_given:  # it was made from a step of another run
         plain, known = plan.plain_peak, True
-    added = planner.state.added
-    predicts = plan is not None and plan.is_lossy and (planner.state.predicts_noise or added)
+    watched = planner.state.watched
+    predicts = plan is not None and plan.is_lossy and (watched.predicts or watched.added)
     tells_noise = plan is not None and (plan.watched > 0 or predicts or not plan.is_lossy)
     noise = plan.noise if plan is not None and tells_noise else None
     return Summary(
@@ -150,7 +150,7 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
         highest_nbytes=steps.highest_nbytes,
         setting=HOOKS if steps.setting == HOOKS else planner.setting,
         slowdown=plan.slowdown if plan is not None and known else None,
-        noise=noise if added is None else added.share,
+        noise=noise if watched.added is None else watched.added.share,
         exact=steps.was_exact,
         steps=steps.context.step,
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),

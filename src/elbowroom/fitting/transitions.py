@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from elbowroom.plan.profile import Profile
 
 _MUCH = 0.01  # of the budget: if this much more is resident beside the model, it is replanned
-_MAX_STRAYS = 3  # unexpected steps after which learning begins anew, at most
+_MAX_UNEXPECTED = 3  # unexpected steps after which learning begins anew, at most
 
 
 def advance(state: FitState, seen: Observation) -> Step:
@@ -140,14 +140,16 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
     """Begins a step. After an unexpected step, learning begins anew; a larger call is replanned."""
     commands: tuple[Command, ...] = ()
     gains = _gains_gradients(state, seen.memory)
-    if seen.grew or state.was_unexpected or (gains and not state.follows_given):
-        refuses, varies = state.may_refuse, state.was_unexpected and not state.may_refuse
-        known = replace(state, before=None, was_unexpected=False)
+    was_unexpected = state.unexpected.is_last
+    if seen.grew or was_unexpected or (gains and not state.follows_given):
+        refuses, varies = state.may_refuse, was_unexpected and not state.may_refuse
+        known = replace(state, before=None).with_unexpected(is_last=False)
         may_go_back = (seen.grew and not refuses) or (varies and state.has_fit)
         before = ReplacedState(known, seen.calls) if may_go_back else None
-        state = replace(state.fresh(), varies=varies, before=before, infeasible=seen.grew)
+        state = replace(state.fresh(), before=before, infeasible=seen.grew)
+        state = state.with_unexpected(varies=varies)
         if seen.grew:
-            state = replace(state, unexpected_nbytes=0, smaller_steps=0)
+            state = state.with_unexpected(nbytes=0, smaller=0)
         commands = (ForgetScripts(),)
     state = replace(state, memory=seen.memory, now=seen.signature)
     if gains:
@@ -159,7 +161,7 @@ def _step_began(state: FitState, seen: StepBegan) -> Step:
         state, more = _first_step_began(state)
     elif not state.covers(seen.signature):
         before_numel = state.largest.numel
-        state = replace(state.with_call(seen.signature), varies=False)
+        state = state.with_call(seen.signature).with_unexpected(varies=False)
         state, more = _plan_again(state, state.largest.numel / before_numel)
     else:
         more, state = (), state.with_call(seen.signature)
@@ -244,7 +246,7 @@ def _plan_again(state: FitState, growth: float) -> Step:
         return state.fresh(), (ForgetScripts(),)
     profile, attempts = state.profile, Attempts()
     watching = state.phase is Phase.WATCHING  # which ends: the free bytes are for another plan
-    if profile is not None and state.predicts_noise:  # there may be room to measure it now
+    if profile is not None and state.watched.predicts:  # there may be room to measure it now
         profile, watching = replace(profile, noise=None), True
     state = replace(
         state,
@@ -254,8 +256,9 @@ def _plan_again(state: FitState, growth: float) -> Step:
         unmeasured=0,
         has_fit=False,
         profile=profile,
-        was_watched=state.was_watched and not watching,
-        predicts_noise=False,
+        watched=replace(
+            state.watched, is_done=state.watched.is_done and not watching, predicts=False
+        ),
         preset=min(max(state.preset, SAFEST_EXACT), len(state.options.presets) - 1),
         attempts=attempts if profile is None else attempts.knowing(profile),
     )
@@ -286,12 +289,11 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
 
     Some models take another path in each step, so this happens a limited number of times.
     """
-    unexpected_steps = state.unexpected_steps + 1
-    learns = unexpected_steps <= _MAX_STRAYS
+    count = state.unexpected.count + 1
+    learns = count <= _MAX_UNEXPECTED
     line = say(Line.LARGER_STEP, held_nbytes=held_nbytes, learns=learns)
-    said = () if unexpected_steps > _MAX_STRAYS + 1 else (line,)
-    state = replace(state, unexpected_steps=unexpected_steps, was_unexpected=learns)
-    return replace(state, unexpected_nbytes=0, smaller_steps=0), said
+    said = () if count > _MAX_UNEXPECTED + 1 else (line,)
+    return state.with_unexpected(count=count, is_last=learns, nbytes=0, smaller=0), said
 
 
 def _layers_held_too_much(state: FitState, fallbacks: Fallbacks) -> Step:
@@ -310,9 +312,8 @@ def _forward_ended(state: FitState, seen: ForwardEnded) -> Step:
         return state, (RefusePresets(seen.saving),)
     if state.headroom.transient_nbytes is None:
         state = replace(state, preset=seen.preset)
-    if state.was_unexpected:
-        nbytes = max(state.unexpected_nbytes, seen.before_nbytes)
-        state = replace(state, unexpected_nbytes=nbytes)
+    if state.unexpected.is_last:
+        state = state.with_unexpected(nbytes=max(state.unexpected.nbytes, seen.before_nbytes))
     return state, ()
 
 

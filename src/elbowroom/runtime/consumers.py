@@ -11,16 +11,20 @@ The saved tensors of all others stay as they are (`Deferred`) until the call has
 nodes exist, and show by which formula backward reads each tensor (`readers.py`).
 """
 
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from math import prod
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
+from torch.utils._device import DeviceContext
 
 from elbowroom.plan import Need
 from elbowroom.plan.precision_floor import ATTENTION, CURVED
@@ -89,6 +93,7 @@ _ASKED = {  # the argument that requests it
     **dict.fromkeys(("hardtanh", "threshold", "dropout", "alpha_dropout", "dropout2d"), 3),
     "rrelu": 4,
 }
+UNKNOWN = "?::"  # begins the name of what may be any op
 LENDS = ("numpy", "__array__", "__dlpack__")  # memory, to what no version tells of
 MAX_RESHAPES = 8
 QUESTIONS = frozenset(  # reading metadata of a tensor saves nothing and creates nothing
@@ -194,17 +199,21 @@ class Call:
 
     @property
     def changes_first(self) -> bool:
-        """True if the call changes its first argument in place, by its name or by an argument."""
-        name = self.name
-        if name.endswith("__"):
-            return name in _IN_PLACE or self.func == _DATA
+        """True if the call changes its first argument in place, or lends its memory."""
+        name = self.name.removeprefix(UNKNOWN)
+        if name.endswith("__") or name in LENDS:
+            return name in _IN_PLACE or self.lends
         return name.endswith("_") or self.arg(_ASKED.get(name, 99), "inplace") is True
+
+    @property
+    def lends(self) -> bool:
+        """True if the call hands out the memory of its first argument, to be changed unseen."""
+        return self.name.removeprefix(UNKNOWN) in LENDS or self.func == _DATA
 
     @property
     def may_have_changed_first(self) -> bool:
         """True if the ended call has changed its first argument, or lets others change it."""
-        x, lends = self.first, self.name in LENDS
-        return type(x) in PLAIN and (lends or version_of(x) != self.version)
+        return type(self.first) in PLAIN and (version_of(self.first) != self.version or self.lends)
 
     @property
     def reading_is_known(self) -> bool:
@@ -247,15 +256,49 @@ def _name(func: Callable[..., Any]) -> str:
     """
     name: str = getattr(func, "__name__", "")
     if isinstance(func, _METHODS):
-        return name if func.__objclass__ in _TENSOR_CLASSES else f"?::{name}"
+        return name if func.__objclass__ in _TENSOR_CLASSES else f"{UNKNOWN}{name}"
     module = getattr(func, "__module__", None) or ""
     return name if module in _TORCH_MODULES else f"{module.removeprefix('torch._ops.')}::{name}"
+
+
+def sees_another_mode() -> bool:
+    """Returns whether a function mode of somebody else's is open around our own."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(isinstance(mode, Observing | DeviceContext) for mode in modes)
+
+
+def called_function(func: FunctionType) -> Any:
+    """Returns the function of torch's that calls a mode, if the program has wrapped it.
+
+    torch finds a function of Python by its name in its module. A wrapper that has taken that name
+    (as a profiler's has) would run again inside of itself.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame is None or frame.f_code is _HANDLES:
+            break
+        frame = frame.f_back
+    caller = None if frame is None or frame.f_code is not _HANDLES else frame.f_back
+    if caller is None or caller.f_globals.get(caller.f_code.co_name) is not func:
+        return func  # as `max_pool2d` is that of a function that it calls
+    code = caller.f_code
+    if code is func.__code__ or code.co_freevars:
+        return func
+    if code not in _wrapped:
+        _wrapped[code] = FunctionType(code, caller.f_globals)
+    return _wrapped[code]
+
+
+_HANDLES = handle_torch_function.__code__
+_MAX_FRAMES = 8  # of ours, between torch's and the one that asks
+_wrapped: dict[CodeType, FunctionType] = {}
 
 
 class Consumers(Observing):
     """Keeps `call` at the current torch function, and reports ended calls to `finished`.
 
-    The call runs as `run_as`(call); `failed`() is called if it raises.
+    The call runs as `run_as`(call); `failed`() is called if it raises. If a function mode of
+    somebody else's sees the calls, too, another op may run in place of each: none has a known name.
     """
 
     def __init__(
@@ -268,6 +311,7 @@ class Consumers(Observing):
         self._failed = failed
         self.call: Call | None = None
         self._finished, self._run_as = finished, run_as
+        self._prefix = UNKNOWN if sees_another_mode() else ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUESTIONS:
@@ -275,7 +319,8 @@ class Consumers(Observing):
         if here.alive:
             func, args, kwargs = ready(func, args, kwargs, self.__torch_function__)
         outer = self.call
-        self.call = Call(func, args, kwargs or {}, _name(func))
+        func = called_function(func) if type(func) is FunctionType else func
+        self.call = Call(func, args, kwargs or {}, self._prefix + _name(func))
         try:
             out = self._run_as(self.call)(*args, **(kwargs or {}))
             self._finished(self.call, out)

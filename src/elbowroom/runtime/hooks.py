@@ -14,7 +14,7 @@ any order, on another thread, or never.
 """
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,20 +30,27 @@ from elbowroom.runtime import modules, opened
 from elbowroom.runtime.changed_parameters import written
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.checkpoints import checkpoint_call
-from elbowroom.runtime.consumers import Call, Consumers, FormulaPart, Reading, is_buffer, reading_of
+from elbowroom.runtime.consumers import (
+    Call,
+    Consumers,
+    FormulaPart,
+    Reading,
+    is_buffer,
+    reading_of,
+)
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.direct.choice import NodeChoice
-from elbowroom.runtime.handles import DropHandle, KeepHandle
+from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.handles.encode import has_certain
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY
-from elbowroom.runtime.kept import Beside, Deferred, Lone, Many, last_node
+from elbowroom.runtime.kept import CountedTensor, Deferred, Held, SmallTensors, last_node
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
-from elbowroom.runtime.overwritten import copy_source, keep_parameters
+from elbowroom.runtime.overwritten import copy_sources, keep_parameters, lend
 from elbowroom.runtime.producers import (
     RECORDED,
     RECORDED_IN_EXACT,
@@ -130,7 +137,7 @@ class Packer(NodeChoice, ModuleCalls):
         self.ledger: Ledger = Ledger() if after is None else after.ledger
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
-        self._many = Many()
+        self._many = SmallTensors()
         by_hand = shares and bool(getattr(policy, "rebuild", False))
         self._sources = Sources(
             self.ledger if getattr(policy, "rebuild", True) else None,
@@ -150,6 +157,8 @@ class Packer(NodeChoice, ModuleCalls):
         self._region = ""  # whose inputs are being saved
         self._reading: list[ParametersAsRead] = []  # of modules that run again
         self._hook: Callable[[Tensor], Any] | None = None  # replaced by a node of ours
+        # Copies what a replayed part of this forward reads of tensors that are about to change.
+        self._keep_followed: Callable[[Iterable[Tensor]], None] | None = None
 
     def _finished(self, call: Call, out: Any) -> None:
         with self._looking(), torch._C.DisableTorchFunction():
@@ -191,15 +200,13 @@ class Packer(NodeChoice, ModuleCalls):
                 listener.refuse("a backward has run inside")
             listener.begins(call)
             changes = call.changes_first
-            if (changes or "out" in call.kwargs) and not call.name.endswith("__get__"):
-                keep_parameters(written(call.args[:1], call.kwargs), self._reading, self._sources)
+            if changes or "out" in call.kwargs:
+                self._changes(call)
             if call.name in opened.NAMES and self._consumers is not None and not is_overridden():
                 body = opened.opened(call.func, self._consumers)
                 if body is not None:
                     listener.runs(call, body, None)
                     return body
-            if changes and copy_source(call.first, self._sources):
-                listener.refuse("a source of recipes is changed in place")
             if self._serving.waiting:
                 self._serving.waiting.end_known()
             if pieces.waiting:
@@ -214,6 +221,17 @@ class Packer(NodeChoice, ModuleCalls):
             run = call.func if direct is None else self._run_of(call, direct)
             listener.runs(call, run, direct)
             return run
+
+    def _changes(self, call: Call) -> None:
+        """Copies what backward reads of the tensors that a call is about to change."""
+        changed = [*written(call.args[:1], call.kwargs)]
+        if not call.lends:
+            keep_parameters(changed, self._reading, self._sources)
+        if (lend if call.lends else copy_sources)(changed, self._sources):
+            self._listener.refuse("a source of recipes is changed in place")
+        if self._keep_followed is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._keep_followed(changed)
 
     @property
     def _may_round(self) -> bool:
@@ -244,13 +262,13 @@ class Packer(NodeChoice, ModuleCalls):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
-    def _pack(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
+    def _pack(self, x: Tensor) -> Held:
         with self._looking(), torch._C.DisableTorchFunction():
             held = self._taken(x)
             self._listener.saved(x, held)
             return held
 
-    def _taken(self, x: Tensor) -> View | Deferred | Lone | Beside | KeepHandle | DropHandle:
+    def _taken(self, x: Tensor) -> Held:
         consumers = self._consumers
         call = None if consumers is None else consumers.call
         if call is None:
@@ -313,7 +331,7 @@ class Packer(NodeChoice, ModuleCalls):
         if isinstance(one.held, KeepHandle) and not one.held.was_changed:
             one.held = self._packed(x, call, reading, one.node)
 
-    def _left_alone(self, x: Tensor, call: Call | None) -> Lone | Beside | KeepHandle | None:
+    def _left_alone(self, x: Tensor, call: Call | None) -> Held | None:
         """Returns what is held of a tensor that is kept unchanged; None for all others."""
         if type(x) is nn.Parameter:
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
@@ -322,7 +340,7 @@ class Packer(NodeChoice, ModuleCalls):
             entry = self.ledger.open(self._module, self._consumer, str(x.dtype), storage_nbytes(x))
             if self.recorder is not None:
                 self.recorder.alone(entry.before_nbytes)
-            return Lone(KeepHandle(x, why), entry)
+            return CountedTensor(KeepHandle(x, why), entry)
         if is_parameter(x) or is_buffer(x, call):
             return KeepHandle(x, "a parameter or buffer", is_owned=True)
         if call is not None and call.name in RECURRENT and self._needs_no_slot(x):
@@ -346,13 +364,13 @@ class Packer(NodeChoice, ModuleCalls):
         slot = None if ref is None else ref()
         if slot is None:
             slot = self._new_slot(x, name, geometry)
-            slot.is_unseen = call is None
+            slot.is_unseen, slot.is_lent = call is None, known.is_lent
             known.slots[key] = weakref.ref(slot)
         if call is not None and x is not call.first:
             copied = note_copy(x, call, self._sources)
             if copied is not None:
                 self._listener.makes(copied)
-        origin = known.origins.get(key)
+        origin = None if known.is_lent else known.origins.get(key)
         if name.consumer == RECOMPUTE and not self._codes_input(name):
             reading = Reading(Need.EXACT, Formula.UNKNOWN, "a module runs again from it")
         if call is not None and call.would_rerun:

@@ -2,25 +2,27 @@
 
 Deferred      is decided on when the call that saves it has ended
 Substitute    stands in for a saved tensor while its node runs once more (`redrawn.py`)
-Lone          has no storage of the common kind (subclass, sparse), or is one of thousands
-Beside, Many  the thousands: each storage of them is counted once
+CountedTensor  has no storage of the common kind (subclass, sparse), or is one of thousands
+CountedView, SmallTensors  the thousands: each storage of them is counted once
+Held           all that autograd may hold in place of a tensor in an examined forward
 """
 
 import weakref
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from elbowroom.plan.site import SMALL
 from elbowroom.runtime.ledger import Entry, Ledger
-from elbowroom.runtime.slot import KeepHandle, View
+from elbowroom.runtime.slot import DropHandle, KeepHandle, View
 from elbowroom.runtime.storage import storage_nbytes
 
 
-class Lone:
+class CountedTensor:
     """A tensor that is kept and counted, and has no slot.
 
-    It has no storage of the common kind (subclass, sparse), or is one of thousands (`Many`).
+    It has no storage of the common kind (subclass, sparse), or is one of many (`SmallTensors`).
     """
 
     __slots__ = ("__weakref__", "_entry", "_handle")
@@ -66,39 +68,46 @@ class Deferred:
 
     def __init__(self, x: Tensor) -> None:
         self.node = last_node()
-        self.held: View | Lone | KeepHandle | Substitute = KeepHandle(x, "its op has not ended")
+        self.held: View | CountedTensor | KeepHandle | Substitute = KeepHandle(
+            x, "its op has not ended"
+        )
 
     def restore(self) -> Tensor:
         """Returns the saved tensor again."""
         return self.held.restore()
 
 
-class Beside:
-    """Another view of the storage of a `Lone`, which counts it as long as either exists."""
+class CountedView:
+    """Another view of a `CountedTensor`'s storage, which is counted as long as either exists."""
 
     __slots__ = ("_counted", "_handle")
 
-    def __init__(self, handle: KeepHandle, counted: Lone) -> None:
+    def __init__(self, handle: KeepHandle, counted: CountedTensor) -> None:
         self._handle, self._counted = handle, counted
 
     def restore(self) -> Tensor:
         return self._handle.restore()
 
 
-class Many:
+class SmallTensors:
     """Keeps the tensors of an op that saves thousands of them, each too small for an action."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, weakref.ref[Lone]] = {}
+        self._storages: dict[int, weakref.ref[CountedTensor]] = {}
 
-    def keep(self, x: Tensor, ledger: Ledger, module: str, consumer: str) -> Lone | Beside:
+    def keep(
+        self, x: Tensor, ledger: Ledger, module: str, consumer: str
+    ) -> CountedTensor | CountedView:
         """Returns what is held of x. Each storage is counted once."""
         handle, at = KeepHandle(x, SMALL), x.untyped_storage()._cdata
         known = self._storages.get(at)
         counted = None if known is None else known()
         if counted is not None:
-            return Beside(handle, counted)
+            return CountedView(handle, counted)
         dtype = str(x.dtype).removeprefix("torch.")
-        one = Lone(handle, ledger.open(module, consumer, dtype, storage_nbytes(x)))
+        one = CountedTensor(handle, ledger.open(module, consumer, dtype, storage_nbytes(x)))
         self._storages[at] = weakref.ref(one)
         return one
+
+
+Held: TypeAlias = View | Deferred | CountedTensor | CountedView | KeepHandle | DropHandle

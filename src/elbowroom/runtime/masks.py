@@ -57,8 +57,7 @@ def unpacked(
 class HeldMask(tuple[Tensor, tuple[int, ...], tuple[int, ...], torch.dtype, Any]):
     """The mask of a tensor of which a settled step holds nothing else.
 
-    A tuple of the bits; shape, strides and dtype of the tensor; and a token that lives as long as
-    anything that is held.
+    A tuple of the bits; shape, strides and dtype of the tensor; and the record of the forward.
     """
 
     __slots__ = ()

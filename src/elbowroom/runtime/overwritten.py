@@ -1,19 +1,21 @@
 """Copies tensors that an op is about to change in place, if backward will read their old values.
 
-Plain autograd never reads the changed memory: it holds results that we recompute from it. Both
+Plain autograd never reads the changed memory: it holds results that we recompute from it. All
 functions are called before the op runs, in a forward that is examined.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.slot import Slot
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import clone_with_storage, is_touchable, note_changing
+
+COPIED = "a source that has changed since"
 
 
 def keep_parameters(
@@ -42,17 +44,41 @@ def keep_parameters(
                 note_changing(read[0])
 
 
-def copy_source(x: Any, sources: Sources) -> bool:
-    """Copies x if other tensors are rebuilt from it; returns whether they are.
+def copy_sources(changed: Iterable[Tensor], sources: Sources) -> bool:
+    """Copies those of these tensors that others are rebuilt from; returns whether there are any.
 
     The op that saved it may not contribute to the loss: then plain autograd would allow the change.
     """
-    slot = sources.slot(x) if is_touchable(x) else None
-    kept = None if slot is None else slot.value
-    if slot is None or not slot.is_source or not isinstance(kept, KeepHandle):
-        return False
-    if not kept.was_changed:
+    found = False
+    for slot in sources.slots_of(changed):
+        kept = slot.value
+        if slot.is_lent or not slot.is_source or not isinstance(kept, KeepHandle):
+            continue
+        found = True
+        if not kept.was_changed:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                copy = clone_with_storage(kept.restore())
+            slot.hold(KeepHandle(copy, COPIED))
+    return found
+
+
+def lend(changed: Iterable[Tensor], sources: Sources) -> bool:
+    """Notes that the memory of these tensors is handed out: no version will show its changes.
+
+    So what is rebuilt from them is made at once, and kept, and nothing is from now on. The ops that
+    have saved them read what is there in backward, as in plain autograd. Returns whether anything
+    was rebuilt from them.
+    """
+    for x in changed:
+        if is_touchable(x):
+            sources.lend(x)
+    found = [slot for slot in sources.slots() if _reads_lent(slot)]
+    for slot in found:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            copy = clone_with_storage(kept.restore())
-        slot.hold(KeepHandle(copy, "a source that has changed since"))
-    return True
+            slot.hold(KeepHandle(slot.restore_value(), "its source may change without a version"))
+    return bool(found)
+
+
+def _reads_lent(slot: Slot) -> bool:
+    ready = getattr(slot.value, "ready", None)
+    return ready is not None and any(one.is_lent for one in ready.slots)

@@ -23,10 +23,10 @@ from elbowroom.plan.precision_floor import at_precision_floor
 from elbowroom.runtime import modules
 from elbowroom.runtime.calls import intercepted
 from elbowroom.runtime.compiler import eagerly
-from elbowroom.runtime.consumers import Consumers
+from elbowroom.runtime.consumers import Consumers, sees_another_mode
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.hooks import Packer
-from elbowroom.runtime.kept import Many
+from elbowroom.runtime.kept import SmallTensors
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.observer import NOBODY
 from elbowroom.runtime.own_hooks import OwnHooks
@@ -83,6 +83,8 @@ class Saving(Packer):
         self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)
+        if sees_another_mode():
+            self._listener.refuse("another function mode sees what is called")
         if self.tracer is not None:
             self._sources.on_constant = self._copied
 
@@ -92,7 +94,7 @@ class Saving(Packer):
         if kind is None:
             end_waiting()
         self._open.close()
-        self._open = self._consumers = self._hook = None
+        self._open = self._consumers = self._hook = self._keep_followed = None
         if not self.idle:
             self._finish(raised=kind is not None)
         if self.recorder is not None:
@@ -112,18 +114,24 @@ class Saving(Packer):
         self._reading = []
         self._listener.finish(self.ledger, self.context.count, self._calls)
         self._listener = NOBODY
-        self._many = Many()
+        self._many = SmallTensors()
 
     @property
     def called(self) -> list[nn.Module]:
         """The outermost modules that have been called."""
         return list(self._calls)
 
-    def join(self, hook: Callable[[Tensor], Any], outside: int) -> None:
+    def join(
+        self,
+        hook: Callable[[Tensor], Any],
+        outside: int,
+        keep: Callable[[Iterable[Tensor]], None],
+    ) -> None:
         """Begins in the middle of a forward, whose hooks and mode another object has opened.
 
         That object passes tensors to `take`, and calls to `see`. hook: the one that packs; outside:
-        how many modules had been called around the model. It is unknown how often each op of a
+        how many modules had been called around the model. keep: copies what it reads in backward of
+        tensors that an op is about to change. It is unknown how often each op of a
         module has saved before: in a plan such an op may have another number, or none, and its
         tensors are then held exactly.
         """
@@ -133,7 +141,7 @@ class Saving(Packer):
             opening.enter_context(modules.counting(self._begin_calls()))
             modules.join(self._calls, outside)
             self._begin()
-            self._hook = hook
+            self._hook, self._keep_followed = hook, keep
             self._open = opening.pop_all()
 
     def take(self, x: Tensor) -> Any:

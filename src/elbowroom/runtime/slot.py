@@ -213,6 +213,7 @@ class Slot:
     is_source        a tensor is rebuilt from it; pinned: an exact one, so it stays exact
     waits            it will be encoded once it is known what follows (`deferred.py`)
     lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
+    is_lent          its memory may change without a version: nothing is rebuilt from it
     is_unseen        it was not first saved by a call from Python: no waiting tensor is rebuilt from
                      it
     shape_is_enough  so far every op needs the geometry only
@@ -229,6 +230,7 @@ class Slot:
     views = views_asked = lossy_views = readers = max_depth = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = of_product = False
+    is_lent = False
     shared: MadeAgain | None = None
     when_ended: "Callable[[Slot], None] | None" = None
 

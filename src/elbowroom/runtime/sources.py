@@ -190,7 +190,7 @@ class Sources(Storages):
         self, x: Tensor, op: str, held: _Copies, at_most: int, late_for: Tensor | None = None
     ) -> Slot | None:
         base = covering(x)
-        if self._ledger is None or base is None:
+        if self._ledger is None or base is None or self.stored(x).is_lent:
             return None
         key = x.untyped_storage()._cdata, version_of(x)
         known = held.pop(key, None)

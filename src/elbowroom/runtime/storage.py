@@ -398,12 +398,14 @@ class Stored:
     """Slots and origins of one live storage, by version and dtype.
 
     A storage may be seen as another dtype (`view_as_real`), which has an origin of its own.
+
+    is_lent  its memory was handed out (to NumPy, as `x.data`): no version shows all its changes
     """
 
-    __slots__ = ("origins", "slots", "weak")
+    __slots__ = ("is_lent", "origins", "slots", "weak")
 
     def __init__(self, x: Tensor) -> None:
-        self.weak = WeakStorage(x)
+        self.weak, self.is_lent = WeakStorage(x), False
         self.slots: dict[tuple[int, torch.dtype], weakref.ref[Slot]] = {}
         self.origins: dict[tuple[int, torch.dtype], Origin] = {}
 
@@ -440,13 +442,22 @@ class Storages:
     def origin(self, x: Tensor, version: int | None = None) -> Origin | None:
         """Returns the origin of x's storage at this version (default: x's own)."""
         known = self._storages.get(x.untyped_storage()._cdata)
-        if known is None:
+        if known is None or known.is_lent:  # which may have been changed since
             return None
         return known.origins.get((version_of(x) if version is None else version, x.dtype))
 
     def made(self, x: Tensor, origin: Origin) -> None:
         """Records the origin of x."""
         self.stored(x).origins[version_of(x), x.dtype] = origin
+
+    def lend(self, x: Tensor) -> None:
+        """Notes that the memory of x is handed out: nothing is rebuilt from it from now on."""
+        known = self.stored(x)
+        known.is_lent = True
+        known.origins.clear()
+        for ref in known.slots.values():
+            if (slot := ref()) is not None:
+                slot.is_lent = True
 
     def slots(self) -> list[Slot]:
         """All slots that are alive."""

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from elbowroom.runtime.direct.held import private_of
 from elbowroom.runtime.node import Node
 
 _aten: Any = torch.ops.aten
+_nn = torch._C._nn  # those of torch.nn.functional may be wrapped by the program
 
 
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
@@ -34,7 +34,7 @@ class _GELU(Node):
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         ctx.set_materialize_grads(False)
-        return F.gelu(x, approximate=approximate)
+        return _nn.gelu(x, approximate=approximate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -53,7 +53,7 @@ class _SiLU(Node):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        return F.silu(x)
+        return _nn.silu(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:

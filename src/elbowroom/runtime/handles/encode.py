@@ -66,7 +66,7 @@ class EncodeHandle:
         "bitmap",
         "is_shared",
         "on_survived",
-        "token",
+        "record",
         "unheld",
     )
 
@@ -83,7 +83,7 @@ class EncodeHandle:
 
         bitmap: the bits of what is not zero, where the code holds them
         is_shared: it has several readers, so that one may reuse the tensor of another
-        token: lives as long as anything that a step holds without a slot
+        record: of the replayed forward; it lives as long as anything that is held without a slot
         unheld: notes in backward whether base is still there, if it is not known
         """
         self._encoded = encoded
@@ -98,7 +98,7 @@ class EncodeHandle:
             self._nbytes = storage_nbytes(base)
         self._restored: tuple[WeakStorage, Tensor, int] | None = None
         self.on_survived, self.is_shared = on_survived, True
-        self.token: Any = None
+        self.record: Any = None
         self.unheld: Any = None
 
     @property

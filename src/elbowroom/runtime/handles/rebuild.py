@@ -178,6 +178,7 @@ class Recipe:
     made      the geometry of what comes out: dense, a whole storage
     output    where its own bits lie
     versions  of the fixed parameters when the op ran
+    of_input  those bits are of what the op has read, and the slot is not that of its result
     """
 
     op: Op
@@ -186,6 +187,7 @@ class Recipe:
     made: Geometry
     output: "weakref.ref[Slot] | None"
     versions: tuple[int, ...]
+    of_input: bool = False
 
     @classmethod
     def of(
@@ -196,6 +198,8 @@ class Recipe:
         out: Tensor,
         output: Slot | None,
         versions: tuple[int, ...] | None = None,
+        *,
+        of_input: bool = False,
     ) -> "Recipe | None":
         """Creates a recipe; None if the chain would be too long, or too much work."""
         link = link_to(source)
@@ -209,7 +213,7 @@ class Recipe:
         if versions is None:
             versions = tuple(version_of(tensor) for tensor in op.fixed)
         bits_of = None if output is None else weakref.ref(output)
-        return cls(op, link, seen, Geometry.of(out), bits_of, versions)
+        return cls(op, link, seen, Geometry.of(out), bits_of, versions, of_input)
 
     def root(self) -> Slot | None:
         """Returns the slot that the chain starts at, if it exists."""
@@ -243,8 +247,8 @@ class Recipe:
 
         A ReLU whose output is kept has no bits, without which it makes nothing of a code.
         """
-        slot = None if self.output is None else self.output()
-        if slot is None or slot.waits or slot.base != self.made:
+        slot = None if self.output is None or self.of_input else self.output()
+        if slot is None or slot.waits or slot.is_lent or slot.base != self.made:
             return None
         kept = slot.value
         return slot if isinstance(kept, KeepHandle) and not kept.was_changed else None
@@ -520,7 +524,7 @@ def followed(link: "Link") -> "Slot | Ready | None":
         return link.kept() or link.ready()
     slot = link()
     if slot is not None and slot.value is not None:
-        return slot
+        return None if slot.is_lent else slot
     recipe = getattr(link, "recipe", None)
     return None if recipe is None else recipe.ready()
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from elbowroom.codecs import Affine
 from elbowroom.runtime.consumers import Call, is_capped
@@ -13,6 +12,8 @@ from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.producers.making import in_order, origin_of
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import Origin
+
+_nn = torch._C._nn  # those of torch.nn.functional may be wrapped by the program
 
 
 def relu(call: Call, out: Tensor, sources: Sources) -> Origin:
@@ -53,9 +54,9 @@ def leaky_relu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a LeakyReLU."""
     slope = call.arg(1, "negative_slope", 0.01)
     op = Op(
-        partial(F.leaky_relu, negative_slope=slope),
+        partial(_nn.leaky_relu, negative_slope=slope),
         lambda x: x,
-        partial(F.leaky_relu, negative_slope=slope, inplace=True),
+        partial(_nn.leaky_relu_, negative_slope=slope),
         needs_bits=True,
         outside=lambda x: x * slope,
         any_size=True,
@@ -71,9 +72,9 @@ def relu6(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     if not is_capped(call):
         return None
     op = Op(
-        F.relu6,
+        _nn.relu6,
         lambda x: x,
-        partial(F.relu6, inplace=True),
+        _nn.relu6_,
         needs_bits=True,
         outside=lambda x: (x > 3).to(x.dtype) * 6,
         any_size=True,
@@ -89,7 +90,8 @@ def _make_masked(
     if source is None:
         return Origin(call.name, has_zeros=has_zeros)
     masks = (slot for slot in call.saved if slot.bits is not None and slot.base == seen)
-    recipe = Recipe.of(op, source, seen, out, next(masks, None))
+    mask, result = next(masks, None), sources.slot(out)
+    recipe = Recipe.of(op, source, seen, out, mask, of_input=mask is not result)
     return Origin(call.name, has_zeros=has_zeros, recipe=recipe)
 
 
@@ -101,14 +103,13 @@ def gelu(call: Call, out: Tensor, sources: Sources) -> Origin:
         made: Tensor = torch.ops.aten.gelu.out(x, approximate=approximate, out=x)
         return made
 
-    op = Op(partial(F.gelu, approximate=approximate), in_place, in_place, any_size=True)
+    op = Op(partial(_nn.gelu, approximate=approximate), in_place, in_place, any_size=True)
     return origin_of(call, out, sources, op)
 
 
 def silu(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a SiLU."""
-    in_place = partial(F.silu, inplace=True)
-    op = Op(F.silu, in_place, in_place, any_size=True)
+    op = Op(_nn.silu, _nn.silu_, _nn.silu_, any_size=True)
     return origin_of(call, out, sources, op)
 
 

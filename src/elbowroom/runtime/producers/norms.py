@@ -33,7 +33,7 @@ def rms_norm(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         return None
 
     def run(x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(dtype), shape, weight, eps)
+        return torch.rms_norm(x.to(dtype), shape, weight, eps)
 
     op = Op(run, run, fixed=present(weight), any_size=True)
     # Of a square transposed the base has the same shape, in another order.
@@ -48,7 +48,7 @@ def layer_norm(call: Call, out: Tensor, sources: Sources) -> Origin:
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
 
     def exact(x: Tensor) -> Tensor:
-        return F.layer_norm(x, shape, weight, bias, eps)
+        return torch.layer_norm(x, shape, weight, bias, eps)
 
     def bound(mean: Tensor, rstd: Tensor) -> Op:
         def lossy(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def group_norm(call: Call, out: Tensor, sources: Sources) -> Origin:
     """The recipe of a GroupNorm."""
     x, groups, eps = call.first, call.arg(1, "num_groups"), call.arg(4, "eps", 1e-5)
     weight, bias = as_now(call.arg(2, "weight")), as_now(call.arg(3, "bias"))
-    op = Op(lambda x: F.group_norm(x, groups, weight, bias, eps), fixed=present(weight, bias))
+    op = Op(lambda x: torch.group_norm(x, groups, weight, bias, eps), fixed=present(weight, bias))
     return origin_of(call, out, sources, _of_groups(op, call, x, groups, weight, bias))
 
 

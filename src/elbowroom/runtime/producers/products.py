@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import ExpectedSlot, Op, Recipe, link_to
@@ -46,9 +45,19 @@ def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         y: Tensor = func(x, *rest, **named)
         return y
 
+    def on_copy(x: Tensor) -> Tensor:
+        return run(x.clone())
+
+    exact, in_place = (on_copy, run) if call.changes_first else (run, None)
     products = out.numel() * _LONG.get(call.name, 0) if x.device.type == "cpu" else 0
-    is_exponential = call.name in _EXPONENTIAL
-    op = Op(run, run, any_size=True, is_exponential=is_exponential, products=products)
+    op = Op(
+        exact,
+        run,
+        in_place,
+        any_size=True,
+        is_exponential=call.name in _EXPONENTIAL,
+        products=products,
+    )
     return origin_of(call, out, sources, op)
 
 
@@ -210,7 +219,8 @@ def linear(call: Call, out: Tensor, sources: Sources) -> Origin | None:
             )
         # Of an x that is not in order torch runs another kernel where the weight wants a gradient.
         factor = w.to(dtype).detach().requires_grad_(learns)
-        return F.linear(x.to(dtype), factor, None if b is None else b.to(dtype))
+        bias = None if b is None else b.to(dtype)
+        return torch._C._nn.linear(x.to(dtype), factor, bias)  # F.linear may be wrapped
 
     fixed, any_size = (w,) if b is None else (w, b), given is seen
     op = Op(exact, fixed=fixed, products=products, any_size=any_size)

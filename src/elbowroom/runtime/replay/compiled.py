@@ -361,7 +361,7 @@ def _hold_code(save: ScriptedSave, is_exact: bool) -> Callable[[Replay, Tensor],
             return held
         if type(held) is not EncodeHandle or held.exact:
             return hold_in_slot(replay, x)
-        held.is_shared, held.token = False, replay.token
+        held.is_shared, held.record = False, replay.record
         return held
 
     return hold

@@ -22,7 +22,7 @@ from elbowroom.runtime.ledger import (
     NoEntry,
     summed,
 )
-from elbowroom.runtime.replay.held import Token
+from elbowroom.runtime.replay.held import ForwardRecord
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import NOWHERE, Script
 from elbowroom.runtime.replay.tracer import Tracer
@@ -67,15 +67,15 @@ class RepeatedLedger(Account):
     """
 
     def __init__(
-        self, known: Counts, token: object, flat: Iterable[int], *, varies: bool = False
+        self, known: Counts, record: object, flat: Iterable[int], *, varies: bool = False
     ) -> None:
-        """token: lives as long as anything that is held without a slot.
+        """record: lives as long as anything that is held without a slot.
 
         flat: numbers of the slots that are not made. varies: tensors may be of other sizes than the
         known ones
         """
         self._varies = varies
-        self._known, self._token = known, weakref.ref(token)
+        self._known, self._record = known, weakref.ref(record)
         self._flat = flat
         self._entries: dict[int, tuple[Repeated, weakref.ref[Slot]]] = {}
         self._by_slot = known.by_slot
@@ -129,7 +129,7 @@ class RepeatedLedger(Account):
     def held_nbytes(self) -> int:  # type: ignore[override]
         """Bytes that are held now."""
         kept = 0
-        if self._token() is not None:
+        if self._record() is not None:
             flat = (self._by_slot.get(n) for n in self._flat if n not in self._entries)
             kept = self._known.kept_nbytes
             kept += sum(one.after_nbytes for one in flat if one is not None and not one.ended)
@@ -151,7 +151,6 @@ class Following(Replay):
     ) -> None:
         super().__init__(known[0], context, known[1:])
         self.scripts, self._make = scripts, make
-        self.token = Token()
         self._repeated: RepeatedLedger  # from the beginning on: `follow` makes it
 
     @property
@@ -163,7 +162,7 @@ class Following(Replay):
         if self._open is None:
             return
         super().__exit__(kind, error, trace)
-        self.token = None
+        self.record = ForwardRecord()  # what is held refers to the one before, whose end is seen
         if kind is not None:
             return
         saving = self.saving
@@ -178,7 +177,7 @@ class Following(Replay):
         """Continues with another script."""
         super().follow(script)
         self._repeated = RepeatedLedger(
-            script.counts, self.token, script.compiled.flat.numbers, varies=script.sizes > 0
+            script.counts, self.record, script.compiled.flat.numbers, varies=script.sizes > 0
         )
 
     def look(self) -> Saving:
@@ -188,7 +187,7 @@ class Following(Replay):
             entry = saving.ledger.open("", "", "", before_nbytes)
             entry.action, entry.why = "as before", "a step that began like an earlier one"
             entry.hold(held_nbytes)
-            weakref.finalize(self.token, entry.close).atexit = False
+            weakref.finalize(self.record, entry.close).atexit = False
             return saving
         return self._make(Tracer(selects=True) if self.scripts.wanted else None)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -27,12 +27,13 @@ from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Rebuild
 from elbowroom.plan.site import SiteName
 from elbowroom.runtime.fingerprints import Fingerprints
-from elbowroom.runtime.handles import EncodeHandle, Handle
+from elbowroom.runtime.handles import EncodeHandle, Handle, KeepHandle
 from elbowroom.runtime.handles.encode import is_normalized, normalized, say_raw
 from elbowroom.runtime.handles.rebuild import OTHER_SHAPE, as_base, laid_out
 from elbowroom.runtime.kernel_settings import OF_OPS, kernels_as
 from elbowroom.runtime.masks import MASKED_OUTPUT, HeldMask, mask_bits
 from elbowroom.runtime.normal import Normalized
+from elbowroom.runtime.overwritten import COPIED
 from elbowroom.runtime.replay.script import (
     NOWHERE,
     Instruction,
@@ -44,8 +45,13 @@ from elbowroom.runtime.replay.script import (
 )
 from elbowroom.runtime.replay.sizes import Varying
 from elbowroom.runtime.serving import perform
-from elbowroom.runtime.slot import Geometry
-from elbowroom.runtime.storage import check_parameters, check_version, version_of
+from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.storage import (
+    check_parameters,
+    check_version,
+    clone_with_storage,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from elbowroom.runtime.replay.replay import Replay
@@ -55,17 +61,34 @@ _Run = Callable[[list[Tensor], tuple[Tensor, ...]], Tensor]
 _version = attrgetter("_version")
 
 
-class Token:
-    """Token whose end shows that nothing is held any more."""
+class ForwardRecord:
+    """Facts of one replayed forward that what it holds refers to.
 
-    __slots__ = ("__weakref__",)
+    It lives as long as anything that is held without a slot.
+
+    fingerprints  of the parameters that backward reads again
+    kernels       settings by which torch chooses kernels (`kernel_settings.py`)
+    copied        sources that lie in memory of their own since an op was about to change them
+    """
+
+    __slots__ = ("__weakref__", "copied", "fingerprints", "kernels")
+
+    def __init__(self) -> None:
+        self.fingerprints = Fingerprints()
+        self.kernels: tuple[Any, ...] = ()
+        self.copied: list[Tensor] = []
+
+    def check_source(self, x: Tensor, version: int) -> None:
+        """Raises RestoreError if a source is not what it was at this version."""
+        if not any(x is one for one in self.copied):
+            check_version(x, version)
 
 
-class Kept(tuple[Tensor, int, Token | None]):
+class Kept(tuple[Tensor, int, ForwardRecord | None]):
     """A tensor that is only kept, with the version check that hooks switch off.
 
-    The tensor without its node; its version; what lives as long as anything that is held so. A
-    tuple, for a class of ours would take a call of Python's to make.
+    The tensor without its node; its version; the record of the forward. A tuple, for a class of
+    ours would take a call of Python's to make.
     """
 
     __slots__ = ()
@@ -92,21 +115,12 @@ class RebuildSpec(NamedTuple):
 
 
 class Rebuilt(
-    tuple[
-        RebuildSpec,
-        tuple[Kept, ...],
-        tuple[Tensor, ...],
-        tuple[int, ...],
-        Token | None,
-        Fingerprints,
-        tuple[Any, ...],
-    ]
+    tuple[RebuildSpec, tuple[Kept, ...], tuple[Tensor, ...], tuple[int, ...], ForwardRecord]
 ):
     """A tensor that is recomputed from others, which are kept.
 
-    How; its sources; statistics of this forward; versions of the parameters that are read; what
-    lives as long as anything that is held so; the fingerprints of the parameters; and the settings
-    by which torch chooses kernels (`kernel_settings.py`).
+    How; its sources; statistics of this forward; versions of the parameters that are read; and the
+    record of the forward.
     """
 
     __slots__ = ()
@@ -116,20 +130,20 @@ class Rebuilt(
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.restore()
-        (run, fixed, base, view, dtype), sources, given, versions, _, fingerprints, kernels = self
-        if kernels != tuple(map(call, OF_OPS)):
-            with kernels_as(kernels):
+        (run, fixed, base, view, dtype), sources, given, versions, record = self
+        if record.kernels != tuple(map(call, OF_OPS)):
+            with kernels_as(record.kernels):
                 return self.restore()
         device = sources[0][0].device.type
         if torch.is_autocast_enabled(device):  # which would run other kernels than forward did
             with torch.autocast(device, enabled=False):
                 return self.restore()
         if fixed:
-            check_parameters(fixed, versions, fingerprints)
+            check_parameters(fixed, versions, record.fingerprints)
         tensors = []
         for x, version, _ in sources:
             if x.is_inference() or x._version != version:
-                check_version(x, version)
+                record.check_source(x, version)
             tensors.append(x)
         whole = as_base(run(tensors, given), base, dtype)
         return whole if view is None else view.within(base, whole)
@@ -151,11 +165,11 @@ class Unheld(NamedTuple):
         self.survivors.add(self.name)
 
 
-class Coded(tuple[Compact, Normalized | None, Token | None, Unheld]):
+class Coded(tuple[Compact, Normalized | None, ForwardRecord | None, Unheld]):
     """A tensor that is held as a code, which nothing but one op of torch's reads.
 
-    The code; the normalization of the encoded tensor, or None; what lives as long as anything that
-    is held so; and the storage. Unlike an `EncodeHandle`, it does not give back the encoded tensor,
+    The code; the normalization of the encoded tensor, or None; the record of the forward; and the
+    storage. Unlike an `EncodeHandle`, it does not give back the encoded tensor,
     which in the recorded step nothing held until backward.
     """
 
@@ -173,9 +187,31 @@ def kept(replay: Replay, x: Tensor) -> Kept:
     """Returns what is held of a tensor that is only kept."""
     alone = x if x.is_leaf else x.detach()  # reading `grad_fn` creates an object
     try:
-        return Kept((alone, x._version, replay.token))
+        return Kept((alone, x._version, replay.record))
     except RuntimeError:  # an inference tensor has no version
-        return Kept((alone, 0, replay.token))
+        return Kept((alone, 0, replay.record))
+
+
+def keep_values(
+    sources: Iterable[Kept | None], slots: Iterable[Slot | None], changed: Iterable[Tensor]
+) -> None:
+    """Copies the sources of recipes that lie where an op is about to change memory.
+
+    They are given memory of their own: nothing can be put in their place in tuples.
+    """
+    storages = {x.untyped_storage()._cdata for x in changed}
+    for source in sources:
+        x = None if source is None else source[0]
+        if x is None or x.is_inference() or x.untyped_storage()._cdata not in storages:
+            continue
+        if source is not None and source[2] is not None and x._version == source[1]:
+            x.data = clone_with_storage(x)
+            source[2].copied.append(x)
+    for slot in slots:
+        if slot is not None and isinstance(slot.value, KeepHandle) and not slot.value.was_changed:
+            x = slot.value.restore()
+            if x.untyped_storage()._cdata in storages:
+                slot.hold(KeepHandle(clone_with_storage(x), COPIED))
 
 
 class Flat:
@@ -329,7 +365,7 @@ def _hold_bits(instruction: Instruction, geometry: Geometry, dtype: torch.dtype)
     def hold(replay: Replay, x: Tensor) -> HeldMask:
         bits = mask_bits(x, op, only_output=covers)
         assert bits is not None  # of a ReLU
-        return HeldMask((bits, shape, stride, dtype, replay.token))
+        return HeldMask((bits, shape, stride, dtype, replay.record))
 
     return hold
 
@@ -357,10 +393,10 @@ def _rebuild(
         else:
             given = tuple(map(replay.noted.__getitem__, numbers_of_given))
         versions = tuple(map(version, fixed))
+        record = replay.record
         if fixed:
-            replay.fingerprints.note(fixed)
-        held = how, sources, given, versions, replay.token, replay.fingerprints, replay.kernels
-        return Rebuilt(held)
+            record.fingerprints.note(fixed)
+        return Rebuilt((how, sources, given, versions, record))
 
     return rebuild
 
@@ -498,7 +534,7 @@ def encoder(
         base = whole if name in (survivors := replay.context.survivors) else None
         unheld = Unheld(weakref.ref(whole.untyped_storage()), survivors, name)
         if alone and base is None and type(encoded) is Compact:
-            return Coded((encoded, normal, replay.token, unheld))
+            return Coded((encoded, normal, replay.record, unheld))
         if encoded.raw:
             say_raw(encoded, name, replay.context)
             normal = None

@@ -151,7 +151,7 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
         slots = replay.slots
         again = op if bound is None else bound(*[ref.tensor(replay) for ref in given])
         if fixed:
-            replay.fingerprints.note(again.fixed)
+            replay.record.fingerprints.note(again.fixed)
         return Ready(
             again,
             slots[number] if below is None else below(replay),
@@ -162,7 +162,7 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),
             (),
-            replay.fingerprints,
+            replay.record.fingerprints,
         )
 
     return make_ready
@@ -181,7 +181,7 @@ def _ready_varying(
         slots, sizes = replay.slots, replay.sizes
         links = tuple([(link, now(seen, sizes)) for link, seen in op.others])
         again = op.changed(others=links) if bound is None else bound(*_given(recipe, replay))
-        replay.fingerprints.note(again.fixed)
+        replay.record.fingerprints.note(again.fixed)
         return Ready(
             again,
             slots[source] if isinstance(source, int) else below(replay),  # type: ignore[misc]
@@ -192,7 +192,7 @@ def _ready_varying(
             None if noise == NOWHERE else slots[noise],
             tuple([other(replay) for other in others]),
             (),
-            replay.fingerprints,
+            replay.record.fingerprints,
         )
 
     return make_ready

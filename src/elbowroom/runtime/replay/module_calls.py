@@ -15,10 +15,10 @@ from torch import nn
 
 from elbowroom.runtime import modules
 from elbowroom.runtime.arguments import Arguments
-from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.recompute import recomputed
 from elbowroom.runtime.repeats import unobserved, why_another, why_not_again
 from elbowroom.runtime.replay.compiled import Act, Hold
+from elbowroom.runtime.replay.held import ForwardRecord
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.waiting import end_waiting
@@ -33,7 +33,7 @@ class ReplayedModuleCalls(ABC):
     """Base class of a replay, with what it does as a module is called."""
 
     script: Script
-    fingerprints: Fingerprints
+    record: ForwardRecord
     saving: Saving | None
     _at: int
     _holds: tuple[Hold | None, ...] | None
@@ -95,7 +95,7 @@ class ReplayedModuleCalls(ABC):
 
         try:
             with nullcontext() if inside is None else unobserved():
-                given = args, kwargs, arguments, begin, ended, None, self.fingerprints
+                given = args, kwargs, arguments, begin, ended, None, self.record.fingerprints
                 out = recomputed(module, call, *given, is_exact=self.script.compiled.is_exact)
         finally:
             self._gets_inputs = False

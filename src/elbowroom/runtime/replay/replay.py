@@ -10,8 +10,9 @@ tensors of ops that did match. Calls of modules that are recomputed are in `modu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -25,11 +26,10 @@ from elbowroom.runtime import modules, opened
 from elbowroom.runtime.calls import Interception, intercepted
 from elbowroom.runtime.checkpoints import checkpoint_call
 from elbowroom.runtime.compiler import eagerly, is_compiled
-from elbowroom.runtime.consumers import QUESTIONS, Call
+from elbowroom.runtime.consumers import QUESTIONS, Call, called_function, sees_another_mode
 from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
-from elbowroom.runtime.fingerprints import Fingerprints
 from elbowroom.runtime.gathered import here
 from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.kernel_settings import settings_of_ops
@@ -37,7 +37,7 @@ from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.replay.compiled import Act, Hold
-from elbowroom.runtime.replay.held import Kept, Token, kept
+from elbowroom.runtime.replay.held import ForwardRecord, Kept, keep_values, kept
 from elbowroom.runtime.replay.module_calls import ReplayedModuleCalls
 from elbowroom.runtime.replay.script import NOWHERE, Script, ScriptedCall, state_of_torch
 from elbowroom.runtime.replay.sizes import UNSET
@@ -124,16 +124,14 @@ class Replay(ReplayedModuleCalls, Observing):
 
     slots     those of this forward
     sources   kept tensors from which others are rebuilt, by the numbers of their slots
-    token     lives as long as anything that is held without a slot
+    record    what all that is held refers to
     sizes     numbers of rows that its script leaves open, as its tensors have told them so far
     places    where tensors that later ones are compared with lie
     noted     statistics that were saved, and that recipes read
-    fingerprints  of the parameters that backward reads again
     diverged  the forward was another one
     bounded   it may save no more elements than those that its script was written from,
               and `spare` more
     lasts     as long as the model is fitted, other replays will follow
-    kernels   settings by which torch chooses kernels, as it began
     began     autograd's number of the node that the call that runs would have made first
     """
 
@@ -148,7 +146,7 @@ class Replay(ReplayedModuleCalls, Observing):
         self.sources: list[Kept] = []
         self.sizes: list[int] = []
         self.noted: list[Tensor] = []
-        self.fingerprints = Fingerprints()
+        self.record = ForwardRecord()
         self.diverged = False
         self.saving: Saving | None = None
         self._others = others
@@ -166,17 +164,16 @@ class Replay(ReplayedModuleCalls, Observing):
         self._on_host: list[int] = []
         self._on_device: dict[torch.device, tuple[Tensor, ...]] = {}
         self._given = 0  # how many inputs the checkpoints of this step have saved
-        self.token: Token | None = None
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
-        self.kernels: tuple[Any, ...] = ()
         self._hook: Any = None
         self._outside = 0  # modules that were called around the model
         self._calls: Interception | None = None
 
     def __enter__(self) -> Self:
-        self.kernels = settings_of_ops()
+        self.record.kernels = settings_of_ops()
         self._outside = len(modules.on_stack())
+        is_another = self.script.state != state_of_torch() or sees_another_mode()
         self.follow(self.script)
         with ExitStack() as opening:
             opening.enter_context(eagerly())
@@ -189,7 +186,7 @@ class Replay(ReplayedModuleCalls, Observing):
                     intercepted(self._called, self.script.recomputed, lasts=self.lasts)
                 )
             self._open = opening.pop_all()
-        if self.script.state != state_of_torch():
+        if is_another:
             self._diverge()
         return self
 
@@ -223,7 +220,7 @@ class Replay(ReplayedModuleCalls, Observing):
             self.diverged = self._act() is not self._acts[-1]
             for late in self.script.compiled.last if not self.diverged else ():
                 late(self)
-            self.fingerprints.take()
+            self.record.fingerprints.take()
         self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
         self._hook = None  # which refers to this
 
@@ -272,6 +269,9 @@ class Replay(ReplayedModuleCalls, Observing):
                 self._at = at
             elif func in QUESTIONS:
                 return func(*args, **kwargs)
+            actual = called_function(func) if type(func) is FunctionType else func
+            if actual is not func:
+                return self.__torch_function__(actual, types, args, kwargs)
             other = self._other(func, args, kwargs)
             if other is not None:
                 self._at += 1
@@ -409,7 +409,7 @@ class Replay(ReplayedModuleCalls, Observing):
         except RuntimeError:
             version = 0  # of an inference tensor
         is_leaf = x.is_leaf
-        keeps = Kept((x if is_leaf else x.detach(), version, self.token))
+        keeps = Kept((x if is_leaf else x.detach(), version, self.record))
         if source != NOWHERE:
             # An input's data may be exchanged until backward: a recipe reads what forward has read.
             self.sources[source] = Kept((x.detach(), *keeps[1:])) if is_leaf else keeps
@@ -526,6 +526,11 @@ class Replay(ReplayedModuleCalls, Observing):
         """Elements that have been saved beyond those that the script says, so far."""
         return max(self._numel - self._acts[self._at - 1].max_numel, 0) if self._at else 0
 
+    def _keep_sources(self, changed: Iterable[Tensor]) -> None:
+        """Copies what the followed part is rebuilt from, if an op of the rest is to change it."""
+        read = self.script.sources
+        keep_values([self.sources[i] for i in read], [self.slots[i] for i in read], changed)
+
     def look(self) -> Saving:
         """Returns the context that examines the rest of a forward that differs from its script."""
         raise NotImplementedError
@@ -534,10 +539,10 @@ class Replay(ReplayedModuleCalls, Observing):
         """Examines the rest of a forward that differs from its script."""
         if self.saving is None:
             self.diverged = True
-            self.fingerprints.take()  # what runs now may change the parameters
+            self.record.fingerprints.take()  # what runs now may change the parameters
             assert self._seeds is not None
             self.context.give_back(self._seeds, self.script.seeds, self._drawn)
             if self._calls is not None:
                 self._calls.see(None)
             self.saving = self.look()
-            self.saving.join(self._pack, self._outside)
+            self.saving.join(self._pack, self._outside, self._keep_sources)

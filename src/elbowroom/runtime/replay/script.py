@@ -329,6 +329,13 @@ class Script:
         return bool(self._recomputed)
 
     @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the slots that tensors are rebuilt from."""
+        all_of_them = instructions_of(self.steps, self.last)
+        recipes = (recipe for one in all_of_them for recipe in one.recipe or ())
+        return tuple({number for recipe in recipes for number in recipe.sources})
+
+    @cached_property
     def acts_between(self) -> bool:
         """True if tensors that are saved between two calls have actions."""
         return any(step.inputs for step in self.steps)
