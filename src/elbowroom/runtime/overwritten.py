@@ -49,26 +49,31 @@ def copy_sources(changed: Iterable[Tensor], sources: Sources) -> bool:
 
     The op that saved it may not contribute to the loss: then plain autograd would allow the change.
     """
-    found = False
-    for slot in sources.slots_of(changed):
-        kept = slot.value
-        if slot.is_lent or not slot.is_source or not isinstance(kept, KeepHandle):
-            continue
-        found = True
-        if not kept.was_changed:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                copy = clone_with_storage(kept.restore())
-            slot.hold(KeepHandle(copy, COPIED))
-    return found
+    slots = [slot for slot in sources.slots_of(changed) if slot.is_source]
+    return bool([slot for slot in slots if _copy(slot)])
+
+
+def _copy(slot: Slot) -> bool:
+    """Copies what a source holds, if nobody else was handed it; returns whether it is a source."""
+    kept = slot.value
+    if slot.is_lent or not isinstance(kept, KeepHandle):
+        return False
+    if not kept.was_changed:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            copy = clone_with_storage(kept.restore())
+        slot.hold(KeepHandle(copy, COPIED))
+    return True
 
 
 def lend(changed: Iterable[Tensor], sources: Sources) -> bool:
     """Notes that the memory of these tensors is handed out: no version will show its changes.
 
     So what is rebuilt from them is made at once, and kept, and nothing is from now on. The ops that
-    have saved them read what is there in backward, as in plain autograd. Returns whether anything
-    was rebuilt from them.
+    have saved them read what is there in backward, as in plain autograd. Rows that are gathered
+    from them as they are read come of a copy. Returns whether anything was made of them.
     """
+    changed = list(changed)
+    gathered = [slot for slot in sources.slots_of(changed) if slot.is_gathered and _copy(slot)]
     for x in changed:
         if is_touchable(x):
             sources.lend(x)
@@ -76,7 +81,7 @@ def lend(changed: Iterable[Tensor], sources: Sources) -> bool:
     for slot in found:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             slot.hold(KeepHandle(slot.restore_value(), "its source may change without a version"))
-    return bool(found)
+    return bool(found or gathered)
 
 
 def _reads_lent(slot: Slot) -> bool:

@@ -211,6 +211,7 @@ class Slot:
     sites            those that were decided on; empty if it is kept whatever the policy
     is_window        base covers only a small part of the storage
     is_source        a tensor is rebuilt from it; pinned: an exact one, so it stays exact
+    is_gathered      rows of it are gathered as they are read (`gathered.py`)
     waits            it will be encoded once it is known what follows (`deferred.py`)
     lossy_views      how many ops read it that bear an error; asked_exact: whether one does not
     is_lent          its memory may change without a version: nothing is rebuilt from it
@@ -230,7 +231,7 @@ class Slot:
     views = views_asked = lossy_views = readers = max_depth = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = of_product = False
-    is_lent = False
+    is_lent = is_gathered = False
     shared: MadeAgain | None = None
     when_ended: "Callable[[Slot], None] | None" = None
 
