@@ -242,7 +242,8 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     # of its inputs, grad (self - other) / result:
     "DistBackward0": {"self": SINGULAR, "other": SINGULAR, "result": SINGULAR},
     "DivBackward0": {"self": RELATIVE, "other": RELATIVE},  # grad / other, -grad self / other^2
-    "DivBackward2": {"self": SHAPE, "other": SHAPE},  # zero: rounded
+    # zero where it is rounded: the mode decides, see `_quotient`:
+    "DivBackward2": {"self": RELATIVE, "other": RELATIVE},
     "ErfinvBackward0": {"self": SINGULAR},  # grad sqrt(pi) / 2 exp(erfinv(self)^2)
     "LgammaBackward0": {"self": SINGULAR},  # grad digamma(self)
     # of its inputs, grad self |self|^(p - 2) / result^(p - 1): p decides, see `_length`:
@@ -341,6 +342,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
 _POWER, _MAX_POWER = "PowBackward0", 8
+_ROUNDED = "DivBackward2"
 # Nodes of ours -> the torch node whose formula it is, and the field whose row they follow.
 OURS = {
     "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
@@ -369,6 +371,8 @@ def formula_of(node: object, name: str, field: str) -> Formula:
         return _power(getattr(node, "_saved_exponent", None))
     if name in LENGTHS and field == "self":
         return _length(getattr(node, LENGTHS[name], None))
+    if name == _ROUNDED:
+        return _quotient(getattr(node, "_saved_rounding_mode", None))
     known, column = OURS.get(name, (name, field))
     formula = FORMULAS.get(known, {}).get(column, Formula.UNKNOWN)
     if name in _REDUCTIONS and formula is Formula.SINGULAR:
@@ -386,6 +390,11 @@ def _power(exponent: object) -> Formula:
     if exponent != int(exponent) or exponent < 1:
         return Formula.RELATIVE if abs(exponent - 1) <= _MAX_POWER else Formula.SINGULAR
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
+
+
+def _quotient(rounding_mode: object) -> Formula:
+    """Of a rounded quotient the gradient is zero; without a mode it is that of a quotient."""
+    return Formula.RELATIVE if rounding_mode is None else Formula.SHAPE
 
 
 def _length(exponent: object) -> Formula:
