@@ -405,9 +405,9 @@ def _length(exponent: object) -> Formula:
 def reduced_by(node: object, x: Tensor) -> tuple[int, ...]:
     """The dimensions of x over which a node computes a norm or a variance.
 
-    Returns () for other nodes, which do not tell.
+    Returns () for other nodes, which do not tell, and for a tensor that has none.
     """
-    if not hasattr(node, "_saved_dim"):
+    if not (x.dim() and hasattr(node, "_saved_dim")):
         return ()
     dims = node._saved_dim or range(x.dim())
     return tuple(sorted(_signed(d) % x.dim() for d in dims))
