@@ -127,13 +127,17 @@ def _added(into: Tensor, dim: int, index: Tensor, bits: Tensor) -> Tensor:
 
 
 def _are_extreme(made: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """Returns where an element of src is that of the result at its index [as src] bool."""
-    is_src = torch.empty(src.shape, dtype=torch.bool, device=src.device)
+    """Returns where an element of src is that of the result at its index [as src] bool.
+
+    In the order of src, from which the gradient has its own.
+    """
     if type(src) is Gathered:
+        is_src = torch.empty(src.shape, dtype=torch.bool, device=src.device)
         for part in parts(index, src.shape):
             found = made.gather(0, index[part])
             torch.eq(src.sources.part(part), found, out=is_src[part])
         return is_src
+    is_src = torch.empty_like(src, dtype=torch.bool)
     of_rows = made.dim() and dim % made.dim() != 0
     for rows in _parts(src):
         found = (made[rows] if of_rows else made).gather(dim, index[rows])

@@ -242,7 +242,8 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     # of its inputs, grad (self - other) / result:
     "DistBackward0": {"self": SINGULAR, "other": SINGULAR, "result": SINGULAR},
     "DivBackward0": {"self": RELATIVE, "other": RELATIVE},  # grad / other, -grad self / other^2
-    "DivBackward2": {"self": SHAPE, "other": SHAPE},  # zero: rounded
+    # zero where it is rounded: the mode decides, see `_quotient`:
+    "DivBackward2": {"self": RELATIVE, "other": RELATIVE},
     "ErfinvBackward0": {"self": SINGULAR},  # grad sqrt(pi) / 2 exp(erfinv(self)^2)
     "LgammaBackward0": {"self": SINGULAR},  # grad digamma(self)
     # of its inputs, grad self |self|^(p - 2) / result^(p - 1): p decides, see `_length`:
@@ -341,6 +342,7 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "WhereBackward0": {"condition": INDEX},  # grad on either side
 }
 _POWER, _MAX_POWER = "PowBackward0", 8
+_ROUNDED = "DivBackward2"
 # Nodes of ours -> the torch node whose formula it is, and the field whose row they follow.
 OURS = {
     "_LogProbabilitiesBackward": ("LogSoftmaxBackward0", "result"),
@@ -369,6 +371,8 @@ def formula_of(node: object, name: str, field: str) -> Formula:
         return _power(getattr(node, "_saved_exponent", None))
     if name in LENGTHS and field == "self":
         return _length(getattr(node, LENGTHS[name], None))
+    if name == _ROUNDED:
+        return _quotient(getattr(node, "_saved_rounding_mode", None))
     known, column = OURS.get(name, (name, field))
     formula = FORMULAS.get(known, {}).get(column, Formula.UNKNOWN)
     if name in _REDUCTIONS and formula is Formula.SINGULAR:
@@ -388,6 +392,11 @@ def _power(exponent: object) -> Formula:
     return Formula.PRODUCT if exponent <= 2 else Formula.CURVED
 
 
+def _quotient(rounding_mode: object) -> Formula:
+    """Of a rounded quotient the gradient is zero; without a mode it is that of a quotient."""
+    return Formula.RELATIVE if rounding_mode is None else Formula.SHAPE
+
+
 def _length(exponent: object) -> Formula:
     """grad self / result if the exponent is 2: linear in what is not divided by."""
     return Formula.PRODUCT if exponent == 2 else Formula.SINGULAR
@@ -396,9 +405,9 @@ def _length(exponent: object) -> Formula:
 def reduced_by(node: object, x: Tensor) -> tuple[int, ...]:
     """The dimensions of x over which a node computes a norm or a variance.
 
-    Returns () for other nodes, which do not tell.
+    Returns () for other nodes, which do not tell, and for a tensor that has none.
     """
-    if not hasattr(node, "_saved_dim"):
+    if not (x.dim() and hasattr(node, "_saved_dim")):
         return ()
     dims = node._saved_dim or range(x.dim())
     return tuple(sorted(_signed(d) % x.dim() for d in dims))

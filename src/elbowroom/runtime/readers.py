@@ -195,7 +195,8 @@ def _is_normalized(x: Tensor, call: Call) -> bool:
     """
     if call.name != "normalize" or call.arg(1, "p", 2.0) != 2 or not is_argument(x, call):
         return False
-    return x.shape[-1] >= MIN_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
+    width = x.shape[-1] if x.dim() else 0
+    return width >= MIN_WIDTH and call.arg(2, "dim", 1) in (-1, x.dim() - 1)
 
 
 def _is_scaled(x: Tensor, call: Call, name: str) -> bool:
