@@ -399,10 +399,8 @@ class Packer(NodeChoice, ModuleCalls):
             number = last_node() if node is None else node
             view = self.recorder.saved(view, x, site, why, number, sources)
         if call is not None:
-            slot.is_gathered |= call.name == "apply_rows" or (
-                call.name == "scale_rows" and x is call.first
-            )
-            slot.is_source |= slot.is_gathered
+            if call.name == "apply_rows" or (call.name == "scale_rows" and x is call.first):
+                slot.is_gathered = slot.is_source = True
             call.note_saved(slot, x)
             if self._watch is not None and _can_be_probed(request):
                 self._watch.saved(Use(call, view, name.module), x)
