@@ -10,7 +10,7 @@ were wrong by a factor of 44 at sharp logits (docs/log.md, "attention"). Here we
 gradient belong to one attention, of what backward reads, and the only error left is that of a logit
 itself.
 
-On a CPU, a kernel of ours takes no longer than backward alone, and reads neither out nor l
+On a CPU, a kernel of ours takes 0.7 to 1.6 times backward alone, and reads neither out nor l
 (`kernels/attention.py`). Elsewhere, and for other floats than float32, forward's call runs again.
 """
 

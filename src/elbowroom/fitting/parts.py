@@ -41,7 +41,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class Watched:
-    """What is known of the noise of a plan's codes.
+    """Holds what is known of the noise of a plan's codes.
 
     is_done   it was measured, or there was no memory to measure it
     predicts  there was no memory to measure it, and the profile has a prediction

@@ -9,11 +9,11 @@ q, k, v, g of (batch, heads, tokens, width), one thread, thread CPU ms, least of
 AVX-512, torch 2.13): forward run again and torch's backward, torch's backward alone, and this:
 
                             causal                   all keys
-    (32, 4,  128,  16)      9.0,   5.9,   4.1        9.0,   5.9,   5.9
-    ( 8, 12, 128,  64)     21.8,  16.2,  11.3       21.4,  15.8,  15.2
-    ( 4, 4,  512,  32)     22.0,  15.1,  10.3       19.8,  13.3,  18.8
-    ( 2, 8, 1024,  64)      112,    78,    74        153,   108,   140
-    ( 1, 8, 2048, 128)      362,   260,   339        581,   422,   651
+    (32, 4,  128,  16)      7.5,   4.9,   4.3        7.3,   4.8,   5.4
+    ( 8, 12, 128,  64)     17.7,  13.0,  12.1       16.6,  11.8,  13.9
+    ( 4, 4,  512,  32)     18.5,  12.6,   8.9       17.9,  12.2,  15.9
+    ( 2, 8, 1024,  64)      101,    71,    69        132,    93,   124
+    ( 1, 8, 2048, 128)      313,   223,   309        489,   348,   570
 """
 
 from collections.abc import Sequence
@@ -77,6 +77,7 @@ def gradients(given: AttentionArguments, grad: Tensor, into: Three | None = None
 def workspace_nbytes(k: Sequence[int], v: Sequence[int]) -> int:
     """Bytes that `gradients` takes beside its results, of k and v of these shapes."""
     B, G, S, E = k
+    # Whole tiles, and so many queries at once: a test compares it with the kernel's own count.
     keys, of_k, of_v = (-(-n // 16) * 16 for n in (S, E, v[3]))
     each = keys * (3 * of_k + 2 * of_v) + 32 * (2 * keys + 2 * of_k + of_v)
     return 4 * each * min(B * G, torch.get_num_threads())

@@ -288,12 +288,14 @@ def _gradients(
                     wide = whole_columns(seen)
                     panel = COLUMNS * wide_k
                     multiply(
-                        at_p, keys, at_q, wide_k, 1, at_kt, panel, COLUMNS, rows, wide, wide_k, 0
-                    )
+                        at_p, keys, at_q, wide_k, 1, at_kt,
+                        panel, COLUMNS, rows, wide, wide_k, 0,
+                    )  # fmt: skip
                     panel = COLUMNS * wide_v
                     multiply(
-                        at_ds, keys, at_g, wide_v, 1, at_vt, panel, COLUMNS, rows, wide, wide_v, 0
-                    )
+                        at_ds, keys, at_g, wide_v, 1, at_vt,
+                        panel, COLUMNS, rows, wide, wide_v, 0,
+                    )  # fmt: skip
                     for r in range(rows):
                         end = 0
                         if r < n:
@@ -309,47 +311,17 @@ def _gradients(
                         _clear(ds[start + end : start + wide])
                     if wide:
                         multiply(
-                            at_dv,
-                            wide_v,
-                            at_p,
-                            1,
-                            keys,
-                            at_g,
-                            COLUMNS,
-                            wide_v,
-                            wide,
-                            wide_v,
-                            rows,
-                            1,
-                        )
+                            at_dv, wide_v, at_p, 1, keys, at_g,
+                            COLUMNS, wide_v, wide, wide_v, rows, 1,
+                        )  # fmt: skip
                         multiply(
-                            at_dk,
-                            wide_k,
-                            at_ds,
-                            1,
-                            keys,
-                            at_q,
-                            COLUMNS,
-                            wide_k,
-                            wide,
-                            wide_k,
-                            rows,
-                            1,
-                        )
+                            at_dk, wide_k, at_ds, 1, keys, at_q,
+                            COLUMNS, wide_k, wide, wide_k, rows, 1,
+                        )  # fmt: skip
                         multiply(
-                            at_dq,
-                            wide_k,
-                            at_ds,
-                            keys,
-                            1,
-                            at_k,
-                            COLUMNS,
-                            wide_k,
-                            rows,
-                            wide_k,
-                            wide,
-                            0,
-                        )
+                            at_dq, wide_k, at_ds, keys, 1, at_k,
+                            COLUMNS, wide_k, rows, wide_k, wide, 0,
+                        )  # fmt: skip
                     else:
                         _clear(rows_dq)
                     made = _place(of_q, by_of_q, b, h) + 4 * first * by_of_q[2]
