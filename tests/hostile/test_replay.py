@@ -30,6 +30,7 @@ from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.replay.replay import Replay
 from elbowroom.runtime.replay.script import Script
+from elbowroom.runtime.replay.scripts import Scripts
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saving import Saving
 from programs import Model, gradients, looking, same
@@ -371,6 +372,30 @@ def test_a_fitted_model_follows_its_script_and_keeps_its_bits(share):
     assert fitting.planner.scripts.unwritten == 4  # no forward has diverged
     pairs = zip(plain.parameters(), net.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    er.release(net)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.4])
+@pytest.mark.parametrize("kind", ["encoder", "linear"])
+def test_no_forward_of_the_first_steps_leaves_its_script(monkeypatch, kind, share):
+    """What is watched around a forward that may be undone makes no calls of the program."""
+    left = []
+    leave = Scripts.was_left
+    monkeypatch.setattr(Scripts, "was_left", lambda *given: (left.append(1), leave(*given)))
+    torch.manual_seed(0)
+    if kind == "encoder":
+        layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
+        net, x = nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 64)
+    else:
+        net, x = stack_of(6), torch.randn(2048, 64)
+    plain = copy.deepcopy(net)
+    static = 2 * sum(p.nbytes for p in net.parameters())
+    highest = er.peak(lambda: plain(x).square().mean().backward()) + static
+    er.fit(net, budget=int(static + share * (highest - static)))
+    for _ in range(6):
+        net(x).square().mean().backward()
+        net.zero_grad()
+    assert not left
     er.release(net)
 
 

@@ -55,17 +55,19 @@ class ChangedParameters(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
-        for one in self._gradients:
-            found = one.hold()
-            if found is not None and _has_memory(found):
-                self._gradients_at[found.untyped_storage()._cdata] = one
+        with torch._C.DisableTorchFunction():  # modes around see the program's calls alone
+            for one in self._gradients:
+                found = one.hold()
+                if found is not None and _has_memory(found):
+                    self._gradients_at[found.untyped_storage()._cdata] = one
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._gradients_at.clear()
-        for one in self._gradients:
-            one.let_go()
+        with torch._C.DisableTorchFunction():
+            for one in self._gradients:
+                one.let_go()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _writes(func, kwargs):

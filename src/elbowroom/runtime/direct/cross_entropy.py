@@ -168,9 +168,12 @@ class _Labels:
         self.made: tuple[Tensor, Tensor] | None = None
         self.came: _Came | None = None
 
-    def normalized(self, x: Tensor) -> Tensor:
-        """Returns the log-probabilities of rows of logits [rows, classes]."""
-        return torch.log_softmax(x.to(self.dtype), 1)
+    def normalized(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the log-probabilities of rows of logits [rows, classes], in `out` if given."""
+        if out is None:
+            return torch.log_softmax(x.to(self.dtype), 1)
+        made: Tensor = _aten._log_softmax.out(x.to(self.dtype), 1, False, out=out)
+        return made
 
     def loss(self, logp: Tensor) -> None:
         """Computes the loss of all log-probabilities."""
@@ -183,7 +186,7 @@ class _Labels:
     ) -> Tensor:
         """Computes the loss of logits, of which one part of the rows is normalized at a time.
 
-        use: takes the log-probabilities of each part, which it may overwrite
+        use: takes the log-probabilities of each part, which are its own
         Returns the log-probabilities of the labels [rows, 1]; of rows without one, that of class 0.
         torch's own kernel adds them up, as those of a single class: the order of its sum depends on
         the rows alone.
@@ -199,8 +202,10 @@ class _Labels:
                     use(logp[rows].clone())
             return picked
         picked = x.new_empty(len(x), 1, dtype=self.dtype)
+        room = _Reused()
         for rows in parts:
-            logp = self.normalized(x[rows])
+            out = room.like(x[rows], self.dtype) if use is None else None
+            logp = self.normalized(x[rows], out)
             torch.gather(logp, 1, asked[rows], out=picked[rows])
             if use is not None:
                 use(logp)
@@ -220,15 +225,19 @@ class _Labels:
     def _is_class(self, target: Tensor, classes: int) -> Tensor:
         return (target != self.ignore_index) & (target >= 0) & (target < classes)
 
-    def gradient(self, came: _Came, logp: Tensor, rows: slice | None = None) -> Tensor:
-        """The gradient of logp, whose values do not matter; rows: it is of these only."""
-        grad, target = came.grad, came.target
-        if rows is not None:
-            grad, target = grad[rows] if grad.dim() else grad, target[rows]
-        made: Tensor = _aten.nll_loss_backward(
-            grad, logp, target, came.weight, self.reduction, self.ignore_index, came.total
-        )
+    def gradient(self, came: _Came, logp: Tensor) -> Tensor:
+        """The gradient of logp, whose values do not matter."""
+        made: Tensor = _aten.nll_loss_backward(came.grad, logp, *self._settings(came))
         return made
+
+    def gradient_of_rows(self, came: _Came, logp: Tensor, rows: slice, out: Tensor) -> None:
+        """Writes the gradient of some rows of logp to `out`."""
+        grad = came.grad[rows] if came.grad.dim() else came.grad
+        came = came._replace(target=came.target[rows])
+        _aten.nll_loss_backward.grad_input(grad, logp, *self._settings(came), grad_input=out)
+
+    def _settings(self, came: _Came) -> tuple[Any, ...]:
+        return came.target, came.weight, self.reduction, self.ignore_index, came.total
 
 
 class _NegativeLogLikelihood(Node):
@@ -352,7 +361,7 @@ class _UnchangedLogits:
 
     def __init__(self, ctx: Any, target: Tensor) -> None:
         self._ctx, self._labels, self._picked = ctx, ctx.labels, ctx.picked
-        self._is_again = False
+        self._is_again, self._room = False, _Reused()
         try:
             self.x, self._is_private = _restored(ctx)
         except NothingHeld:
@@ -370,7 +379,8 @@ class _UnchangedLogits:
 
         Raises RestoreError if the logits were changed, and cannot be made again.
         """
-        logp: Tensor = self._labels.normalized(self.x[rows])
+        x, labels = self.x[rows], self._labels
+        logp: Tensor = labels.normalized(x, self._room.like(x, labels.dtype))
         if not _is_known(logp, self._asked[rows], self._picked[rows]):
             self._make_again()
             return self.normalized(rows)
@@ -410,11 +420,31 @@ def _gradient(
 
     logp_of: log-probabilities of a part
     """
+    room = _Reused()
     for rows in parts:
-        logp = logp_of(rows)
-        of_logp = labels.gradient(came, logp, rows)
-        made[rows] = _aten._log_softmax_backward_data(of_logp, logp, 1, logp.dtype)
+        logp, part = logp_of(rows), made[rows]
+        labels.gradient_of_rows(came, logp, rows, of_logp := room.like(logp))
+        if part.dtype is logp.dtype:
+            _aten._log_softmax_backward_data.out(of_logp, logp, 1, logp.dtype, out=part)
+        else:
+            part.copy_(_aten._log_softmax_backward_data(of_logp, logp, 1, logp.dtype))
     return made
+
+
+class _Reused:
+    """Memory of one part of the rows after the other: no page of it is new after the first.
+
+    An allocator that gives pages back (glibc) would have each part fault its pages in again.
+    """
+
+    def __init__(self) -> None:
+        self._room: Tensor | None = None
+
+    def like(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns memory for a part [rows, classes], whose values are undefined."""
+        if self._room is None or len(self._room) < len(part):
+            self._room = torch.empty_like(part, dtype=dtype)
+        return self._room[: len(part)]
 
 
 def _normalized(logp: Tensor) -> Tensor:
