@@ -58,14 +58,24 @@ class PlannerSettings:
         )
 
     def _found(self, profile: Profile, *, exact: bool | None) -> Plan | None:
-        """Returns a plan that leaves a little memory free, or one that leaves none, or None."""
+        """Returns a plan that leaves a little memory free, or one that leaves none, or None.
+
+        Most searches that find none take long, so where the first has failed, the one that leaves
+        none says whether there is a point in others.
+        """
         free, hasty = self.options.budget_nbytes - profile.static, self._without_least_budget
-        for share in _CAREFUL:
+
+        def leaving(share: float) -> Plan | None:
             try:
                 return hasty._cheaper(profile, int(share * free), exact=exact)
             except BudgetTooSmall:
-                continue
-        return None
+                return None
+
+        most, *less, none = _CAREFUL
+        found = leaving(most)
+        if found is not None or (last := leaving(none)) is None:
+            return found
+        return next(filter(None, map(leaving, less)), last)
 
     def _cheaper(self, profile: Profile, more: int, *, exact: bool | None) -> Plan:
         """The faster of two plans, of which only the first may recompute modules.
