@@ -352,8 +352,9 @@ def test_a_code_in_parts_has_gradients_of_all_orders(rows: int, weighted: bool) 
     ):
         coded = made(context)
         assert torch.equal(coded[0], plain[0])
-        for one, other in zip(coded[1:], plain[1:], strict=True):
-            assert (one - other).square().sum() < 0.01 * other.square().sum()
+        # A code has the levels that a gradient needs; one of a gradient takes its error twice.
+        for one, other, most in zip(coded[1:], plain[1:], (0.01, 0.01, 0.02), strict=True):
+            assert (one - other).square().sum() < most * other.square().sum()
 
 
 @pytest.mark.parametrize(("rows", "classes"), [(256, 256), (255, 300), (3, 20000)])

@@ -134,6 +134,41 @@ def test_labels_that_are_all_certain(name: str, std: float, fits: float) -> None
         assert float(noise.square().sum() / true.square().sum()) <= 0.03
 
 
+ROWS_OF_LOGITS = {
+    "cross_entropy": F.cross_entropy,
+    "transposed": lambda z, y: F.cross_entropy(z.T.contiguous().T, y),
+    "nll": lambda z, y: F.nll_loss(F.log_softmax(z, -1), y),
+    "first": lambda z, y: F.nll_loss(F.log_softmax(z.T, 0).T, y),
+    "pixels": lambda z, y: F.cross_entropy(z.T[None], y[None]),
+    "smooth": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "soft": lambda z, y: F.cross_entropy(z, F.one_hot(y, z.shape[1]).float()),
+    "kl_div": lambda z, y: F.kl_div(
+        z.log_softmax(1), F.one_hot(y, z.shape[1]).float(), reduction="batchmean"
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROWS_OF_LOGITS)
+def test_a_gradient_of_logits_adds_up_to_nothing_in_each_row(name: str, dtype: torch.dtype) -> None:
+    """What all classes have in common gets no gradient: a contrastive loss had 300 by that."""
+    g = torch.Generator().manual_seed(1)
+    z = (14 * torch.randn(256, 128, generator=g)).to(dtype)
+    y = torch.where(torch.rand(256, generator=g) < 0.9, z.argmax(1), z.argmin(1))
+    found = []
+    context = er.saving("dither", levels=16, min_nbytes=0)
+    for around in (contextlib.nullcontext(), context, context, context):
+        leaf = z.clone().requires_grad_()
+        with around:
+            loss = ROWS_OF_LOGITS[name](leaf * 1, y)
+        found.append(torch.autograd.grad(loss, leaf)[0].double())
+    true, *coded = found
+    rounding = 4 * torch.finfo(dtype).eps * float(true.abs().max())
+    for one in coded:
+        assert float(one.sum(1).abs().max()) <= rounding
+        assert float((one - true).square().sum() / true.square().sum()) <= 0.01
+
+
 @pytest.mark.parametrize(("std", "bits"), [(0.1, 4.6), (1, 6.6), (40, 8.6)])
 def test_log_probabilities_have_as_many_levels_as_their_range_needs(
     std: float, bits: float

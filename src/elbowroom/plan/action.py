@@ -28,8 +28,8 @@ class Encode:
     curved      if it is read by a GELU or SiLU
     rows        normalized by their own mean and std, where a reader divides by their size
     least       what is below is encoded as this: of log-probabilities, whose readers take exp
-    fewest      levels that `dither` may have where the values allow it (`precision_floor.py`);
-                None, of log-probabilities: where some are certain, bf16 takes the codec's place
+    fewest      levels that `dither` may have where the values allow it (`precision_floor.py`)
+    adds_up     the dimension along which exponentials of what is decoded are to add up to 1
     moved       where the code itself is moved to; None: it stays on the tensor's device
     """
 
@@ -42,6 +42,7 @@ class Encode:
     rows: Rows | None = None
     least: float | None = None
     fewest: int | None = None
+    adds_up: int | None = None
     moved: "Offload | None" = None
 
     @property

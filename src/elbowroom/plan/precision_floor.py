@@ -67,13 +67,12 @@ and its ReLUs pass what they did not: what that adds to gErr2 (`dither`; public 
 The exp of a log-probability turns its absolute error into a relative one, and the step of a code
 follows the range of what shares it: with logits of a standard deviation of 60, gErr2 was 0.06, of
 600, 5,800. What is below -24 is therefore encoded as -24 (`Encode.least`): a step of 0.094 at most,
-whatever the logits are. Who reads anything but exp of it has it exactly. Of elbowroom's cross
-entropy, whose rows add up to 1 again once they are decoded, a gradient's square is off by the
-variance of a log-probability at most. So fewer levels do where those that share a step differ by
-less (`levels_for_range`: by hand, on a CPU, as they are encoded). Rows of torch's own node do not
-add up to 1: 1 - p of a label that is nearly certain is what is left of two numbers. Where most is
-(`are_certain`, on a CPU), bf16 takes the place of the code: its error is a share of log p, and so
-of 1 - p.
+whatever the logits are. Who reads anything but exp of it has it exactly. Once they are decoded, its
+exponentials are made to add up to 1 again along their dimension (`Encode.adds_up`): else 1 - p of a
+label that is nearly certain is what is left of two numbers (gErr2 up to 3,800), and the gradient of
+a row of logits adds up to something (a contrastive loss of a temperature of 0.01: 300). A
+gradient's square is off by the variance of a log-probability at most, so fewer levels do where
+those that share a step differ by less (`levels_for_range`: by hand, on a CPU, as they are encoded).
 
 Where a divisor, or what a power, root or logarithm is taken of, is read as a power of itself, an
 error that is a share of each element stays one: bf16 has 2^-9 of it at most, however small the
@@ -99,7 +98,7 @@ from math import prod
 from elbowroom.codecs import Cast, Codec, Comet, Dither, Division, Group, Sided
 from elbowroom.codecs.quality import quality_of
 from elbowroom.kernels.layout import GROUP_SIZES
-from elbowroom.plan.site import AGAIN, NORMS, Formula, Reads, Rebuildable, Rows, Site
+from elbowroom.plan.site import AGAIN, NORMS, Formula, Rebuildable, Rows, Site
 
 ATTENTION = "scaled_dot_product_attention"
 CURVED = ("gelu", "silu")
@@ -122,7 +121,6 @@ _MASKED_PROBABILITIES = replace(_PROBABILITIES, sparse=True)
 LEVELS = 16, 32, 64, 128, MAX_LEVELS
 _GROUP = 64  # elements that share a step, as in the dither by whose levels floors are counted
 _DIFFUSE, _SHARP = 0.027, 0.055  # variance of a logit: of what 256 levels meet, weights are sharp
-_OF_LEFT = 0.02  # of the gradient's square, of labels that are nearly certain
 _OF_LOGARITHM = 0.01  # variance of a log-probability: the share of a probability's square
 _LINEAR = 0.02  # of v's variance: what its code may add to the gradients of q and k
 _LINEAR_OF_SHARP = 0.005  # ... where logits need more than 16 levels: weights are not even
@@ -155,14 +153,11 @@ def levels_for_bias(whole: float, grouped: float) -> int | None:
     return found and max(found, LEVELS[1])
 
 
-def fewest_levels(asked: Codec | None, site: Site) -> int | None:
+def fewest_levels(asked: Codec | None) -> int:
     """The levels that a dither of log-probabilities may have, if their range allows it.
 
-    Those of cross entropy's rows, which are saved in parts. None: the whole is that of torch's own
-    node, whose rows do not add up to 1. asked: by hand; plans count on the most.
+    asked: by hand; plans count on the most
     """
-    if site.reads is not Reads.SAMPLES:
-        return None
     return max(asked.levels, LEVELS[0]) if isinstance(asked, Dither) else MAX_LEVELS
 
 
@@ -173,14 +168,6 @@ def levels_for_range(width: float, fewest: int) -> int:
     """
     enough = (n for n in LEVELS if n >= fewest and width**2 / 12 <= _OF_LOGARITHM * (n - 1) ** 2)
     return next(enough, MAX_LEVELS)
-
-
-def are_certain(noise: float, left: float) -> bool:
-    """Returns whether codes of log-probabilities would hide what is left of a gradient.
-
-    noise: the sum of squares of probabilities times their error; left: of min(p, 1 - p)
-    """
-    return noise > _OF_LEFT * left
 
 
 def half_suffices(spread: float) -> bool:

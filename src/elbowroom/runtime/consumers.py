@@ -399,7 +399,7 @@ def reading_of(x: Tensor, call: Call | None) -> Reading:
     if call is None or not call.name:
         return Reading(Need.EXACT, Formula.UNKNOWN, _UNSEEN)
     if call.in_parts and call.saves_part(x):
-        return Reading(Need.LOSSY, Formula.LOG_PROBABILITY)
+        return Reading(Need.LOSSY, Formula.LOG_PROBABILITY, dims=(1,))
     return _READERS.get(call.name, _unknown)(x, call)
 
 

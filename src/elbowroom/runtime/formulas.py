@@ -413,6 +413,15 @@ def reduced_by(node: object, x: Tensor) -> tuple[int, ...]:
     return tuple(sorted(_signed(d) % x.dim() for d in dims))
 
 
+def normalized_by(node: object, x: Tensor) -> tuple[int, ...]:
+    """The dimension of x along which a node of torch's own has made log-probabilities.
+
+    Returns () for other nodes, which do not tell, and for a tensor that has none.
+    """
+    dim = getattr(node, "_saved_dim", None)
+    return (_signed(dim) % x.dim(),) if isinstance(dim, int) and x.dim() else ()
+
+
 def _signed(dim: int) -> int:
     """A dimension that autograd shows without its sign."""
     return dim - (1 << 64) if dim >= 1 << 63 else dim

@@ -43,7 +43,6 @@ from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.direct.choice import NodeChoice
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.encode import has_certain
 from elbowroom.runtime.handles.rebuild import DEEPEST_READY
 from elbowroom.runtime.kept import CountedTensor, Deferred, Held, SmallTensors, last_node
 from elbowroom.runtime.ledger import Ledger
@@ -303,9 +302,6 @@ class Packer(NodeChoice, ModuleCalls):
         for one, x in saved:
             reader = readers.get(id(one), Reader())
             reading = reading_by(reader, x, call)
-            is_logp = reading.formula is Formula.LOG_PROBABILITY and x is not call.first
-            if is_logp and self._may_round and has_certain(x):
-                reading = reading._replace(formula=Formula.RELATIVE)
             if reading.formula is Formula.RELATIVE and not self._serving.takes_half(x.dtype):
                 reading = reading._replace(need=Need.EXACT, formula=Formula.SINGULAR)
             if reading.formula is Formula.LOG_PROBABILITY and x is call.first and measures:

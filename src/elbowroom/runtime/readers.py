@@ -34,6 +34,7 @@ from elbowroom.runtime.formulas import (
     SIZES,
     WHY,
     formula_of,
+    normalized_by,
     reduced_by,
 )
 from elbowroom.runtime.kept import Deferred
@@ -153,6 +154,8 @@ def reading_by(reader: Reader, x: Tensor, call: Call) -> Reading:
         formula = Formula.RELATIVE
     if formula is Formula.RELATIVE:
         return Reading(Need.LOSSY, formula, f"'{call.name}': {WHY[formula]}")
+    if formula is Formula.LOG_PROBABILITY:
+        return Reading(Need.LOSSY, formula, dims=normalized_by(reader.of, x))
     if formula.tolerates_errors:
         width, dims = _row_of(x, call, name, reader.of)
         if width:

@@ -353,8 +353,11 @@ class Serving:
             return Keep(COUNTS_AS_EXACT)
         if site.consumer == ATTENTION:
             return replace(action, least=MIN_BIAS, fewest=MAX_LEVELS)
-        fewest = fewest_levels(getattr(self._policy, "codec", None), site)
-        return replace(action, least=MIN_LOG_PROBABILITY, fewest=fewest)
+        if not request.reading.dims or request.seen != request.slot.base:
+            return Keep("log-probabilities whose rows lie in no order that is known")
+        fewest = fewest_levels(getattr(self._policy, "codec", None))
+        (along,) = request.reading.dims
+        return replace(action, least=MIN_LOG_PROBABILITY, fewest=fewest, adds_up=along)
 
     def _decide(self, site: Site, ready: Ready | None) -> Action:
         if site.consumer == ATTENTION and site.need is Need.LOSSY and not self._is_exact():

@@ -336,10 +336,9 @@ class _LogProbabilities(Node):
 
         def rows_of(rows: slice) -> Tensor:
             at = ctx.rows.index(rows)
-            is_coded = isinstance(held[at], View) and not held[at].slot.exact
             logp: Tensor = ctx.unpack(held[at]).detach()
             held[at] = held[at] if held is ctx.held else None
-            return _normalized(logp) if is_coded else logp
+            return logp
 
         made = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device)
         return _gradient(labels, came, made, ctx.rows, rows_of), None
@@ -445,11 +444,6 @@ class _Reused:
         if self._room is None or len(self._room) < len(part):
             self._room = torch.empty_like(part, dtype=dtype)
         return self._room[: len(part)]
-
-
-def _normalized(logp: Tensor) -> Tensor:
-    """Decoded log-probabilities, whose exponentials add up to 1 again, as in `softmax.py`."""
-    return logp - logp.logsumexp(1, keepdim=True)
 
 
 def _parts(x: Tensor) -> Iterator[slice]:

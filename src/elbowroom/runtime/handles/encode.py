@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from elbowroom.codecs import Affine, BitMask, Cast, Codec, Dither, Encoded
+from elbowroom.codecs import Affine, BitMask, Codec, Dither, Encoded
 from elbowroom.codecs.base import PART, Seed
 from elbowroom.codecs.compact import Compact
 from elbowroom.codecs.dropped import encoded_or_dropped, refuse_undecodable, suspect
@@ -27,12 +27,7 @@ from elbowroom.codecs.quality import is_own
 from elbowroom.codecs.room import PayloadRoom
 from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.plan import Action, Encode, Offload, SiteName
-from elbowroom.plan.precision_floor import (
-    MAX_LEVELS,
-    MIN_LOG_PROBABILITY,
-    are_certain,
-    levels_for_range,
-)
+from elbowroom.plan.precision_floor import levels_for_range
 from elbowroom.plan.site import Rows
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.handles.offload import OffloadHandle
@@ -55,6 +50,7 @@ class EncodeHandle:
     """Holds the code of one dense tensor `base`."""
 
     __slots__ = (
+        "_adds_up",
         "_counter",
         "_encoded",
         "_nbytes",
@@ -76,10 +72,12 @@ class EncodeHandle:
         base: Tensor | None,
         on_survived: Callable[[], None] | None = None,
         normal: Normalized | None = None,
+        adds_up: int | None = None,
     ) -> None:
         """base: None if it is known that nothing holds it until backward.
 
         normal: the normalization of the encoded tensor, if base itself is not encoded
+        adds_up: as in `Encode`
 
         bitmap: the bits of what is not zero, where the code holds them
         is_shared: it has several readers, so that one may reuse the tensor of another
@@ -88,7 +86,7 @@ class EncodeHandle:
         """
         self._encoded = encoded
         self.bitmap = encoded.bitmap
-        self._normal = normal
+        self._normal, self._adds_up = normal, adds_up
         self._original: WeakStorage | None = None
         if base is not None:
             self._offset = base.storage_offset()
@@ -142,6 +140,8 @@ class EncodeHandle:
             if seen is not None:
                 return seen
         x = self._decoded(None if self._normal is None else self._normal.undo(), None)
+        if self._adds_up is not None:
+            add_up(x, self._adds_up)
         if not private and self.is_shared and not ARENA.owns(x):
             self._restored = WeakStorage(x), counter_of(x), x._version
         return x
@@ -152,7 +152,7 @@ class EncodeHandle:
         bits: it is 0 where one is not set
         """
         both = affine if self._normal is None else self._normal.undo().then(affine)
-        if both is not None:
+        if both is not None and self._adds_up is None:
             return self._decoded(both, bits)
         x = self.restore(private=True)
         affine.in_place(flat_of(x), bits)
@@ -177,7 +177,12 @@ class EncodeHandle:
         encoded, undo = self._code(), None if self._normal is None else self._normal.undo()
         both = affine if undo is None else undo if affine is None else undo.then(affine)
         composed = both is not None or (undo is None and affine is None)
-        if not encoded.has_parts or not composed or (both is not None and both.scale.dim() > 1):
+        if (
+            self._adds_up is not None
+            or not encoded.has_parts
+            or not composed
+            or (both is not None and both.scale.dim() > 1)
+        ):
             return None
 
         def part(start: int, n: int) -> Tensor:
@@ -309,13 +314,14 @@ class MovedCodeHandle(EncodeHandle):
         base: Tensor,
         on_survived: Callable[[], None] | None,
         normal: Normalized | None,
+        adds_up: int | None,
         move: Callable[[Tensor], OffloadHandle],
     ) -> None:
         """move: moves a buffer. away: the handle that it gives."""
         self._which = largest(encoded)
         self.away = move(encoded.buffers[self._which])
         nothing = encoded.buffers[self._which].new_empty(0)
-        super().__init__(self._with(nothing, encoded), base, on_survived, normal)
+        super().__init__(self._with(nothing, encoded), base, on_survived, normal, adds_up)
 
     @property
     def nbytes(self) -> int:
@@ -353,8 +359,6 @@ def encoded(
 
     Returns None if the codec of another package has failed, and is dropped for that.
     """
-    if action.least is not None and action.fewest is None and has_certain(base):
-        action = Encode(_HALF, action.facts, moved=action.moved)
     codec, facts = action.codec, action.facts
     x = base if action.least is None else _from(action.least, base)
     if action.fewest is not None and isinstance(codec, Dither) and action.fewest < codec.levels:
@@ -380,7 +384,7 @@ def encoded(
     if code.raw:
         say_raw(code, name, context)
         normal = None
-    own = on_survived, normal
+    own = on_survived, normal, None if code.raw else action.adds_up
     if action.moved is not None and (move := _move(action.moved, code, name, context)):
         return MovedCodeHandle(code, base, *own, move)
     return EncodeHandle(code, base, *own)
@@ -431,6 +435,9 @@ def _move(
     return lambda moved: OffloadHandle(tier, moved, prefetcher_of(context), name)
 
 
+_PART_NUMEL = 1 << 16  # of log-probabilities at a time
+
+
 def _from(least: float, x: Tensor) -> Tensor:
     """Returns x clamped from below; x itself, if no element is below."""
     x = x.detach()  # otherwise these ops would save tensors, too
@@ -439,31 +446,15 @@ def _from(least: float, x: Tensor) -> Tensor:
     return x.clamp_min(least)
 
 
-_HALF = Cast("bf16")
-_PART_NUMEL = 1 << 16
-
-
-def has_certain(logp: Tensor) -> bool:
-    """Returns whether log-probabilities are so near to certain that a code would hide the rest.
-
-    False where the host would have to wait for the values, and where bf16 is no code.
-    """
-    if logp.dtype is not torch.float32 or would_wait(logp) or not has_values(logp):
-        return False
-    if type(logp) is not Tensor or not logp.is_contiguous() or not logp.numel():
-        return False
+def add_up(logp: Tensor, dim: int) -> None:
+    """Makes the exponentials of log-probabilities add up to 1 along a dimension, in place."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        flat = logp.detach().view(-1)
-        least, most = (float(end) for end in torch.aminmax(flat))
-        if not most > -1.0:  # nothing is near to certain
-            return False
-        width = min(most - max(least, MIN_LOG_PROBABILITY), -MIN_LOG_PROBABILITY)
-        squares = left = 0.0
-        for part in torch.split(flat, _PART_NUMEL):
-            p = part.exp()
-            squares += float(p.square().sum())
-            left += float(torch.minimum(p, -part.expm1()).square().sum())
-    return are_certain(squares * (width / (MAX_LEVELS - 1)) ** 2 / 12, left)
+        rows = logp.detach().movedim(dim, -1)
+        each = rows[:1].numel() if rows.dim() > 1 else 1
+        some = max(_PART_NUMEL // max(each, 1), 1)
+        for part in torch.split(rows, some) if rows.dim() > 1 else (rows,):
+            wide = part.float() if part.element_size() == 2 else part
+            part -= wide.logsumexp(-1, keepdim=True).to(part.dtype)
 
 
 def _with_few_levels(codec: Dither, x: Tensor, fewest: int) -> Dither:
