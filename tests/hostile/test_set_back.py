@@ -8,9 +8,12 @@ import collections
 import contextvars
 import io
 import itertools
+import random
 import threading
+import types
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +53,17 @@ def by_class(block):
     return lambda: Own.count
 
 
+def by_draws(source, draw, state):
+    """A generator that is no attribute of a module."""
+
+    def makes(block):
+        one = source()
+        block.state = lambda: draw(one)
+        return lambda: state(one)
+
+    return makes
+
+
 STATES = {  # what makes it, and returns a function that reads it
     "closure": by_closure,
     "class attribute": by_class,
@@ -66,6 +80,24 @@ STATES = {  # what makes it, and returns a function that reads it
     "BytesIO": lambda block: setattr(block, "state", io.BytesIO()) or (lambda: block.state.tell()),
     "thread-local": lambda block: setattr(LOCAL, "count", 0) or (lambda: LOCAL.count),
     "ContextVar": lambda block: (VARIABLE.set(0) and None) or (lambda: VARIABLE.get()),
+    "torch.Generator": by_draws(
+        torch.Generator,
+        lambda one: torch.rand((), generator=one).item(),
+        lambda one: one.get_state().tolist(),
+    ),
+    "random.Random": by_draws(
+        partial(random.Random, 1), lambda one: one.random(), lambda one: one.getstate()
+    ),
+    "numpy Generator": by_draws(
+        partial(np.random.default_rng, 1),
+        lambda one: one.random(),
+        lambda one: str(one.bit_generator.state),
+    ),
+    "RandomState": by_draws(
+        partial(np.random.RandomState, 1),
+        lambda one: one.rand(),
+        lambda one: str(one.get_state(legacy=False)),
+    ),
     "global": lambda block: globals().update(COUNT=0) or (lambda: COUNT),
     "counter": lambda block: (
         setattr(block, "state", itertools.count()) or (lambda: repr(block.state))
@@ -78,7 +110,7 @@ STATES = {  # what makes it, and returns a function that reads it
 
 def count_up(block, kind):
     global COUNT
-    if kind == "closure":
+    if isinstance(block.state, types.FunctionType):
         return block.state()
     if kind == "class attribute":
         type(block.state).count += 1
@@ -105,7 +137,7 @@ class Block(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.kind, self.seen = kind, collections.deque(maxlen=100)
+        self.kind, self.state, self.seen = kind, None, collections.deque(maxlen=100)
         self.read = STATES[kind](self)
 
     def forward(self, x):

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from elbowroom.runtime.generators import same_state, set_state, state_of
+
 ATOMS = frozenset(
     (
         *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice),
@@ -21,17 +23,6 @@ ATOMS = frozenset(
     )
 )
 REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
-
-
-class Access(NamedTuple):
-    """How objects of a kind are read and filled.
-
-    read  returns the contents: by identity, not a copy of what is inside
-    fill  makes an object contain just these
-    """
-
-    read: Callable[[Any], Any]
-    fill: Callable[[Any, Any], None]
 
 
 @functools.cache
@@ -59,6 +50,19 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() == other.tobytes())
     return len(one) == len(other) and all(map(is_same, one, other))
+
+
+class Access(NamedTuple):
+    """How objects of a kind are read, filled and compared.
+
+    read  returns the contents: by identity, not a copy of what is inside
+    fill  makes an object contain just these
+    same  returns whether two contents are equal
+    """
+
+    read: Callable[[Any], Any]
+    fill: Callable[[Any, Any], None]
+    same: Callable[[Any, Any], bool] = same
 
 
 def is_same(x: Any, y: Any) -> bool:
@@ -205,3 +209,4 @@ DEQUE = Access(list, _fill_deque)
 DICT = Access(_read_dict, _fill_dict)
 SET = Access(set.copy, _fill_set)
 ATTRIBUTES = Access(attributes_of, set_attributes)
+GENERATOR = Access(state_of, set_state, same_state)

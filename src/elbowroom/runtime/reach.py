@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime import contents
+from elbowroom.runtime import contents, generators
 from elbowroom.runtime.contents import ATOMS, REGISTRIES, Access, same, slots_of
 from elbowroom.runtime.storage import version_of
 
@@ -64,7 +64,7 @@ class _Object(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        return not same(self.access.read(self.it), self.held)
+        return not self.access.same(self.access.read(self.it), self.held)
 
     def restore(self) -> None:
         self.access.fill(self.it, self.held)
@@ -246,6 +246,9 @@ class Reach:
         elif isinstance(x, bytearray | array.array | memoryview):
             if memoryview(x).nbytes <= _LONGEST and not memoryview(x).readonly:
                 self._note(x, contents.BYTES)
+            return
+        elif isinstance(x, generators.KINDS):
+            self._note(x, contents.GENERATOR)
             return
         elif isinstance(x, io.StringIO | io.BytesIO):
             if not x.closed:
