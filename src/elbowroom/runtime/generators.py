@@ -24,7 +24,8 @@ KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomSt
 class Generators:
     """Random generators that a module may draw from, and their states as they are now.
 
-    They are among its arguments, or attributes of it or of a module inside it; others are not found.
+    They are among its arguments, or attributes of it or of a module inside it. Others are found by
+    `reach.py`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], given: Iterable[Any]) -> None:
@@ -157,6 +158,7 @@ def _place_of_python(source: Any) -> Any:
 
 
 def state_of(source: Any) -> Any:
+    """Returns the state of a generator, as `set_state` takes it."""
     if source is np.random:
         return _state_of_numpy()
     if source is random:
@@ -169,6 +171,7 @@ def state_of(source: Any) -> Any:
 
 
 def set_state(source: Any, state: Any) -> None:
+    """Sets a generator to a state."""
     if source is np.random:
         _known.pop(source, None)  # another normal number may wait, at the same memory
     if isinstance(source, np.random.Generator):
@@ -184,6 +187,7 @@ def _is_at(source: Any, state: Any) -> bool:
 
 
 def same_state(one: Any, other: Any) -> bool:
+    """Returns whether two states are equal."""
     if one is other:
         return True
     if isinstance(one, Tensor):
