@@ -64,6 +64,51 @@ def by_draws(source, draw, state):
     return makes
 
 
+OTHER = types.ModuleType("other_module")  # as if from a file of the program's own
+exec(
+    """
+count = 0
+
+def next_one():
+    global count
+    count += 1
+    return count
+
+class Counter:
+    def next_one(self):
+        return next_one()
+
+    def __call__(self):
+        return self.next_one()
+""",
+    vars(OTHER),
+)
+
+
+class CountsByFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + OTHER.next_one()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def in_other_module(next_one):
+    def makes(block):
+        OTHER.count = 0
+        block.state = next_one
+        return lambda: OTHER.count
+
+    return makes
+
+
+def set_from_outside():
+    OTHER.count += 1
+    return OTHER.count
+
+
 STATES = {  # what makes it, and returns a function that reads it
     "closure": by_closure,
     "class attribute": by_class,
@@ -98,6 +143,13 @@ STATES = {  # what makes it, and returns a function that reads it
         lambda one: one.rand(),
         lambda one: str(one.get_state(legacy=False)),
     ),
+    "other module": in_other_module(lambda: OTHER.next_one()),
+    "attribute of another module": in_other_module(set_from_outside),
+    "class of another module": in_other_module(lambda: OTHER.Counter().next_one()),
+    "object": in_other_module(OTHER.Counter()),
+    "autograd.Function": in_other_module(
+        lambda: CountsByFunction.apply(torch.zeros((), requires_grad=True)).item()
+    ),
     "global": lambda block: globals().update(COUNT=0) or (lambda: COUNT),
     "counter": lambda block: (
         setattr(block, "state", itertools.count()) or (lambda: repr(block.state))
@@ -110,7 +162,7 @@ STATES = {  # what makes it, and returns a function that reads it
 
 def count_up(block, kind):
     global COUNT
-    if isinstance(block.state, types.FunctionType):
+    if callable(block.state):
         return block.state()
     if kind == "class attribute":
         type(block.state).count += 1
