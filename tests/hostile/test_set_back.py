@@ -6,6 +6,7 @@ Iterators and files cannot be set back; what can reach one is not run a second t
 import array
 import collections
 import contextvars
+import functools
 import io
 import itertools
 import random
@@ -109,6 +110,50 @@ def set_from_outside():
     return OTHER.count
 
 
+def by_function(block):
+    def next_one():
+        next_one.count += 1
+        return next_one.count
+
+    next_one.count, block.state = 0, next_one
+    return lambda: next_one.count
+
+
+def by_wrapper_of_torch(block):
+    counts = [0]
+
+    @functools.wraps(F.relu)
+    def next_one():
+        counts[0] += 1
+        return counts[0]
+
+    block.state = next_one
+    return lambda: next_one.__closure__[0].cell_contents[0]  # `counts` would lead to it
+
+
+def by_parameter(block):
+    weight = block.up.weight
+    weight.count = 0
+
+    def next_one():
+        weight.count += 1
+        return weight.count
+
+    block.state = next_one
+    return lambda: weight.count
+
+
+def by_cache(block):
+    """Its first call in a step draws, and later ones do not."""
+
+    @functools.lru_cache
+    def drawn(step):
+        return torch.rand(()).item()
+
+    block.state = lambda: drawn(0)
+    return lambda: drawn.cache_info().currsize
+
+
 STATES = {  # what makes it, and returns a function that reads it
     "closure": by_closure,
     "class attribute": by_class,
@@ -150,6 +195,10 @@ STATES = {  # what makes it, and returns a function that reads it
     "autograd.Function": in_other_module(
         lambda: CountsByFunction.apply(torch.zeros((), requires_grad=True)).item()
     ),
+    "attribute of a function": by_function,
+    "wrapper of a function of torch": by_wrapper_of_torch,
+    "attribute of a parameter": by_parameter,
+    "cache": by_cache,
     "global": lambda block: globals().update(COUNT=0) or (lambda: COUNT),
     "counter": lambda block: (
         setattr(block, "state", itertools.count()) or (lambda: repr(block.state))
@@ -230,6 +279,30 @@ def test_a_fitted_model_counts_each_call_once(kind):
     _, ours, ours_counts = trained(kind, int(0.85 * peak))
     assert all(map(torch.equal, plain, ours))
     assert str(ours_counts) == str(counts)
+
+
+def test_a_buffer_that_a_forward_registers_is_registered_once():
+    """It stayed from a forward that was undone, so the next one did not draw its values."""
+
+    class Late(nn.Linear):
+        def forward(self, x):
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", torch.rand(WIDTH))
+            return super().forward(x) * self.scale
+
+    def trained(budget=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(Late(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+        if budget is not None:
+            er.fit(net, budget=budget, exact=True, min_nbytes=1024)
+        x = torch.randn(2048, WIDTH)
+        peak = er.peak(lambda: net(x).square().mean().backward())
+        return peak, torch.get_rng_state(), [p.grad for p in net.parameters()]
+
+    peak, state, plain = trained()
+    _, ours_state, ours = trained(int(0.75 * peak))
+    assert all(map(torch.equal, plain, ours))
+    assert torch.equal(state, ours_state)
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -8,6 +8,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,6 +186,18 @@ def _fill_slots(x: Any, contents: dict[str, Any]) -> None:
         object.__setattr__(x, name, value)
 
 
+def _read_cache(x: Any) -> int:
+    """Returns the number of results in a `functools.lru_cache`, which does not give them."""
+    size: int = x.cache_info().currsize
+    return size
+
+
+def _fill_cache(x: Any, size: int) -> None:
+    """Empties a cache that was empty; in another one, what came in stays."""
+    if not size:
+        x.cache_clear()
+
+
 def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a module, of its `vars`, without torch's registries of what it contains."""
     return {n: v for n, v in held.items() if n not in REGISTRIES or n == "training"}
@@ -209,4 +222,5 @@ DEQUE = Access(list, _fill_deque)
 DICT = Access(_read_dict, _fill_dict)
 SET = Access(set.copy, _fill_set)
 ATTRIBUTES = Access(attributes_of, set_attributes)
+CACHE = Access(_read_cache, _fill_cache, eq)
 GENERATOR = Access(state_of, set_state, same_state)

@@ -51,6 +51,7 @@ _WALKED_OF_STDLIB = (
 )
 _UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CACHED = functools._lru_cache_wrapper
 _SETS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")
 # Methods that run although no code names them.
 _UNNAMED_METHODS = ("__call__", "__enter__", "__exit__", "__getitem__", "forward", "setup_context")
@@ -130,6 +131,8 @@ class Reach:
             self._flags = [(x, x.requires_grad) for x in hooked if x.is_leaf]
             leaves = (x for x, _ in self.tensors if x.requires_grad and x.is_leaf)
             self._gradients = [(x, x.grad) for x in leaves]
+            for x in hooked:
+                self._note(vars(x), contents.DICT, "attribute of a tensor")
 
     def changed(self) -> list[str]:
         """The kinds of the objects, including tensors, that have changed."""
@@ -194,10 +197,15 @@ class Reach:
             return [*held.values(), *_own_classes(kind)]
         if isinstance(x, types.CellType):
             return list(self._note(x, contents.CELL, "variable of a closure"))
-        if isinstance(x, types.FunctionType) and not _is_of_library(x.__module__):
+        if isinstance(x, types.FunctionType) and _is_of_program(x):
             self._function(x)
+            own = self._note(vars(x), contents.DICT, "attribute of a function")
+            return [*_held_by_function(x), *own.values()]
         if isinstance(x, _FUNCTIONS):
             return list(_held_by_function(x))
+        if isinstance(x, _CACHED):
+            self._note(x, contents.CACHE)
+            return [x.__wrapped__]
         if isinstance(x, type):
             self._class(x)
             return list(self._note(x, contents.CLASS, f"class {x.__name__}").values())
@@ -469,7 +477,7 @@ def _held_by_function(x: Any) -> Iterator[Any]:
         yield from (x.func, x.args, x.keywords)
     elif isinstance(x, types.MethodType):
         yield from (x.__func__, x.__self__)
-    elif not _is_of_library(x.__module__):
+    elif _is_of_program(x):
         yield from x.__closure__ or ()
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
         yield from _named_in(x.__globals__, x.__code__)
@@ -523,7 +531,7 @@ def _own_classes(cls: Any) -> tuple[type, ...]:
 def _own_methods(cls: type) -> tuple[tuple[str, Any], ...]:
     """Returns the functions by which a class defines methods and properties, with their names."""
     own = {n: getattr(x, "__func__", getattr(x, "fget", x)) for n, x in vars(cls).items()}
-    return tuple((n, x) for n, x in own.items() if isinstance(x, types.FunctionType))
+    return tuple((n, x) for n, x in own.items() if isinstance(x, types.FunctionType | _CACHED))
 
 
 @functools.lru_cache(4096)
@@ -535,7 +543,7 @@ def _methods_of(cls: Any, forward: Any) -> tuple[Any, ...]:
         code = getattr(waiting.pop(), "__code__", None)
         names = () if code is None else _names_in(code)
         methods = [getattr(cls, name, None) for name in names]
-        new = [x for x in methods if isinstance(x, types.FunctionType) and x not in found]
+        new = [x for x in methods if isinstance(x, types.FunctionType | _CACHED) and x not in found]
         found.update(dict.fromkeys(new))
         waiting += new
     return tuple(found)
@@ -573,6 +581,11 @@ def _is_of_library(module: str | None) -> bool:
     if root == "__main__":
         return False
     return root in {"torch", "numpy", "elbowroom", ""} or root in sys.stdlib_module_names
+
+
+def _is_of_program(function: Any) -> bool:
+    """Returns whether a function is of no such module, whatever `functools.wraps` has named it."""
+    return not _is_of_library(function.__globals__.get("__name__"))
 
 
 def _is_of_torch(cls: type) -> bool:

@@ -56,6 +56,7 @@ class Rewind:
             for is_small in (copies or nbytes_of(buffer) <= SMALL or _is_unversioned(owner),)
             for is_copied in (is_small and buffer.grad_fn is None,)
         ]
+        self._names = [(owner, set(owner._buffers)) for owner in module.modules()]
         self.parameters = ChangedParameters(module)
 
     @property
@@ -121,6 +122,9 @@ class Rewind:
                     "a graph; that cannot be undone. Assign a changed clone of it instead."
                 )
             owner._buffers[name] = buffer
+        for owner, names in self._names:
+            for name in owner._buffers.keys() - names:
+                del owner._buffers[name]
         _set_versions([(buffer, version) for _, _, buffer, _, version in self._buffers])
         changed = self.parameters.changed
         self.parameters.restore()
