@@ -51,7 +51,7 @@ _WALKED_OF_STDLIB = (
 )
 _UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_CACHED = functools._lru_cache_wrapper
+_CACHED: Any = functools._lru_cache_wrapper
 _SETS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")
 # Methods that run although no code names them.
 _UNNAMED_METHODS = ("__call__", "__enter__", "__exit__", "__getitem__", "forward", "setup_context")
@@ -228,7 +228,7 @@ class Reach:
         self._names |= new
         self._unnamed += [method for name in new for method in self._methods.pop(name, ())]
 
-    def _class(self, cls: type) -> None:
+    def _class(self, cls: Any) -> None:
         """Walks the methods of a class that visited code names later; others may be named yet."""
         if not issubclass(cls, nn.Module):  # of which `_methods_of` finds them
             for name, method in _own_methods(cls):
@@ -528,7 +528,7 @@ def _own_classes(cls: Any) -> tuple[type, ...]:
 
 
 @functools.lru_cache(4096)
-def _own_methods(cls: type) -> tuple[tuple[str, Any], ...]:
+def _own_methods(cls: Any) -> tuple[tuple[str, Any], ...]:
     """Returns the functions by which a class defines methods and properties, with their names."""
     own = {n: getattr(x, "__func__", getattr(x, "fget", x)) for n, x in vars(cls).items()}
     return tuple((n, x) for n, x in own.items() if isinstance(x, types.FunctionType | _CACHED))
