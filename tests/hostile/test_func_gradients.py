@@ -152,3 +152,49 @@ def test_hooks_of_one_thread_do_not_matter_to_another():
         thread.start()
         thread.join()
     assert "saved tensor hooks" in found[0]
+
+
+class Random(nn.Module):
+    """A block that cannot be rebuilt in smaller parts: it is run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(self.up(x).tanh(), 0.3) * torch.rand(4 * WIDTH))
+
+
+def batched(out: Tensor, over: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(out, over, torch.eye(len(out)), is_grads_batched=True))
+
+
+def mapped(out: Tensor, over: list[Tensor]) -> list[Tensor]:
+    def of_one(row: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(out, over, row, retain_graph=True))
+
+    return list(torch.func.vmap(of_one)(torch.eye(len(out))))
+
+
+@pytest.mark.parametrize("take", [batched, mapped])
+def test_a_module_that_draws_runs_again_while_gradients_are_batched(take):
+    """It ran inside of vmap, which forbids random numbers."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Random() for _ in range(4)))
+    ours = copy.deepcopy(plain)
+
+    def step(model: nn.Module, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        out = model(torch.randn(512, WIDTH)).mean(0)[:8]
+        return take(out, list(model.parameters()))
+
+    budget = int(0.45 * peak(lambda: plain(torch.randn(512, WIDTH)).mean().backward()))
+    static = 2 * sum(p.nbytes for p in plain.parameters())
+    plain.zero_grad(set_to_none=True)
+    er.fit(ours, budget=budget + static, exact=True, min_nbytes=0)
+    for _ in range(6):
+        ours(torch.randn(512, WIDTH)).mean().backward()
+        ours.zero_grad(set_to_none=True)
+    for seed in range(2):
+        assert all(map(torch.equal, step(plain, seed), step(ours, seed)))
+    er.release(ours)

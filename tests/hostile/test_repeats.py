@@ -134,7 +134,9 @@ def test_a_module_that_runs_again_reads_what_it_read(name):
 
 def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
     def reads(block, x):
-        return x * torch.rand(1, generator=HIDDEN) if block in odd else x
+        if block not in odd:
+            return x
+        return x * torch.rand(1, generator=globals()["HIDDEN"])  # which no name in the code shows
 
     odd = nn.ModuleList()
     caplog.set_level(logging.WARNING, "elbowroom")
@@ -174,7 +176,9 @@ def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):
     draws = []
 
     def reads(block, x):
-        return x * torch.rand(1, generator=HIDDEN) if block in odd and draws else x
+        if not (block in odd and draws):
+            return x
+        return x * torch.rand(1, generator=globals()["HIDDEN"])  # which no name in the code shows
 
     odd = nn.ModuleList()
     caplog.set_level(logging.WARNING, "elbowroom")

@@ -6,11 +6,15 @@ Iterators and files cannot be set back; what can reach one is not run a second t
 import array
 import collections
 import contextvars
+import functools
 import io
 import itertools
+import random
 import threading
+import types
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +54,106 @@ def by_class(block):
     return lambda: Own.count
 
 
+def by_draws(source, draw, state):
+    """A generator that is no attribute of a module."""
+
+    def makes(block):
+        one = source()
+        block.state = lambda: draw(one)
+        return lambda: state(one)
+
+    return makes
+
+
+OTHER = types.ModuleType("other_module")  # as if from a file of the program's own
+exec(
+    """
+count = 0
+
+def next_one():
+    global count
+    count += 1
+    return count
+
+class Counter:
+    def next_one(self):
+        return next_one()
+
+    def __call__(self):
+        return self.next_one()
+""",
+    vars(OTHER),
+)
+
+
+class CountsByFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + OTHER.next_one()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def in_other_module(next_one):
+    def makes(block):
+        OTHER.count = 0
+        block.state = next_one
+        return lambda: OTHER.count
+
+    return makes
+
+
+def set_from_outside():
+    OTHER.count += 1
+    return OTHER.count
+
+
+def by_function(block):
+    def next_one():
+        next_one.count += 1
+        return next_one.count
+
+    next_one.count, block.state = 0, next_one
+    return lambda: next_one.count
+
+
+def by_wrapper_of_torch(block):
+    counts = [0]
+
+    @functools.wraps(F.relu)
+    def next_one():
+        counts[0] += 1
+        return counts[0]
+
+    block.state = next_one
+    return lambda: next_one.__closure__[0].cell_contents[0]  # `counts` would lead to it
+
+
+def by_parameter(block):
+    weight = block.up.weight
+    weight.count = 0
+
+    def next_one():
+        weight.count += 1
+        return weight.count
+
+    block.state = next_one
+    return lambda: weight.count
+
+
+def by_cache(block):
+    """Its first call in a step draws, and later ones do not."""
+
+    @functools.lru_cache
+    def drawn(step):
+        return torch.rand(()).item()
+
+    block.state = lambda: drawn(0)
+    return lambda: drawn.cache_info().currsize
+
+
 STATES = {  # what makes it, and returns a function that reads it
     "closure": by_closure,
     "class attribute": by_class,
@@ -66,6 +170,35 @@ STATES = {  # what makes it, and returns a function that reads it
     "BytesIO": lambda block: setattr(block, "state", io.BytesIO()) or (lambda: block.state.tell()),
     "thread-local": lambda block: setattr(LOCAL, "count", 0) or (lambda: LOCAL.count),
     "ContextVar": lambda block: (VARIABLE.set(0) and None) or (lambda: VARIABLE.get()),
+    "torch.Generator": by_draws(
+        torch.Generator,
+        lambda one: torch.rand((), generator=one).item(),
+        lambda one: one.get_state().tolist(),
+    ),
+    "random.Random": by_draws(
+        partial(random.Random, 1), lambda one: one.random(), lambda one: one.getstate()
+    ),
+    "numpy Generator": by_draws(
+        partial(np.random.default_rng, 1),
+        lambda one: one.random(),
+        lambda one: str(one.bit_generator.state),
+    ),
+    "RandomState": by_draws(
+        partial(np.random.RandomState, 1),
+        lambda one: one.rand(),
+        lambda one: str(one.get_state(legacy=False)),
+    ),
+    "other module": in_other_module(lambda: OTHER.next_one()),
+    "attribute of another module": in_other_module(set_from_outside),
+    "class of another module": in_other_module(lambda: OTHER.Counter().next_one()),
+    "object": in_other_module(OTHER.Counter()),
+    "autograd.Function": in_other_module(
+        lambda: CountsByFunction.apply(torch.zeros((), requires_grad=True)).item()
+    ),
+    "attribute of a function": by_function,
+    "wrapper of a function of torch": by_wrapper_of_torch,
+    "attribute of a parameter": by_parameter,
+    "cache": by_cache,
     "global": lambda block: globals().update(COUNT=0) or (lambda: COUNT),
     "counter": lambda block: (
         setattr(block, "state", itertools.count()) or (lambda: repr(block.state))
@@ -78,7 +211,7 @@ STATES = {  # what makes it, and returns a function that reads it
 
 def count_up(block, kind):
     global COUNT
-    if kind == "closure":
+    if callable(block.state):
         return block.state()
     if kind == "class attribute":
         type(block.state).count += 1
@@ -105,7 +238,7 @@ class Block(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.kind, self.seen = kind, collections.deque(maxlen=100)
+        self.kind, self.state, self.seen = kind, None, collections.deque(maxlen=100)
         self.read = STATES[kind](self)
 
     def forward(self, x):
@@ -146,6 +279,30 @@ def test_a_fitted_model_counts_each_call_once(kind):
     _, ours, ours_counts = trained(kind, int(0.85 * peak))
     assert all(map(torch.equal, plain, ours))
     assert str(ours_counts) == str(counts)
+
+
+def test_a_buffer_that_a_forward_registers_is_registered_once():
+    """It stayed from a forward that was undone, so the next one did not draw its values."""
+
+    class Late(nn.Linear):
+        def forward(self, x):
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", torch.rand(WIDTH))
+            return super().forward(x) * self.scale
+
+    def trained(budget=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(Late(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+        if budget is not None:
+            er.fit(net, budget=budget, exact=True, min_nbytes=1024)
+        x = torch.randn(2048, WIDTH)
+        peak = er.peak(lambda: net(x).square().mean().backward())
+        return peak, torch.get_rng_state(), [p.grad for p in net.parameters()]
+
+    peak, state, plain = trained()
+    _, ours_state, ours = trained(int(0.75 * peak))
+    assert all(map(torch.equal, plain, ours))
+    assert torch.equal(state, ours_state)
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elbowroom.runtime.rewind import KINDS as RANDOM
+from elbowroom.runtime.generators import KINDS as RANDOM
 
 LARGEST = 1 << 20  # bytes of the copy, one of which is held for each call to be repeated
 _CONSTANT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))

@@ -8,11 +8,14 @@ import functools
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+
+from elbowroom.runtime.generators import same_state, set_state, state_of
 
 ATOMS = frozenset(
     (
@@ -21,17 +24,6 @@ ATOMS = frozenset(
     )
 )
 REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
-
-
-class Access(NamedTuple):
-    """How objects of a kind are read and filled.
-
-    read  returns the contents: by identity, not a copy of what is inside
-    fill  makes an object contain just these
-    """
-
-    read: Callable[[Any], Any]
-    fill: Callable[[Any, Any], None]
 
 
 @functools.cache
@@ -59,6 +51,19 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() == other.tobytes())
     return len(one) == len(other) and all(map(is_same, one, other))
+
+
+class Access(NamedTuple):
+    """How objects of a kind are read, filled and compared.
+
+    read  returns the contents: by identity, not a copy of what is inside
+    fill  makes an object contain just these
+    same  returns whether two contents are equal
+    """
+
+    read: Callable[[Any], Any]
+    fill: Callable[[Any, Any], None]
+    same: Callable[[Any, Any], bool] = same
 
 
 def is_same(x: Any, y: Any) -> bool:
@@ -181,6 +186,18 @@ def _fill_slots(x: Any, contents: dict[str, Any]) -> None:
         object.__setattr__(x, name, value)
 
 
+def _read_cache(x: Any) -> int:
+    """Returns the number of results in a `functools.lru_cache`, which does not give them."""
+    size: int = x.cache_info().currsize
+    return size
+
+
+def _fill_cache(x: Any, size: int) -> None:
+    """Empties a cache that was empty; in another one, what came in stays."""
+    if not size:
+        x.cache_clear()
+
+
 def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a module, of its `vars`, without torch's registries of what it contains."""
     return {n: v for n, v in held.items() if n not in REGISTRIES or n == "training"}
@@ -205,3 +222,5 @@ DEQUE = Access(list, _fill_deque)
 DICT = Access(_read_dict, _fill_dict)
 SET = Access(set.copy, _fill_set)
 ATTRIBUTES = Access(attributes_of, set_attributes)
+CACHE = Access(_read_cache, _fill_cache, eq)
+GENERATOR = Access(state_of, set_state, same_state)

@@ -2,14 +2,15 @@
 
 A forward may change more than it returns: a cache argument, a dictionary from which it removes an
 entry, a list to which a forward hook appends, an attribute. `Reach` walks from such values through
-containers, instances, modules and their classes, and through functions to what these close over and
-to the globals that they name or set. It remembers the contents of each mutable object (by identity,
+containers, instances, modules and their classes, and through functions to what these close over, to
+the globals that they name or set. It goes on to what they name in other Python modules, and to
+methods of the names that they call. It remembers the contents of each mutable object (by identity,
 not a copy of what is inside), so it knows which objects have changed since, and can restore their
 contents.
 
 Iterators, generators, files and context variables without a value cannot be set back: what can
 reach one is not run a second time (`Reach.not_set_back`). Those of a trainer that a module refers
-to, under a name that its forward does not use, do not count.
+to, under a name that its forward does not use, and of other Python modules do not count.
 
 Left as they are, and not walked into: instances of classes of torch and of the standard library
 other than containers (locks, queues, threads and loggers are shared with others), and parameters
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime import contents
+from elbowroom.runtime import contents, generators
 from elbowroom.runtime.contents import ATOMS, REGISTRIES, Access, same, slots_of
 from elbowroom.runtime.storage import version_of
 
@@ -50,7 +51,10 @@ _WALKED_OF_STDLIB = (
 )
 _UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_CACHED: Any = functools._lru_cache_wrapper
+_SETS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")
+# Methods that run although no code names them.
+_UNNAMED_METHODS = ("__call__", "__enter__", "__exit__", "__getitem__", "forward", "setup_context")
 _LONGEST = 1 << 20  # bytes of an array that is compared and restored
 
 
@@ -64,7 +68,7 @@ class _Object(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        return not same(self.access.read(self.it), self.held)
+        return not self.access.same(self.access.read(self.it), self.held)
 
     def restore(self) -> None:
         self.access.fill(self.it, self.held)
@@ -115,7 +119,10 @@ class Reach:
         self._objects: list[_Object | _Module] = []
         self.tensors: list[tuple[Tensor, int]] = []
         self.not_set_back: list[str] = []
-        self._unnamed: list[Any] = []  # attributes of modules that no forward names
+        # Attributes of modules that no forward names, and what may be named in other modules.
+        self._unnamed: list[Any] = []
+        self._names = set(_UNNAMED_METHODS)  # in the code that was visited
+        self._methods: dict[str, list[Any]] = {}  # of other names, which are not visited
         self._parameters: list[Tensor] = []  # of modules
         self._walk(roots)
         with torch._C.DisableTorchFunction():
@@ -124,6 +131,8 @@ class Reach:
             self._flags = [(x, x.requires_grad) for x in hooked if x.is_leaf]
             leaves = (x for x, _ in self.tensors if x.requires_grad and x.is_leaf)
             self._gradients = [(x, x.grad) for x in leaves]
+            for x in hooked:
+                self._note(vars(x), contents.DICT, "attribute of a tensor")
 
     def changed(self) -> list[str]:
         """The kinds of the objects, including tensors, that have changed."""
@@ -188,15 +197,17 @@ class Reach:
             return [*held.values(), *_own_classes(kind)]
         if isinstance(x, types.CellType):
             return list(self._note(x, contents.CELL, "variable of a closure"))
-        if (
-            isinstance(x, types.FunctionType)
-            and not _is_of_library(x.__module__)
-            and (names := _globals_set_in(x.__code__))
-        ):
-            self._note_names(x.__globals__, names)
+        if isinstance(x, types.FunctionType) and _is_of_program(x):
+            self._function(x)
+            own = self._note(vars(x), contents.DICT, "attribute of a function")
+            return [*_held_by_function(x), *own.values()]
         if isinstance(x, _FUNCTIONS):
             return list(_held_by_function(x))
+        if isinstance(x, _CACHED):
+            self._note(x, contents.CACHE)
+            return [x.__wrapped__]
         if isinstance(x, type):
+            self._class(x)
             return list(self._note(x, contents.CLASS, f"class {x.__name__}").values())
         if isinstance(x, ContextVar):
             value = self._note(x, contents.VARIABLE)
@@ -204,6 +215,25 @@ class Reach:
                 self.not_set_back.append("ContextVar without a value")
             return list(value)
         return list(self._other(x))
+
+    def _function(self, x: Any) -> None:
+        """Notes the globals that a function sets, and walks later where its code may lead."""
+        own, *others = _namespaces(x)
+        if names := _names_set_in(x.__code__):
+            for known in (own, *others):
+                self._note_names(known, names)
+        for known in others:
+            self._unnamed += _named_in(known, x.__code__)
+        new = set(_names_in(x.__code__)) - self._names
+        self._names |= new
+        self._unnamed += [method for name in new for method in self._methods.pop(name, ())]
+
+    def _class(self, cls: Any) -> None:
+        """Walks the methods of a class that visited code names later; others may be named yet."""
+        if not issubclass(cls, nn.Module):  # of which `_methods_of` finds them
+            for name, method in _own_methods(cls):
+                known = self._unnamed if name in self._names else self._methods.setdefault(name, [])
+                known.append(method)
 
     def _note_names(self, known: dict[str, Any], names: tuple[str, ...]) -> None:
         """Notes global variables of a module, by name."""
@@ -246,6 +276,9 @@ class Reach:
         elif isinstance(x, bytearray | array.array | memoryview):
             if memoryview(x).nbytes <= _LONGEST and not memoryview(x).readonly:
                 self._note(x, contents.BYTES)
+            return
+        elif isinstance(x, generators.KINDS):
+            self._note(x, contents.GENERATOR)
             return
         elif isinstance(x, io.StringIO | io.BytesIO):
             if not x.closed:
@@ -444,17 +477,34 @@ def _held_by_function(x: Any) -> Iterator[Any]:
         yield from (x.func, x.args, x.keywords)
     elif isinstance(x, types.MethodType):
         yield from (x.__func__, x.__self__)
-    elif not _is_of_library(x.__module__):
+    elif _is_of_program(x):
         yield from x.__closure__ or ()
         yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
-        known = x.__globals__
+        yield from _named_in(x.__globals__, x.__code__)
+
+
+def _named_in(known: dict[str, Any], code: types.CodeType) -> Iterator[Any]:
+    """Yields the globals that a function names, among these."""
+    for name in _names_in(code):
+        if name not in known or isinstance(known[name], nn.Module | types.ModuleType):
+            continue
+        if isinstance(known[name], type):
+            yield from _own_classes(known[name])
+        else:
+            yield known[name]
+
+
+def _namespaces(x: Any) -> list[dict[str, Any]]:
+    """Returns the globals of a function, and those of other Python modules that its code names."""
+    found = [x.__globals__]
+    for known in found:
         for name in _names_in(x.__code__):
-            if name not in known or isinstance(known[name], nn.Module | types.ModuleType):
-                continue
-            if isinstance(known[name], type):
-                yield from _own_classes(known[name])
-            else:
-                yield known[name]
+            one = known.get(name, sys.modules.get(name))  # which it may import
+            if isinstance(one, types.ModuleType) and not _is_of_library(one.__name__):
+                held = vars(one)
+                if all(held is not other for other in found):
+                    found.append(held)
+    return found
 
 
 @functools.lru_cache(4096)
@@ -464,17 +514,24 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(4096)
-def _globals_set_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of the global variables that a function, or one inside it, sets."""
+def _names_set_in(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of globals and attributes that a function, or one inside it, sets."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     own = [i.argval for i in dis.get_instructions(code) if i.opname in _SETS]
-    return tuple({*own, *(name for c in inner for name in _globals_set_in(c))})
+    return tuple({*own, *(name for c in inner for name in _names_set_in(c))})
 
 
 @functools.lru_cache(4096)
 def _own_classes(cls: Any) -> tuple[type, ...]:
     """Returns a class and those that it is derived from, but for those of libraries."""
     return tuple(one for one in cls.__mro__ if not _is_of_library(one.__module__))
+
+
+@functools.lru_cache(4096)
+def _own_methods(cls: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the functions by which a class defines methods and properties, with their names."""
+    own = {n: getattr(x, "__func__", getattr(x, "fget", x)) for n, x in vars(cls).items()}
+    return tuple((n, x) for n, x in own.items() if isinstance(x, types.FunctionType | _CACHED))
 
 
 @functools.lru_cache(4096)
@@ -486,7 +543,7 @@ def _methods_of(cls: Any, forward: Any) -> tuple[Any, ...]:
         code = getattr(waiting.pop(), "__code__", None)
         names = () if code is None else _names_in(code)
         methods = [getattr(cls, name, None) for name in names]
-        new = [x for x in methods if isinstance(x, types.FunctionType) and x not in found]
+        new = [x for x in methods if isinstance(x, types.FunctionType | _CACHED) and x not in found]
         found.update(dict.fromkeys(new))
         waiting += new
     return tuple(found)
@@ -524,6 +581,11 @@ def _is_of_library(module: str | None) -> bool:
     if root == "__main__":
         return False
     return root in {"torch", "numpy", "elbowroom", ""} or root in sys.stdlib_module_names
+
+
+def _is_of_program(function: Any) -> bool:
+    """Returns whether a function is of no such module, whatever `functools.wraps` has named it."""
+    return not _is_of_library(function.__globals__.get("__name__"))
 
 
 def _is_of_torch(cls: type) -> bool:

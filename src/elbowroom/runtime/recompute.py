@@ -36,11 +36,12 @@ from elbowroom.runtime.attributes import Attributes, are_same
 from elbowroom.runtime.calls import undisturbed
 from elbowroom.runtime.changing import ParametersAsRead
 from elbowroom.runtime.fingerprints import Fingerprints
+from elbowroom.runtime.generators import Generators
 from elbowroom.runtime.modules import cut_short
 from elbowroom.runtime.node_hooks import REGISTERING, without_node_hooks
 from elbowroom.runtime.opened_checkpoints import as_now
 from elbowroom.runtime.rerun import DroppedCall
-from elbowroom.runtime.rewind import Generators, modules_of
+from elbowroom.runtime.rewind import modules_of
 from elbowroom.runtime.storage import version_of, versions_of
 from elbowroom.runtime.unread import leave_out_unread, noting_unread
 

@@ -35,6 +35,7 @@ from elbowroom.runtime.calls import dynamo_looks
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.kernel_settings import OF_MODULES, set_kernels
 from elbowroom.runtime.own_hooks import OwnHooks
+from elbowroom.runtime.transforms import untransformed
 
 _backward_now = torch._C._current_graph_task_id
 _NO_BACKWARD = -1
@@ -146,7 +147,7 @@ class DroppedCall:
         torch._C._set_grad_enabled(True)
         torch.autocast_increment_nesting()
         try:
-            with OwnHooks(fill, _given), eagerly():  # as in forward
+            with untransformed(), OwnHooks(fill, _given), eagerly():  # as in forward
                 self._ambient.run(again, inputs)
         except _AllMade:
             pass

@@ -1,7 +1,8 @@
 """Tests for code that is no plain step, but traced, or transformed by torch.func."""
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -31,12 +32,26 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def untransformed() -> AbstractContextManager[object]:
-    """Returns a context in which no transform of torch.func is active."""
-    if not torch._C._are_functorch_transforms_active():
+    """Returns a context in which no transform of torch.func, or of batched gradients, is active."""
+    batches = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+    if not (batches or torch._C._are_functorch_transforms_active()):
         return nullcontext()
+    return _untransformed()
+
+
+@contextmanager
+def _untransformed() -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_clear_interpreter_stack()
+    levels = torch._C._vmapmode_increment_nesting()
+    for _ in range(levels):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
 
 
 def is_transformed() -> bool:
