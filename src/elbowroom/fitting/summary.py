@@ -36,6 +36,7 @@ class Summary:
     predicts_noise    that was not measured: it is predicted
     substitution      which codes take the place of those that codecs= names; "" if none does
     exact             no bit of any gradient has changed
+    exact_now         the current setting changes none, even if codes of earlier steps did
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
     trained           False where "elbowroom run" saw forwards alone: no backward, and no update
@@ -58,6 +59,7 @@ class Summary:
     trained: bool = True
     predicts_noise: bool = False
     substitution: str = ""
+    exact_now: bool = False
 
     def __str__(self) -> str:
         """Returns a table, one row a figure."""
@@ -92,6 +94,8 @@ class Summary:
         if self.slowdown is not None:
             rows.append(("time", "", f"{100 * self.slowdown:+.1f} %", "over plain autograd"))
         gradients = "no bit of a gradient changed" if self.exact else "codes add noise to gradients"
+        if self.exact_now and not self.exact:
+            gradients = "codes added noise to gradients of earlier steps; steps are exact by now"
         if self.exact and self.setting == "compiled":
             gradients += " against plain torch.compile"
         if self.exact and ran_eagerly():  # compiled kernels round differently
@@ -156,6 +160,7 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),
         predicts_noise=bool(predicts),
         substitution="" if plan is None else plan.substitution,
+        exact_now=steps.is_exact,
     )
 
 
