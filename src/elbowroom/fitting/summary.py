@@ -196,7 +196,7 @@ def _verdict(figures: Summary) -> str:
     before = (
         ""
         if figures.last_setting == figures.setting
-        else f", with setting '{figures.last_setting}'"
+        else f", under the earlier setting '{figures.last_setting}'"
     )
     return _over(figures.last_nbytes, figures.budget_nbytes) + before
 
