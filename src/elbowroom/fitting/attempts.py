@@ -143,9 +143,10 @@ class Attempts:
         make: returns the smallest plan of a profile; its flag says whether modules may be
         recomputed. bound: returns a peak in bytes below which that plan hardly comes.
 
-        Once a step was profiled, estimates without recomputed modules are no longer used. A plan
-        that is predicted to need much more memory than another is tried later, because its forward
-        would be refused before the other one was measured.
+        Once a step was profiled, estimates without recomputed modules are no longer used. Until
+        then such a plan is followed once more where its step was measured, but not profiled, since
+        it created the optimizer's states. A plan that is predicted to need much more memory than
+        another is tried later, because its forward would be refused before the other was measured.
         """
         unmade = [*self.unmade, *(one for step in self.known for one in step.unmade)]
         from_rehearsal = [one.step.from_rehearsal for one in unmade]
@@ -159,7 +160,7 @@ class Attempts:
                 one
                 for one in made
                 if not (is_written and one.would_be_written)
-                and not any(taken.is_of(one.chosen) for taken in self.taken)
+                and sum(taken.is_of(one.chosen) for taken in self.taken) <= one.would_be_written
             ]
             enough = _NEAR_LEAST * min([*(one.chosen.plan.peak for one in left), *bounds, inf])
             near = next((one for one in left if one.chosen.plan.peak <= enough), None)
