@@ -159,9 +159,9 @@ def test_an_estimated_plan_whose_step_was_only_measured_is_followed_once_more_to
     guess = KnownStep("guess", from_rehearsal=True)
     attempts = Attempts((guess,)).after(once("guess", False), 7)  # it created optimizer states
     attempts, found = attempts.next_smallest(once, free)
-    assert found.chosen.candidate.state == "once"
-    attempts, found = attempts.after(found.chosen, 7).next_smallest(once, free)
     assert found.chosen.candidate.state == ""
+    attempts, found = attempts.after(found.chosen, 7).next_smallest(once, free)
+    assert found.chosen.candidate.state == "once"
     assert attempts.after(found.chosen, 7).next_smallest(once, free)[1] is None
 
 
