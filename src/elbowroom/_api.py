@@ -45,6 +45,7 @@ from elbowroom.plan.plan import Plan
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import chosen_settings
 from elbowroom.plan.solve import WITHOUT_CODES, check_solver
+from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.context import PROCESS, Context
 from elbowroom.runtime.observer import Observer
 from elbowroom.runtime.replay.saving_context import Identical, SavingContext
@@ -207,8 +208,8 @@ def measure(
                 The step should use another batch each time
 
     With noise=False, only exact actions are used, so no bit of any gradient changes. Raises
-    PlanError if the step saves nothing, if two steps save different tensors, or if this machine
-    does not have the device.
+    PlanError if the step saves nothing, if two steps save different tensors, if the model is
+    fitted, or if this machine does not have the device.
     """
     check_min_nbytes(min_nbytes)
     if not callable(step) or isinstance(step, nn.Module):
@@ -227,6 +228,11 @@ def measure(
     else:
         check_model(model, "measure")
         check_optimizer(optimizer, model, "measure")
+        if opener_of(model) is not None:
+            raise PlanError(
+                "measure profiles a plain step, and er.fit changes what this model saves; call "
+                "er.release(model) first"
+            )
     profile = record(step, device=device, min_nbytes=min_nbytes, warm_up=warm_up, noise=noise)
     if model is None:
         return profile

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -45,6 +46,8 @@ from elbowroom.tools.grow_batch import check_growing
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
+
+_released: WeakSet[nn.Module] = WeakSet()  # models whose fit was undone, for a message
 
 
 def fit(
@@ -202,9 +205,7 @@ def add_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     check_optimizer(optimizer, model, "add_optimizer")
     fitting = opener_of(model)
     if not isinstance(fitting, Fitting | CompiledFitting):
-        raise PlanError(
-            "add_optimizer takes a fitted model, and this one is not; call er.fit first"
-        )
+        raise _not_fitted("add_optimizer", model)
     others = [one.model_state.states for other, one in _fittings() if other is not model]
     check_alone(optimizer, others)
     fitting.add_optimizer(optimizer)
@@ -287,12 +288,20 @@ def summary(model: nn.Module) -> Summary:
     if isinstance(fitting, CompiledFitting):
         return fitting.summary(name)
     if not isinstance(fitting, Fitting):
-        raise PlanError("summary takes a fitted model, and this one is not; call er.fit first")
+        raise _not_fitted("summary", model)
     inside, resident_nbytes = planned_inside(fitting)
     if inside and not fitting.context.step:
         given = fitting.model_state, fitting.options, resident_nbytes, inside
         return summary_of_regions(name, *given, 0)
     return summary_of(fitting, name)
+
+
+def _not_fitted(function: str, model: nn.Module) -> PlanError:
+    what = "was released" if model in _released else "is not"
+    remedy = "call er.fit first"
+    if function == "summary" and model in _released:
+        remedy = "call it before that, or read the callback that fitted it: print(callback.summary)"
+    return PlanError(f"{function} takes a fitted model, and this one {what}; {remedy}")
 
 
 def _fittings() -> list[tuple[nn.Module, Fitting]]:
@@ -419,6 +428,7 @@ def release(model: M) -> M:
     check_model(model, "release")
     fitting = detach(model)
     if isinstance(fitting, Fitting | CompiledFitting):
+        _released.add(model)
         fitting.close()
         uncover(fitting)
     if isinstance(fitting, Fitting):

@@ -350,6 +350,21 @@ class Outputs(nn.Module):
         return outputs
 
 
+def test_an_estimate_without_the_loss_refuses_no_budget_that_a_profiled_step_keeps():
+    """The loss saves as much as a layer, and its gradient is as large. Adam creates states, so that
+    the first step was not profiled: 100 MB and all below the 120 MB that it took were refused.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.GELU(), nn.Linear(1000, 1000))
+    optimizer = torch.optim.AdamW(model.parameters())
+    er.fit(model, budget=106 * 10**6, optimizer=optimizer, exact=True)
+    for _ in range(6):
+        model(torch.randn(4000, 1000)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert er.summary(model).last_nbytes <= 106 * 10**6
+
+
 def test_recurrent_layers_are_not_run_as_a_whole_where_one_alone_exceeds_the_budget():
     torch.manual_seed(0)
     model, x = Outputs(), torch.randn(8, 128, 32)

@@ -213,3 +213,10 @@ def test_a_loss_that_backward_cannot_begin_at(found, message):
         er.dry_run(model, lambda: _batch(2), loss=lambda model, x: found)
     with pytest.raises(PlanError, match=message):
         er.largest_batch(model, _batch, budget="1 GiB", loss=lambda model, x: found)
+
+
+def test_a_fitted_model_is_not_measured():
+    """Two of its steps saved different tensors, and the message blamed shapes and branches."""
+    model = er.fit(nn.Sequential(nn.Linear(256, 256), nn.ReLU()), budget="1 GiB")
+    with pytest.raises(PlanError, match=r"call er\.release\(model\) first"):
+        er.measure(lambda: model(torch.randn(256, 256)).sum().backward(), model=model)

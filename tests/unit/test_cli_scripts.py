@@ -649,6 +649,10 @@ def test_a_sweep_goes_from_plain_to_the_least(profiled):
         (["run", "--budget", "1GiB", "."], "is a folder; name the script in it"),
         (["run", "--budget", "much", "nowhere.py"], "cannot read 'much' as a size"),
         (["run", "nowhere.py"], 'run needs --budget, as in --budget "6GiB", or --plan'),
+        (
+            ["run", "nowhere.py", "--budget=1GiB", "--steps", "3"],
+            "stand before the script, as in elbowroom run --budget 6GiB nowhere.py; what follows",
+        ),
         (["profile", "nowhere.py"], "there is no script nowhere.py"),
         (["plan", "nowhere.json", "--budget", "1GiB"], "there is no profile nowhere.json"),
         (["plan", "nowhere.json"], "a plan needs --budget"),

@@ -33,12 +33,17 @@ def test_the_readme_is_short_enough_to_be_read():
     assert len(README.encode()) <= 8 * 1024
 
 
-def test_the_example_of_the_readme_runs():
+def test_the_example_of_the_readme_runs_and_prints_what_it_says(capsys):
     code = re.search(r"## Ten lines\n\n```python\n(.+?)```", README, re.DOTALL)[1]
     names = {}
     exec(code, names)
     er.release(names["model"])
-    assert names["model"][0].weight.grad is not None
+    assert all(p.grad is not None for p in names["model"].parameters())
+    printed = capsys.readouterr().out.splitlines()
+    shown = README[README.index(printed[0]) :].splitlines()
+    # Its figures, and the actions at the end, may be others on another machine.
+    for one, other in zip(printed[:7], shown[:7], strict=True):
+        assert re.sub(r"\d[\d.]*", "N", one).split() == re.sub(r"\d[\d.]*", "N", other).split()
 
 
 def test_the_links_of_the_readme_lead_somewhere():

@@ -151,6 +151,20 @@ def test_no_estimate_is_followed_to_be_profiled_once_a_step_was():
     assert left == ["likely again", "careful again", "written again", "written once"]
 
 
+def test_an_estimated_plan_whose_step_was_only_measured_is_followed_once_more_to_be_profiled():
+    def once(profile, again):
+        one = chosen(profile, state="" if again else "once")
+        return one if again else replace(one, plan=replace(one.plan, recompute=frozenset()))
+
+    guess = KnownStep("guess", from_rehearsal=True)
+    attempts = Attempts((guess,)).after(once("guess", False), 7)  # it created optimizer states
+    attempts, found = attempts.next_smallest(once, free)
+    assert found.chosen.candidate.state == ""
+    attempts, found = attempts.after(found.chosen, 7).next_smallest(once, free)
+    assert found.chosen.candidate.state == "once"
+    assert attempts.after(found.chosen, 7).next_smallest(once, free)[1] is None
+
+
 def test_a_plan_that_should_take_much_more_than_another_waits():
     """Its forward would be refused, before the smaller one has been tried."""
 

@@ -123,6 +123,9 @@ def test_what_cannot_be_added_is_said() -> None:
     with pytest.raises(PlanError, match=r"got list. Pass one, and each further one to er.add_opt"):
         er.fit(model, budget="1 GiB", optimizer=several)  # type: ignore[arg-type]
     er.release(model)
+    with pytest.raises(PlanError, match=r"takes a fitted model, and this one was released"):
+        er.add_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
+    model = nn.Linear(2, 2)
     with pytest.raises(PlanError, match=r"takes a fitted model, and this one is not; call er.fit"):
         er.add_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
 

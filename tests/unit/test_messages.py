@@ -1,6 +1,8 @@
 """Messages as somebody new reads them: what happened, in numbers, and what to do."""
 
+import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from typer.testing import CliRunner
 import elbowroom as er
 from elbowroom.cli import app
 from elbowroom.fitting import commands, messages
+from elbowroom.fitting.commands import Line, say
+from elbowroom.fitting.execute import execute
 from elbowroom.fitting.options import FitOptions
 from elbowroom.runtime.context import Context
 from elbowroom.units import show_percent
@@ -85,3 +89,13 @@ def test_noise_that_cannot_be_watched_is_said_by_sizes(noise, level, caplog):
     (record,) = caplog.records
     assert record.levelname == level
     assert f"By the sizes of tensors alone it is {show_percent(noise)}" in record.message
+
+
+def test_a_measurement_is_said_once(caplog) -> None:
+    """A plan that recomputes modules was measured three times, and said three times."""
+    options = FitOptions(40 * 2**20)
+    planner: Any = SimpleNamespace(options=options, said_last=None)
+    with caplog.at_level(logging.INFO, "elbowroom"):
+        for peak_nbytes in (50 * 2**20, 50 * 2**20 + 8, 60 * 2**20, 50 * 2**20):
+            execute(planner, say(Line.MEASURED, plan=None, peak_nbytes=peak_nbytes))
+    assert [line.split()[5] for line in caplog.messages] == ["50.0", "60.0", "50.0"]

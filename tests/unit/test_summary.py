@@ -71,8 +71,26 @@ def test_it_is_of_fitted_models_only() -> None:
     with pytest.raises(PlanError, match=r"this one is not; call er\.fit first"):
         er.summary(model)
     er.release(er.fit(model, budget="1 GiB"))
-    with pytest.raises(PlanError, match=r"call er\.fit first"):
+    with pytest.raises(PlanError, match=r"was released.* print\(callback\.summary\)"):
         er.summary(model)
+    er.summary(er.fit(model, budget="1 GiB"))
+
+
+def test_codes_of_earlier_steps_are_told_from_those_of_now() -> None:
+    """It said "codes add noise" beside a plan that had none."""
+    model = er.fit(net(), budget="1 GiB")
+    train(model, 3)
+    told = er.summary(model)
+    assert told.exact
+    assert told.exact_now
+    remark = str(replace(told, exact=False))
+    assert "codes added noise to gradients of earlier steps; steps are exact by now" in remark
+    assert "codes add noise" in str(replace(told, exact=False, exact_now=False))
+    lossy = er.fit(net(), budget="6.6 MiB", exact=False)
+    train(lossy, 3)
+    told = er.summary(lossy)
+    assert not told.exact
+    assert not told.exact_now
 
 
 def test_of_a_compiled_model_all_is_estimated(uncompiled) -> None:

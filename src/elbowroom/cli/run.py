@@ -123,7 +123,7 @@ def run(
     elif given is not None:
         asked = given.budget
     else:
-        raise UnknownField('run needs --budget, as in --budget "6GiB", or --plan PLAN.json')
+        raise UnknownField(_no_budget(script, arguments or []))
     allowed = parse_budget(asked)
     if not isinstance(allowed, Share):  # of which memory, the model's device will tell
         check_plan(given, allowed, exact or None, offload=offload)
@@ -144,6 +144,16 @@ def run(
         with before_exit(leave):
             code = running.of(script, arguments or [], is_module=module)
     raise typer.Exit(running.outcome(processes, code, report))
+
+
+def _no_budget(script: Path, arguments: list[str]) -> str:
+    """Returns the message for a missing budget, which may stand among the script's arguments."""
+    if any(one.partition("=")[0] in ("--budget", "--plan") for one in arguments):
+        return (
+            "options of elbowroom stand before the script, as in elbowroom run --budget 6GiB "
+            f"{script}; what follows it belongs to the script"
+        )
+    return 'run needs --budget, as in --budget "6GiB", or --plan PLAN.json'
 
 
 class _Refused(Unseen):

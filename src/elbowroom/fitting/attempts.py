@@ -145,7 +145,8 @@ class Attempts:
 
         Once a step was profiled, estimates without recomputed modules are no longer used. A plan
         that is predicted to need much more memory than another is tried later, because its forward
-        would be refused before the other one was measured.
+        would be refused before the other one was measured. Where all were measured, and none was
+        profiled, since its step created the optimizer's states, one is followed once more for that.
         """
         unmade = [*self.unmade, *(one for step in self.known for one in step.unmade)]
         from_rehearsal = [one.step.from_rehearsal for one in unmade]
@@ -158,17 +159,22 @@ class Attempts:
             left = [
                 one
                 for one in made
-                if not (is_written and one.would_be_written)
-                and not any(taken.is_of(one.chosen) for taken in self.taken)
+                if not (is_written and one.would_be_written) and not self._times_taken(one)
             ]
             enough = _NEAR_LEAST * min([*(one.chosen.plan.peak for one in left), *bounds, inf])
             near = next((one for one in left if one.chosen.plan.peak <= enough), None)
+            if near is None and not unmade and not is_written:
+                only_measured = (one for one in made if one.would_be_written)
+                near = next((one for one in only_measured if self._times_taken(one) == 1), None)
             if near is not None or not unmade:
                 return replace(self, known=(), unmade=tuple(unmade), smallest=tuple(made)), near
             at = next(n for n, nbytes in enumerate(bounds) if nbytes <= enough)
             step, again = unmade.pop(at)
             del bounds[at]
             made.append(Smallest(make(step.profile, again), step.from_rehearsal))
+
+    def _times_taken(self, one: Smallest) -> int:
+        return sum(taken.is_of(one.chosen) for taken in self.taken)
 
 
 def _peak_nbytes(one: Taken) -> int:

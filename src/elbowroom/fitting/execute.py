@@ -6,7 +6,7 @@ FitState --transitions--> commands --here--> observations --transitions--> FitSt
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting import messages, refusals
@@ -19,6 +19,7 @@ from elbowroom.fitting.commands import (
     ForgetCalls,
     ForgetScripts,
     HoldAsGiven,
+    Line,
     MakePlan,
     MakeRoomToWatch,
     MakeSmallest,
@@ -61,6 +62,7 @@ from elbowroom.plan.profile import Profile
 from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile, with_backward
 from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
+from elbowroom.units import show_nbytes
 
 if TYPE_CHECKING:
     from elbowroom.fitting.forward import FittedSaving
@@ -80,7 +82,9 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
     """
     match command:
         case Say(line, values):
-            getattr(messages, line.value)(planner.options, **values)
+            last, planner.said_last = planner.said_last, (line, values)
+            if line is not Line.MEASURED or not _is_said(values, last):
+                getattr(messages, line.value)(planner.options, **values)
         case ForgetScripts():
             planner.forget_scripts()
         case BeginPlan():
@@ -108,6 +112,18 @@ def execute(planner: "Planner", command: Command) -> Observation | None:
         case _:
             return _planned(planner, command)
     return None
+
+
+def _is_said(values: dict[str, Any], last: tuple[Line, dict[str, Any]] | None) -> bool:
+    """Returns whether the line that was logged last tells the same measurement of the same plan.
+
+    A plan that recomputes modules is measured in several steps: the first ones test the modules.
+    """
+    if last is None or last[0] is not Line.MEASURED:
+        return False
+    before = last[1]
+    peak, peak_before = show_nbytes(values["peak_nbytes"]), show_nbytes(before["peak_nbytes"])
+    return values["plan"] is before["plan"] and peak == peak_before
 
 
 def _planned(

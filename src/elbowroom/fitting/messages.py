@@ -175,9 +175,8 @@ def warn_unexpected(options: FitOptions, plan: Plan | None) -> None:
     """Warns of a forward that was not planned: this step may exceed the budget."""
     needs = "more than the budget" if plan is None else show_nbytes(plan.peak)
     _log.warning(
-        "budget %s: this step runs its model, or its loss, once more before backward; this was not "
-        "planned, and the step may need %s. From the next step on, all forwards of a step are "
-        "planned together",
+        "budget %s: another forward came before backward (of this model, another fitted one, or a "
+        "loss); it was not planned, and this step may need %s. Later steps plan them together",
         show_nbytes(options.budget_nbytes),
         needs,
     )

@@ -45,6 +45,7 @@ from typing import Any
 
 from elbowroom.errors import BudgetTooSmall, NothingHeld
 from elbowroom.fitting.calls import Calls, Rest, least_rest, plan_rest
+from elbowroom.fitting.commands import Line
 from elbowroom.fitting.execute import (
     chosen_by_forward,
     execute,
@@ -112,6 +113,7 @@ class Planner(StateView):
     leaves_room  other models, of which nothing is known yet, may share this step: it is planned for
                  the least memory
     said    the setting that was logged last, and whether it is exact
+    said_last  the last line that a command had logged
     forward_profile  of the first forward of the current step, from a rehearsal; None: there was
             none, or it would record something else now
     """
@@ -135,6 +137,7 @@ class Planner(StateView):
         self.meter: NoiseMeter | ReachMeter | None = None
         self.redoes = self.leaves_room = self.tries_more = False
         self.said: tuple[str, bool] | None = None
+        self.said_last: tuple[Line, dict[str, Any]] | None = None
         self.forward_profile: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
         self._learned = context.learned

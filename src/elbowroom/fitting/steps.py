@@ -92,7 +92,8 @@ class MeasuredSteps:
     peak_setting    the setting of that step: "plan", the name of a preset, or "hooks"
     highest_nbytes  the highest of all measured peaks
     options         the budget is smaller than the user's once memory has run out
-    was_exact       no forward so far has held a lossy code
+    is_exact        the last forward held no lossy code
+    was_exact       no forward so far has held one
     ran_backward    a backward has asked for what a forward had saved
     """
 
@@ -106,7 +107,7 @@ class MeasuredSteps:
         self.peak_nbytes: int | None = None
         self.peak_setting = ""
         self.highest_nbytes: int | None = None
-        self.was_exact = True
+        self.is_exact = self.was_exact = True
         self.ran_backward = False
         self._last: FittedSaving | ReplayedForward | None = None
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
@@ -273,7 +274,8 @@ class MeasuredSteps:
 
     def _note_setting(self, saving: FittedSaving | ReplayedForward) -> None:
         chosen, rounds = saving.setting, self.context.rounds
-        self.was_exact = self.was_exact and chosen.exact and not rounds
+        self.is_exact = chosen.exact and not rounds
+        self.was_exact = self.was_exact and self.is_exact
         said = replace(chosen, exact=False) if rounds and chosen.exact else chosen
         self._say(said, rounds=rounds and chosen.exact)
 

@@ -36,6 +36,9 @@ class Summary:
     predicts_noise    that was not measured: it is predicted
     substitution      which codes take the place of those that codecs= names; "" if none does
     exact             no bit of any gradient has changed
+    exact_now         the current setting changes none, even if codes of earlier steps did
+    rows_wait         large gathered rows, as messages of graph networks, are computed as they are
+                      read; then nothing is known of plain autograd
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
     trained           False where "elbowroom run" saw forwards alone: no backward, and no update
@@ -58,6 +61,8 @@ class Summary:
     trained: bool = True
     predicts_noise: bool = False
     substitution: str = ""
+    exact_now: bool = False
+    rows_wait: bool = False
 
     def __str__(self) -> str:
         """Returns a table, one row a figure."""
@@ -72,7 +77,8 @@ class Summary:
 
     def rows(self) -> list[SummaryRow]:
         """Returns the known figures, each in the column "measured" or "estimated"."""
-        known = "" if self.plain_nbytes else "not known: no step was profiled"
+        why = "gathered rows are computed as they are read" if self.rows_wait else ""
+        known = "" if self.plain_nbytes else f"not known: {why or 'no step was profiled'}"
         keeps = self.setting == self.last_setting == "keep"
         # A step that keeps all tensors may take less: PyTorch's own ops may need more memory.
         is_plain = bool(keeps and self.plain_nbytes and self.last_nbytes == self.plain_nbytes)
@@ -82,7 +88,7 @@ class Summary:
             ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),
             ("peak", _size(self.last_nbytes), "", _verdict(self)),
         ]
-        if known and self.setting == "keep":
+        if known and self.setting == "keep" and not self.rows_wait:
             del rows[0]
         if self.highest_nbytes != self.last_nbytes:
             over = _over(self.highest_nbytes, self.budget_nbytes)
@@ -92,6 +98,8 @@ class Summary:
         if self.slowdown is not None:
             rows.append(("time", "", f"{100 * self.slowdown:+.1f} %", "over plain autograd"))
         gradients = "no bit of a gradient changed" if self.exact else "codes add noise to gradients"
+        if self.exact_now and not self.exact:
+            gradients = "codes added noise to gradients of earlier steps; steps are exact by now"
         if self.exact and self.setting == "compiled":
             gradients += " against plain torch.compile"
         if self.exact and ran_eagerly():  # compiled kernels round differently
@@ -132,6 +140,8 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
     # The backward of a rehearsed profile is an estimate, which supports no claim about plain
     # autograd.
     known = profile is not None and not planner.state.from_rehearsal
+    rows_wait = steps.context.rows_wait and bool(steps.context.waited_in)
+    known &= not rows_wait
     plain = plain_peak(profile) if profile is not None and known else None
     if plan is not None and planner.state.follows_given:  # it was made from a step of another run
         plain, known = plan.plain_peak, True
@@ -156,6 +166,8 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
         lines=() if plan is None else tuple(one for one in plan.lines if one.action != "keep"),
         predicts_noise=bool(predicts),
         substitution="" if plan is None else plan.substitution,
+        exact_now=steps.is_exact,
+        rows_wait=rows_wait,
     )
 
 
@@ -171,9 +183,9 @@ def _setting(figures: Summary) -> str:
     if figures.setting == "compiled":
         cached = figures.predicted_nbytes is None
         return "compiled; planned at an earlier start" if cached else "planned inside torch.compile"
-    return (
-        "nothing needs to be done" if figures.setting == "keep" else f"no plan: '{figures.setting}'"
-    )
+    if figures.setting == "keep":
+        return "nothing more needs to be done" if figures.rows_wait else "nothing needs to be done"
+    return f"no plan: '{figures.setting}'"
 
 
 def _is_pessimistic(figures: Summary) -> bool:
@@ -191,7 +203,7 @@ def _verdict(figures: Summary) -> str:
     before = (
         ""
         if figures.last_setting == figures.setting
-        else f", with setting '{figures.last_setting}'"
+        else f", under the earlier setting '{figures.last_setting}'"
     )
     return _over(figures.last_nbytes, figures.budget_nbytes) + before
 

@@ -66,7 +66,7 @@ def record(
     if not _saved_the_same(sized, timed):
         raise PlanError(
             "two runs of the step saved different tensors, so no plan can be made of it; give a "
-            "step that does the same every time (same shapes, same branches)"
+            "step that does the same every time (same shapes, same branches, no fitted model)"
         )
     *starts_s, seconds = least_times(*times)
     speeds = rates(chosen.type)
