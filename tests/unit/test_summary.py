@@ -51,6 +51,41 @@ def test_a_model_that_has_room_needs_nothing() -> None:
     assert rows["peak, plain"] == rows["peak"] != ("", "")  # measured: nothing was done
 
 
+def test_what_plain_training_takes_is_rough_where_no_step_was_profiled() -> None:
+    """It said "not known" for a whole training."""
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 64)
+    static = 2 * sum(p.nbytes for p in model.parameters())
+    peak = static + er.peak(lambda: model(x).square().mean().backward())
+    model.zero_grad()
+    er.fit(model, budget=int(0.5 * peak), exact=True)
+    for _ in range(6):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    told = er.summary(model)
+    assert told.plain_is_rough
+    assert told.plain_nbytes is not None
+    assert 0.9 < told.plain_nbytes / peak < 1.15
+    assert "by its forward alone" in str(told)
+    assert told.slowdown is None
+
+
+def test_it_says_where_pytorchs_attention_takes_more_than_the_profiled_step() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 3), torch.randn(4, 128, 64)
+    plain = er.peak(lambda: model(x).square().mean().backward())
+    model.zero_grad()
+    er.fit(model, budget=int(0.9 * plain), exact=True)
+    for _ in range(6):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    told = er.summary(model)
+    assert told.plain_is_low
+    assert told.plain_nbytes is not None
+    assert told.plain_nbytes < plain
+    assert "at least: PyTorch's own attention saves more" in str(told)
+
+
 @pytest.mark.parametrize("budget", ["12 MiB", "1 GiB"])
 def test_a_smaller_batch_at_the_end_of_an_epoch_is_not_what_it_tells_of(budget: str) -> None:
     """It told that there was no plan, and that nothing was known of plain training."""

@@ -22,7 +22,10 @@ SummaryRow = tuple[str, str, str, str]  # name, measured, estimated, remark
 class Summary:
     """Figures of one fitted model; `print` shows them as a table.
 
-    plain_nbytes      the peak of plain autograd: estimated; None where no step was profiled
+    plain_nbytes      the peak of plain autograd: estimated; None where nothing is known of it
+    plain_is_rough    by its forward alone: no step was profiled
+    plain_is_low      torch composes an attention of smaller ops, as with dropout on a CPU, and
+                      these save more than the profiled step did
     predicted_nbytes  the peak under the plan: estimated; None without one
     last_nbytes       the peak of the last step that was measured; None where none was
     last_setting      the setting of that step: "plan", or a preset of the ladder
@@ -63,6 +66,8 @@ class Summary:
     substitution: str = ""
     exact_now: bool = False
     rows_wait: bool = False
+    plain_is_rough: bool = False
+    plain_is_low: bool = False
 
     def __str__(self) -> str:
         """Returns a table, one row a figure."""
@@ -78,7 +83,10 @@ class Summary:
     def rows(self) -> list[SummaryRow]:
         """Returns the known figures, each in the column "measured" or "estimated"."""
         why = "gathered rows are computed as they are read" if self.rows_wait else ""
-        known = "" if self.plain_nbytes else f"not known: {why or 'no step was profiled'}"
+        low = "at least: PyTorch's own attention saves more" * self.plain_is_low
+        rough = "by its forward alone" * self.plain_is_rough
+        known = "; ".join(filter(None, (low, rough)))
+        known = known if self.plain_nbytes else f"not known: {why or 'no step was profiled'}"
         keeps = self.setting == self.last_setting == "keep"
         # A step that keeps all tensors may take less: PyTorch's own ops may need more memory.
         is_plain = bool(keeps and self.plain_nbytes and self.last_nbytes == self.plain_nbytes)
@@ -88,7 +96,7 @@ class Summary:
             ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),
             ("peak", _size(self.last_nbytes), "", _verdict(self)),
         ]
-        if known and self.setting == "keep" and not self.rows_wait:
+        if not self.plain_nbytes and self.setting == "keep" and not self.rows_wait:
             del rows[0]
         if self.highest_nbytes != self.last_nbytes:
             over = _over(self.highest_nbytes, self.budget_nbytes)
@@ -137,14 +145,13 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
     steps = fitting if host is None else host
     planner = steps.planner if of_last else steps.planner_of_largest()
     plan, profile = planner.plan, planner.profile
-    # The backward of a rehearsed profile is an estimate, which supports no claim about plain
-    # autograd.
-    known = profile is not None and not planner.state.from_rehearsal
+    # The backward of a rehearsed profile is an estimate, which supports no claim about time.
+    rough = planner.state.from_rehearsal
     rows_wait = steps.context.rows_wait and bool(steps.context.waited_in)
-    known &= not rows_wait
-    plain = plain_peak(profile) if profile is not None and known else None
+    known = profile is not None and not (rough or rows_wait)
+    plain = None if profile is None or rows_wait else plain_peak(profile)
     if plan is not None and planner.state.follows_given:  # it was made from a step of another run
-        plain, known = plan.plain_peak, True
+        plain, known, rough = plan.plain_peak, True, False
     watched = planner.state.watched
     predicts = plan is not None and plan.is_lossy and (watched.predicts or watched.added)
     tells_noise = plan is not None and (plan.watched > 0 or predicts or not plan.is_lossy)
@@ -168,6 +175,8 @@ def summary(fitting: Fitting, model: str, *, of_last: bool = False) -> Summary:
         substitution="" if plan is None else plan.substitution,
         exact_now=steps.is_exact,
         rows_wait=rows_wait,
+        plain_is_rough=rough and plain is not None,
+        plain_is_low=any(one is not None and one.composes_attention for one in (plan, profile)),
     )
 
 
