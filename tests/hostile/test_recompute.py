@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from elbowroom.codecs import Dither
 from elbowroom.errors import ElbowroomError, PlanError, RestoreError
 from elbowroom.plan import Exact, KeepAll, Lossy
-from elbowroom.runtime import calls, modules, rewind
+from elbowroom.runtime import calls, generators, modules
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.context import Context
 from elbowroom.runtime.recompute import recomputed
@@ -911,9 +911,10 @@ def python_calls(run: Callable[[nn.Module, Tensor], Tensor]) -> int:
 def test_it_calls_fewer_functions_than_torchs_checkpoint() -> None:
     """It called 2.5 times as many: most of them walked through the modules, or saved a tensor.
 
-    The bound was 0.55 before hooks stepped aside for torch.func, which takes some 14 calls.
+    The bound was 0.55 before hooks stepped aside for torch.func, which takes some 14 calls, and
+    0.56 before it asked whether gradients are batched, which takes two.
     """
-    assert python_calls(ours) <= 0.56 * python_calls(torchs)
+    assert python_calls(ours) <= 0.562 * python_calls(torchs)
 
 
 class Ops(TorchDispatchMode):
@@ -958,10 +959,10 @@ def test_the_state_of_numpys_generator_is_read_anew_when_it_has_changed(
     kept: Any = np.random.get_state()
     try:
         for _ in range(3):
-            rewind._state_of(np.random)
+            generators.state_of(np.random)
             change()
             now = np.random.get_state(legacy=False)
-            assert rewind._same_state(rewind._state_of(np.random), now)
+            assert generators.same_state(generators.state_of(np.random), now)
     finally:
         np.random.set_state(kept)
 
@@ -971,10 +972,10 @@ def test_a_state_that_is_set_is_read_anew_although_its_memory_is_the_same() -> N
     kept: Any = np.random.get_state()
     try:
         np.random.randn()
-        waits = rewind._state_of(np.random)
+        waits = generators.state_of(np.random)
         np.random.randn()
-        assert not rewind._is_at(np.random, waits)
-        rewind._set_state(np.random, waits)
-        assert rewind._is_at(np.random, waits)
+        assert not generators._is_at(np.random, waits)
+        generators.set_state(np.random, waits)
+        assert generators._is_at(np.random, waits)
     finally:
         np.random.set_state(kept)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.errors import RestoreError
-from elbowroom.runtime import rewind
+from elbowroom.runtime import generators
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.recompute import recomputed
@@ -251,16 +251,16 @@ def test_the_state_of_pythons_generator_is_read_anew_when_it_has_changed(
     kept = random.getstate()
     try:
         for _ in range(3):
-            rewind._state_of(random)
+            generators.state_of(random)
             change()
-            assert rewind._state_of(random) == random.getstate()
+            assert generators.state_of(random) == random.getstate()
     finally:
         random.setstate(kept)
 
 
 def test_the_memory_of_pythons_generator_is_where_it_is_looked_for() -> None:
     """Otherwise it would be read number by number, which takes 35 us."""
-    assert rewind._place_of_python(random.getstate.__self__)  # type: ignore[attr-defined]
+    assert generators._place_of_python(random.getstate.__self__)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_the_example_of_the_readme_runs_and_prints_what_it_says(capsys):
     shown = README[README.index(printed[0]) :].splitlines()
     # Its figures, and the actions at the end, may be others on another machine.
     for one, other in zip(printed[:7], shown[:7], strict=True):
+        one = one.partition(" against eager PyTorch")[0]  # if another test has compiled something
         assert re.sub(r"\d[\d.]*", "N", one).split() == re.sub(r"\d[\d.]*", "N", other).split()
 
 

@@ -153,6 +153,8 @@ class Planner(StateView):
             self.forget_scripts()  # one may have been written while its plan was being verified
         if self.state.phase is not Phase.WATCHING:
             self.meter = None
+        if self.state.settled:  # a plan that is measured again later is told again
+            self.said_last = None
         for command in commands:
             answer = execute(self, command)
             if answer is not None:

@@ -35,9 +35,11 @@ from elbowroom.runtime.calls import dynamo_looks
 from elbowroom.runtime.compiler import eagerly
 from elbowroom.runtime.kernel_settings import OF_MODULES, set_kernels
 from elbowroom.runtime.own_hooks import OwnHooks
-from elbowroom.runtime.transforms import untransformed
+from elbowroom.runtime.transforms import outside
 
 _backward_now = torch._C._current_graph_task_id
+_are_batched = torch._C._dispatch_tls_is_dispatch_key_included
+_are_transformed = torch._C._are_functorch_transforms_active
 _NO_BACKWARD = -1
 _Sample = c_char * 32  # bytes
 _ROUNDING = 1e-3  # of the largest value of a sample
@@ -143,11 +145,13 @@ class DroppedCall:
         again: Any = self._again
         if dynamo_looks():  # which would compile it: `backward` was called by compiled code
             again = torch.compiler.disable(again)  # type: ignore[no-untyped-call]
+        if _are_batched("VmapMode") or _are_transformed():
+            again = outside(again)
         before, gradients = self._ambient.replace(), torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         torch.autocast_increment_nesting()
         try:
-            with untransformed(), OwnHooks(fill, _given), eagerly():  # as in forward
+            with OwnHooks(fill, _given), eagerly():  # as in forward
                 self._ambient.run(again, inputs)
         except _AllMade:
             pass

@@ -56,7 +56,7 @@ class Rewind:
             for is_small in (copies or nbytes_of(buffer) <= SMALL or _is_unversioned(owner),)
             for is_copied in (is_small and buffer.grad_fn is None,)
         ]
-        self._names = [(owner, set(owner._buffers)) for owner in module.modules()]
+        self._names = [(owner, {*owner._buffers.keys()}) for owner in module.modules()]
         self.parameters = ChangedParameters(module)
 
     @property
@@ -123,7 +123,7 @@ class Rewind:
                 )
             owner._buffers[name] = buffer
         for owner, names in self._names:
-            for name in owner._buffers.keys() - names:
+            for name in {*owner._buffers.keys()} - names:
                 del owner._buffers[name]
         _set_versions([(buffer, version) for _, _, buffer, _, version in self._buffers])
         changed = self.parameters.changed

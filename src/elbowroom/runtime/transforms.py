@@ -1,8 +1,9 @@
 """Tests for code that is no plain step, but traced, or transformed by torch.func."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,16 @@ def untransformed() -> AbstractContextManager[object]:
     if not (batches or torch._C._are_functorch_transforms_active()):
         return nullcontext()
     return _untransformed()
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, which runs where no transform is active."""
+
+    def run(*args: Any) -> Any:
+        with _untransformed():
+            return function(*args)
+
+    return run
 
 
 @contextmanager
