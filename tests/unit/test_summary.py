@@ -8,6 +8,7 @@ from torch import nn
 
 import elbowroom as er
 from elbowroom.errors import PlanError
+from elbowroom.fitting.summary import Summary
 from uncompiled import uncompiled as uncompiled
 
 
@@ -20,6 +21,23 @@ def train(model: nn.Module, steps: int, batch: int = 2048) -> None:
     for _ in range(steps):
         model(torch.randn(batch, 128)).square().mean().backward()
         model.zero_grad()
+
+
+def encoder_told(*, dropout: float, share: float) -> tuple[Summary, int]:
+    """What is told of a transformer inside a share of its plain peak, and that peak in bytes."""
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=dropout, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 64)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    peak = 2 * sum(p.nbytes for p in model.parameters()) + er.peak(step)
+    model.zero_grad()
+    er.fit(model, budget=int(share * peak), exact=True)
+    for _ in range(6):
+        step()
+        model.zero_grad()
+    return er.summary(model), peak
 
 
 def test_it_tells_budget_peak_and_actions() -> None:
@@ -53,16 +71,7 @@ def test_a_model_that_has_room_needs_nothing() -> None:
 
 def test_what_plain_training_takes_is_rough_where_no_step_was_profiled() -> None:
     """It said "not known" for a whole training."""
-    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 64)
-    static = 2 * sum(p.nbytes for p in model.parameters())
-    peak = static + er.peak(lambda: model(x).square().mean().backward())
-    model.zero_grad()
-    er.fit(model, budget=int(0.5 * peak), exact=True)
-    for _ in range(6):
-        model(x).square().mean().backward()
-        model.zero_grad()
-    told = er.summary(model)
+    told, peak = encoder_told(dropout=0.0, share=0.5)
     assert told.plain_is_rough
     assert told.plain_nbytes is not None
     assert 0.9 < told.plain_nbytes / peak < 1.15
@@ -71,18 +80,10 @@ def test_what_plain_training_takes_is_rough_where_no_step_was_profiled() -> None
 
 
 def test_it_says_where_pytorchs_attention_takes_more_than_the_profiled_step() -> None:
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 3), torch.randn(4, 128, 64)
-    plain = er.peak(lambda: model(x).square().mean().backward())
-    model.zero_grad()
-    er.fit(model, budget=int(0.9 * plain), exact=True)
-    for _ in range(6):
-        model(x).square().mean().backward()
-        model.zero_grad()
-    told = er.summary(model)
+    told, peak = encoder_told(dropout=0.1, share=0.7)
     assert told.plain_is_low
     assert told.plain_nbytes is not None
-    assert told.plain_nbytes < plain
+    assert told.plain_nbytes < peak
     assert "at least: PyTorch's own attention saves more" in str(told)
 
 

@@ -85,14 +85,14 @@ class Summary:
         why = "gathered rows are computed as they are read" if self.rows_wait else ""
         low = "at least: PyTorch's own attention saves more" * self.plain_is_low
         rough = "by its forward alone" * self.plain_is_rough
-        known = "; ".join(filter(None, (low, rough)))
-        known = known if self.plain_nbytes else f"not known: {why or 'no step was profiled'}"
+        remark = "; ".join(filter(None, (low, rough)))
+        remark = remark if self.plain_nbytes else f"not known: {why or 'no step was profiled'}"
         keeps = self.setting == self.last_setting == "keep"
         # A step that keeps all tensors may take less: PyTorch's own ops may need more memory.
         is_plain = bool(keeps and self.plain_nbytes and self.last_nbytes == self.plain_nbytes)
         size = _size(self.plain_nbytes)
         rows = [
-            ("peak, plain", size if is_plain else "", "" if is_plain else size, known),
+            ("peak, plain", size if is_plain else "", "" if is_plain else size, remark),
             ("peak, planned", "", _size(self.predicted_nbytes), _setting(self)),
             ("peak", _size(self.last_nbytes), "", _verdict(self)),
         ]

@@ -393,7 +393,7 @@ def _power(exponent: object) -> Formula:
 
 
 def _quotient(rounding_mode: object) -> Formula:
-    """Of a rounded quotient the gradient is zero; without a mode it is that of a quotient."""
+    """Returns how a quotient is read: its gradient is zero where a mode rounds it."""
     return Formula.RELATIVE if rounding_mode is None else Formula.SHAPE
 
 

@@ -2,9 +2,9 @@
 
 A forward may change more than it returns: a cache argument, a dictionary from which it removes an
 entry, a list to which a forward hook appends, an attribute. `Reach` walks from such values through
-containers, instances, modules and their classes, and through functions to what these close over, to
-the globals that they name or set. It goes on to what they name in other Python modules, and to
-methods of the names that they call. It remembers the contents of each mutable object (by identity,
+containers, instances, modules and their classes, and through functions to what these close over and
+to the globals that they name or set, to what they name in other Python modules, and to methods of
+the names that they call. It remembers the contents of each mutable object (by identity,
 not a copy of what is inside), so it knows which objects have changed since, and can restore their
 contents.
 
