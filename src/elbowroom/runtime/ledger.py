@@ -44,7 +44,7 @@ class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now.
 
     away_nbytes: what is held for it in another tier, and not on its own device.
-    counts: whether it counts the held bytes
+    counts: whether it counts the held bytes; notes_requests: whether it is to be told of backward's
     """
 
     _ledger: "weakref.ref[Ledger]"  # no cycle: garbage of each step would start the collector
@@ -54,7 +54,7 @@ class Entry:
     before_nbytes: int
 
     # Not fields: most entries have these values when they are made.
-    counts = True
+    counts = notes_requests = True
     action = why = ""
     after_nbytes = away_nbytes = 0
     born = died = 0  # by the ledger's clock; 0: not yet
@@ -140,7 +140,7 @@ class LedgerMark(NamedTuple):
 class NoEntry:
     """Entry of a slot in a replayed forward, in place of an `Entry`: it counts nothing."""
 
-    counts = False
+    counts = notes_requests = False
     action = why = ""
     before_nbytes = after_nbytes = 0
 

@@ -435,6 +435,8 @@ class Slot:
         """The whole tensor for a recipe that only reads it, shared with views restored later."""
         if self.whole is not None:
             return self.whole
+        if type(self.value) is KeepHandle:
+            return self.value.restore()
         watched = isinstance(self.value, EncodeHandle) and torch._C._current_graph_task_id() == -1
         whole = self.restore_value(private=watched)  # of a code, whose error a watch is to see
         if not watched and self.shared is not None and self.waits_now and self._may_hold(whole):
@@ -447,6 +449,8 @@ class Slot:
 
         exact: the recipe runs on exact tensors, which it leaves as they are where others read them
         """
+        if type(self.value) is KeepHandle:
+            return self.value.restore(), False
         if not (exact or self.stays_whole()):
             return self.restore_value(private=True), True
         whole = self.restore_source()
@@ -508,7 +512,8 @@ class View:
     def restore(self) -> Tensor:
         """Returns the saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot
-        slot.entry.ask()
+        if slot.entry.notes_requests:
+            slot.entry.ask()
         if type(slot.value) is KeepHandle and self.geometry == slot.base:
             return slot.value.restore()
         if not torch.is_grad_enabled():

@@ -282,13 +282,28 @@ class Recipe:
         return ready if usable else None
 
 
+class InScript:
+    """What a script knows of one of its recipes, in all forwards that follow it.
+
+    is_exact  nothing in the script is lossy, so the recipe's sources are exact until backward
+    deeper    the operands that are made before the source, in this order; None: no backward has
+              asked yet
+    """
+
+    __slots__ = ("deeper", "is_exact")
+
+    def __init__(self, *, is_exact: bool) -> None:
+        self.is_exact = is_exact
+        self.deeper: tuple[int, ...] | None = None
+
+
 @dataclass(eq=False)  # frozen, each of a replayed step would take 1.2 us to make, and not 0.1
 class Ready:
     """A recipe that holds its sources. It is never changed.
 
     copies  of the fixed parameters that may be changed until backward; of an examined forward alone
     samples  of those that are too large to be copied, likewise
-    fingerprints  of them; of a replayed forward alone
+    fingerprints  of them; script: what is known of the recipe; both of a replayed forward alone
     """
 
     op: Op
@@ -302,10 +317,13 @@ class Ready:
     copies: "tuple[Tensor | None, ...]" = ()
     fingerprints: Fingerprints | None = None
     samples: tuple[int, ...] = ()
+    script: InScript | None = None
 
     @property
     def exact(self) -> bool:
         """True if the sources are exact now. They may be encoded later, unless they are pinned."""
+        if self.script is not None and self.script.is_exact:
+            return True
         return self.source.exact and (not self.others or all(one.exact for one in self.others))
 
     @property
@@ -349,7 +367,10 @@ class Ready:
     @property
     def root(self) -> Slot:
         """The slot that the chain starts at."""
-        return self.source.root if isinstance(self.source, Ready) else self.source
+        source = self.source
+        while isinstance(source, Ready):
+            source = source.source
+        return source
 
     @property
     def sole_source(self) -> Slot | None:
@@ -394,21 +415,24 @@ class Ready:
         """
         lent = lend(self) if self.copies else ()
         try:
-            if not lent:
+            if self.op.fixed and not lent:
                 check_parameters(self.op.fixed, self.versions, self.fingerprints)
-            device = self.root.device.type
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
+            if torch._C._is_any_autocast_enabled():
+                with torch.autocast(self.root.device.type, enabled=False):
                     out = self._run()
             else:
                 out = self._run()
         finally:
             for x, now in lent:
                 x.data = now
-        return laid_out(out, self.made)
+        made = self.made
+        if out.stride() == made.stride and out.shape == made.shape:
+            return out
+        return laid_out(out, made)
 
     def _run(self) -> Tensor:
-        exact, affine = self.exact, self.op.affine
+        script, affine = self.script, self.op.affine
+        exact = (script is not None and script.is_exact) or self.exact
         given = self._deeper_operands() if self.others else {}
         if isinstance(self.source, Ready):
             x, private, base = self.source.make(), True, self.source.made
@@ -456,10 +480,15 @@ class Ready:
         A residual stream is rebuilt from itself, one layer below, and of what the layer adds.
         Were that made first, each layer of the stream would hold it while those below are made.
         """
-        depths = [_depth_of(one) for one in self.others]
-        least = _depth_of(self.source)
-        deeper = (i for i, depth in enumerate(depths) if depth > least)
-        return {i: self._operand(i) for i in sorted(deeper, key=lambda i: -depths[i])}
+        deeper = None if self.script is None else self.script.deeper
+        if deeper is None:
+            depths = [_depth_of(one) for one in self.others]
+            least = _depth_of(self.source)
+            found = (i for i, depth in enumerate(depths) if depth > least)
+            deeper = tuple(sorted(found, key=lambda i: -depths[i]))
+            if self.script is not None:
+                self.script.deeper = deeper
+        return {i: self._operand(i) for i in deeper}
 
     def _operand(self, i: int) -> Tensor:
         one, (_, seen) = self.others[i], self.op.others[i]
@@ -474,10 +503,12 @@ class Ready:
         """
         assert self.op.combine is not None
         given = [known[i] if i in known else self._operand(i) for i in range(len(self.others))]
-        fits = tuple(x.shape) == self.made.shape and all(
-            torch.result_type(x, y) is x.dtype for y in given
+        fits = (
+            private
+            and x.shape == self.made.shape
+            and all(torch.result_type(x, y) is x.dtype for y in given)
         )
-        return self.op.combine(x, *given, out=x if private and fits else None)
+        return self.op.combine(x, *given, out=x if fits else None)
 
     def _noise_like(self, x: Tensor) -> Tensor:
         assert self.noise is not None

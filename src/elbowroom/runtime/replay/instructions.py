@@ -14,7 +14,7 @@ from torch import Tensor
 from elbowroom.plan import Need
 from elbowroom.plan.action import Encode, Keep, Rebuild
 from elbowroom.runtime.handles import CastHandle, KeepHandle, RebuildHandle
-from elbowroom.runtime.handles.rebuild import Op, Ready
+from elbowroom.runtime.handles.rebuild import InScript, Op, Ready
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.replay.held import encoder, performer
 from elbowroom.runtime.replay.script import NOWHERE, Instruction, NumberedRecipe
@@ -100,7 +100,16 @@ def _rebuild(instruction: Instruction, is_exact: bool) -> Do:
     assert instruction.recipe is not None
     make_ready, must_be_exact = _ready(instruction.recipe, is_exact), instruction.need is Need.EXACT
     steps = tuple(instruction.recipe)
-    sources = {number for step in steps for number in step.sources}
+    sources = tuple({number for step in steps for number in step.sources})
+
+    def rebuild_exactly(replay: Replay, slot: Slot, whole: Tensor, x: Tensor) -> None:
+        slots = replay.slots
+        for number in sources:
+            slots[number].is_source = True
+        slot.value = RebuildHandle(make_ready(replay), whole)  # its entry knows what it holds
+
+    if is_exact:
+        return rebuild_exactly
     # What works on codes is known, but for ops that need bits, which are not there in every step.
     may_be_lossy = all(step.noise != NOWHERE or _works_lossy(step, is_exact) for step in steps)
     needed = {step.bits for step in steps if step.op.needs_bits and step.noise == NOWHERE}
@@ -144,8 +153,9 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
     )
     bound = op.bound if _is_bound(op, is_exact) else None
     seens = tuple(geometry for _, geometry in op.others)
+    known = InScript(is_exact=is_exact)
     if any(isinstance(one, Varying) for one in (seen, made, *seens)):
-        return _ready_varying(recipe, below, others, bound)
+        return _ready_varying(recipe, below, others, bound, known)
 
     def make_ready(replay: Replay) -> Ready:
         slots = replay.slots
@@ -163,6 +173,8 @@ def _ready(recipe: NumberedRecipe, is_exact: bool) -> Callable[[Replay], Ready]:
             tuple([other(replay) for other in others]),
             (),
             replay.record.fingerprints,
+            (),
+            known,
         )
 
     return make_ready
@@ -173,6 +185,7 @@ def _ready_varying(
     below: Callable[[Replay], Ready] | None,
     others: tuple[Callable[[Replay], Slot | Ready], ...],
     bound: Callable[..., Op] | None,
+    known: InScript,
 ) -> Callable[[Replay], Ready]:
     """Returns the recipe as `_ready` does, for tensors whose number of rows varies."""
     op, source, bits, noise = recipe.op, recipe.source, recipe.bits, recipe.noise
@@ -193,6 +206,8 @@ def _ready_varying(
             tuple([other(replay) for other in others]),
             (),
             replay.record.fingerprints,
+            (),
+            known,
         )
 
     return make_ready
