@@ -25,7 +25,7 @@ from elbowroom.runtime.undo import Undo
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_attached")
 STEPS, ROWS, WIDTH = 9, 512, 64
-HIDDEN = torch.Generator()
+HIDDEN, NAME = torch.Generator(), "HIDDEN"
 
 
 class Block(nn.Module):
@@ -136,7 +136,7 @@ def test_a_module_that_reads_what_nobody_sees_is_not_recomputed(caplog):
     def reads(block, x):
         if block not in odd:
             return x
-        return x * torch.rand(1, generator=globals()["HIDDEN"])  # which no name in the code shows
+        return x * torch.rand(1, generator=globals()[NAME])  # which no name in the code shows
 
     odd = nn.ModuleList()
     caplog.set_level(logging.WARNING, "elbowroom")
@@ -178,7 +178,7 @@ def test_a_module_that_fails_as_a_script_is_followed_ends_that_forward(caplog):
     def reads(block, x):
         if not (block in odd and draws):
             return x
-        return x * torch.rand(1, generator=globals()["HIDDEN"])  # which no name in the code shows
+        return x * torch.rand(1, generator=globals()[NAME])  # which no name in the code shows
 
     odd = nn.ModuleList()
     caplog.set_level(logging.WARNING, "elbowroom")
