@@ -301,7 +301,8 @@ def test_a_trial_takes_little_beside_inputs_and_result():
     assert taken <= 2.25 * x.nbytes  # a copy of the input, the result, and parts of it
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, by jvp of layer_norm
+# Of torch's own, by jvp of layer_norm; in 2.14 of another kind.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*jit.script:FutureWarning")
 def test_forward_mode_of_a_fitted_model(monkeypatch):
     """Its blocks ran again outside of the dual level, and backward raised RestoreError."""
     monkeypatch.setattr("elbowroom.runtime.transforms._said", True)
