@@ -217,8 +217,8 @@ def say_unknown(options: FitOptions, why: str, noise: float | None = None) -> No
         ""
         if noise is None
         else f". A rough estimate, by the sizes of tensors alone, is {show_percent(noise)} of the "
-        "variance that mini-batches add anyway; noise=0.1 keeps it below a tenth of that, or says which "
-        "budget that needs"
+        "variance that mini-batches add anyway; noise=0.1 keeps it below a tenth of that, or says "
+        "which budget that needs"
     )
     _log.log(
         logging.INFO if options.noise is None and is_small else logging.WARNING,
