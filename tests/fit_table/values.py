@@ -46,6 +46,7 @@ class Profile:
     is_recurrent: bool = False
     small_nbytes: int = 0
     noise: Any = None
+    most_noise: float = 12.0
     backward_peak: int = 700
 
     def shifted(self, nbytes):

@@ -912,7 +912,8 @@ def test_it_calls_fewer_functions_than_torchs_checkpoint() -> None:
     """It called 2.5 times as many: most of them walked through the modules, or saved a tensor.
 
     The bound was 0.55 before hooks stepped aside for torch.func, which takes some 14 calls, and
-    0.56 before it asked whether gradients are batched, which takes two.
+    0.56 before it asked whether gradients are batched, which takes two. Buffers take 70 less since.
+    torch's own takes 1,820 calls in 2.13, and 1,731 in 2.14.
     """
     assert python_calls(ours) <= 0.562 * python_calls(torchs)
 

@@ -7,6 +7,7 @@ none gave another bit than plain autograd (docs/log.md).
 import contextlib
 import copy
 import gc
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -167,6 +168,37 @@ def test_another_step_than_the_script_has(change, op):
     wanted = [p for p in net.parameters() if p.requires_grad]
     replay = Following(script, exact)
     assert same(grads(net, wanted, replay), grads(net, wanted))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "strays"),
+    [
+        (0.0, -0.0, True),
+        (-0.0, 0.0, True),
+        (0.0, 0, True),
+        (1.0, 1, True),
+        (1, True, True),
+        (0.0, 0.0, False),
+        (0.5, 0.5, False),
+        (float("nan"), float("nan"), False),
+    ],
+)
+def test_a_constant_is_another_if_its_type_or_the_sign_of_a_zero_is(before, after, strays):
+    """What divides by a zero of another sign has another sign."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 32), torch.randn(16, 32)
+    weight = torch.randn(32, requires_grad=True)
+    factor = before
+
+    def forward() -> Tensor:
+        y = F.gelu(layer(x)).square() * factor  # made again in backward, which divides by it
+        return (weight / y).sum()
+
+    script = written(forward)
+    factor = pickle.loads(pickle.dumps(after))  # another object
+    replay = Following(script, exact)
+    assert same(grads(forward, [weight], replay), grads(forward, [weight]))
+    assert replay.diverged is strays
 
 
 class Around(nn.Module):

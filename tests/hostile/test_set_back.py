@@ -65,6 +65,7 @@ def by_draws(source, draw, state):
     return makes
 
 
+NAMES = ["unt"]
 OTHER = types.ModuleType("other_module")  # as if from a file of the program's own
 exec(
     """
@@ -75,6 +76,10 @@ def next_one():
     count += 1
     return count
 
+def next_by_word():
+    globals()["count"] += 1
+    return globals()["count"]
+
 class Counter:
     def next_one(self):
         return next_one()
@@ -84,6 +89,21 @@ class Counter:
 """,
     vars(OTHER),
 )
+
+
+def set_by_word():
+    vars(OTHER)["count"] += 1
+    return OTHER.count
+
+
+def set_by_attribute_word():
+    setattr(OTHER, "count", getattr(OTHER, "count") + 1)  # noqa: B009, B010 (as programs have it)
+    return OTHER.count
+
+
+def set_in_all_modules():
+    OTHER.__dict__["co" + NAMES[0]] += 1  # a name that no code has
+    return OTHER.count
 
 
 class CountsByFunction(torch.autograd.Function):
@@ -154,6 +174,36 @@ def by_cache(block):
     return lambda: drawn.cache_info().currsize
 
 
+def by_cache_with_results(limit):
+    """Others have asked it before the forward did; a first call draws."""
+
+    def makes(block):
+        @functools.lru_cache(limit)
+        def drawn(step):
+            return {"value": torch.rand(()).item()}
+
+        with torch.random.fork_rng():
+            drawn("before")
+        block.state = lambda: drawn(0)["value"]
+        return lambda: (drawn.cache_info().currsize, drawn("before") is drawn("before"))
+
+    return makes
+
+
+def by_event(block):
+    """A forward that does something once, and says so."""
+    event = threading.Event()
+
+    def next_one():
+        if event.is_set():
+            return 2
+        event.set()
+        return 1
+
+    block.state = next_one
+    return event.is_set
+
+
 STATES = {  # what makes it, and returns a function that reads it
     "closure": by_closure,
     "class attribute": by_class,
@@ -190,6 +240,10 @@ STATES = {  # what makes it, and returns a function that reads it
     ),
     "other module": in_other_module(lambda: OTHER.next_one()),
     "attribute of another module": in_other_module(set_from_outside),
+    "globals() of another module": in_other_module(lambda: OTHER.next_by_word()),
+    "vars() of another module": in_other_module(set_by_word),
+    "setattr of another module": in_other_module(set_by_attribute_word),
+    "a name that is made": in_other_module(set_in_all_modules),
     "class of another module": in_other_module(lambda: OTHER.Counter().next_one()),
     "object": in_other_module(OTHER.Counter()),
     "autograd.Function": in_other_module(
@@ -199,6 +253,9 @@ STATES = {  # what makes it, and returns a function that reads it
     "wrapper of a function of torch": by_wrapper_of_torch,
     "attribute of a parameter": by_parameter,
     "cache": by_cache,
+    "cache with results": by_cache_with_results(None),
+    "cache with a limit": by_cache_with_results(8),
+    "Event": by_event,
     "global": lambda block: globals().update(COUNT=0) or (lambda: COUNT),
     "counter": lambda block: (
         setattr(block, "state", itertools.count()) or (lambda: repr(block.state))
@@ -377,3 +434,55 @@ def test_a_forward_that_a_class_gets_later_is_walked():
     assert before + 1 == COUNT
     reach.restore()
     assert before == COUNT
+
+
+def test_a_constant_of_a_forward_is_set_back_to_its_sign():
+    class Negates(nn.Linear):
+        zero = 0.0
+
+        def forward(self, x):
+            self.zero = -self.zero
+            return super().forward(x) * self.zero
+
+    net = Negates(2, 2)
+    net.zero = 0.0
+    reach = Reach(behind_calls(net))
+    net(torch.zeros(2))
+    assert reach.changed()
+    reach.restore()
+    assert str(net.zero) == "0.0"
+
+
+def test_an_event_that_another_thread_sets_stays_set():
+    """What no code of the forward sets is a message to it."""
+
+    class Asks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2 if self.stop.is_set() else 1)
+
+    net = Asks(2, 2)
+    net.stop = threading.Event()
+    reach = Reach(behind_calls(net))
+    net.stop.set()
+    reach.restore()
+    assert net.stop.is_set()
+
+
+def test_a_full_cache_works_on_after_its_results_were_dropped():
+    @functools.lru_cache(3)
+    def squared(x):
+        return x * x
+
+    class Asks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * sum(map(squared, range(10, 12)))
+
+    net = Asks(2, 2)
+    squared(1)
+    reach = Reach([*behind_calls(net), squared])
+    net(torch.zeros(2))
+    reach.restore()
+    assert squared.cache_info().currsize == 1
+    for _ in range(3):
+        assert [squared(x) for x in (1, *range(20))] == [x * x for x in (1, *range(20))]
+        assert squared.cache_info().currsize <= 3

@@ -657,3 +657,23 @@ def test_a_plan_takes_a_larger_code_that_is_faster(profile: Profile) -> None:
         options = [option for item in items for option in item.options]
         larger = [one for one in options if one.name in ("group, bits=6", "group, bits=3")]
         assert bool(larger) is is_taken
+
+
+def test_noise_by_sizes_counts_what_gradients_of_weights_are_made_of():
+    """A plan said 0.9 % of a net of many functions of single elements: it was 27 %."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(128, 128), nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            for _ in range(4):
+                x = x * x.sigmoid()
+            return self.down(x)
+
+    plain = profile_of(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
+    # The inputs of both layers, and with them that of the loss; or nine more.
+    assert plain.most_noise == pytest.approx(3 * 3 / 2)
+    assert profile_of(Gated()).most_noise == pytest.approx(3 * 11 / 2)

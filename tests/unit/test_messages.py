@@ -84,11 +84,10 @@ def test_lines_name_functions_and_relaxations_name_attributes():
 @pytest.mark.parametrize(("noise", "level"), [(0.6, "WARNING"), (0.01, "INFO")])
 def test_noise_that_cannot_be_watched_is_said_by_sizes(noise, level, caplog):
     caplog.set_level("INFO", "elbowroom")
-    plan = SimpleNamespace(noise=noise)
-    messages.say_unknown(FitOptions(1000), "the budget leaves no room to look", plan)
+    messages.say_unknown(FitOptions(1000), "the budget leaves no room to look", noise)
     (record,) = caplog.records
     assert record.levelname == level
-    assert f"By the sizes of tensors alone it is {show_percent(noise)}" in record.message
+    assert f"by the sizes of tensors alone, is {show_percent(noise)} of" in record.message
 
 
 def test_a_measurement_is_said_once(caplog) -> None:

@@ -359,7 +359,10 @@ def room_to_watch(state: FitState, seen: RoomToWatch) -> Step:
     limited, and plans are made by it; else it is only said, if that takes no more than the budget.
     """
     if seen.plan is None and not seen.predicts and state.options.noise is None:
-        unknown = say(Line.UNKNOWN, why="the budget leaves no room to look", plan=state.plan)
+        noise = None
+        if state.plan is not None and state.profile is not None:
+            noise = state.plan.noise * state.profile.most_noise
+        unknown = say(Line.UNKNOWN, why="the budget leaves no room to look", noise=noise)
         return replace(state, phase=Phase.SETTLED), (unknown,)
     if seen.plan is None:
         watching = replace(state.with_watched(resumes=state.phase), phase=Phase.WATCHING)

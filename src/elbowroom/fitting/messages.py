@@ -207,18 +207,18 @@ def warn_unplanned(options: FitOptions, error: BaseException) -> None:
     _log.debug("why the step could not be planned", exc_info=error)
 
 
-def say_unknown(options: FitOptions, why: str, plan: Plan | None = None) -> None:
-    """Logs that the noise of codes is not known, and what it is by the sizes of a plan's tensors.
+def say_unknown(options: FitOptions, why: str, noise: float | None = None) -> None:
+    """Logs that the noise of codes is not known, and how much it may be by the sizes of tensors.
 
     That is at WARNING above a tenth of that of mini-batches, or if a limit was given.
     """
-    is_small = plan is None or plan.noise <= _UNNOTICED
+    is_small = noise is None or noise <= _UNNOTICED
     by_sizes = (
         ""
-        if plan is None
-        else f". By the sizes of tensors alone it is {show_percent(plan.noise)} of the variance "
-        "that mini-batches add anyway; noise=0.1 keeps it below a tenth of that, or says which "
-        "budget that needs"
+        if noise is None
+        else f". A rough estimate, by the sizes of tensors alone, is {show_percent(noise)} of the "
+        "variance that mini-batches add anyway; noise=0.1 keeps it below a tenth of that, or says "
+        "which budget that needs"
     )
     _log.log(
         logging.INFO if options.noise is None and is_small else logging.WARNING,

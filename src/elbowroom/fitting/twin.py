@@ -32,7 +32,7 @@ from elbowroom.runtime.compiler import (
     is_compiled,
     original,
 )
-from elbowroom.runtime.reach import SMALL
+from elbowroom.runtime.tensor_values import SMALL
 from elbowroom.units import show_at_least, show_nbytes
 
 

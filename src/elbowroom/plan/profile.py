@@ -21,7 +21,7 @@ from elbowroom.kernels.windows import Window
 from elbowroom.plan import files
 from elbowroom.plan.precision_floor import ATTENTION
 from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
-from elbowroom.plan.shares import NoiseShares, SiteShares
+from elbowroom.plan.shares import PREDICTED, NoiseShares, SiteShares
 from elbowroom.plan.site import (
     RECURRENT,
     SMALL,
@@ -402,6 +402,21 @@ class Profile:
     def saved_nbytes(self) -> int:
         """Bytes that plain autograd saves, without parameters."""
         return sum(storage.nbytes for storage in self.storages)
+
+    @cached_property
+    def most_noise(self) -> float:
+        """How many times the noise of a plan by sizes alone (`Plan.noise`) codes may add.
+
+        By sizes, each byte matters as any other, and a code of two levels adds what is there. But
+        the gradients of weights are made of some of the bytes: in a net of many functions of single
+        elements of a quarter. And two levels add up to `PREDICTED` times that.
+        """
+        of_weights = (
+            one.nbytes
+            for one in self.storages
+            if any(save.site.formula is Formula.SUMMED for save in one.saves)
+        )
+        return PREDICTED * self.saved_nbytes / (sum(of_weights) or max(self.saved_nbytes, 1))
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON."""

@@ -5,10 +5,12 @@ Each kind of object has an `Access`, by which `reach.py` remembers and restores 
 
 import collections
 import functools
+import gc
+import threading
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
-from operator import eq
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,8 @@ ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     )
 )
+_FLOATS = (float, complex)
+_LINK = "_lru_list_elem"  # in which a `functools.lru_cache` with a limit has each result
 REGISTRIES = frozenset(vars(nn.Module()))  # what torch keeps in each module, "training" as well
 
 
@@ -68,7 +72,15 @@ class Access(NamedTuple):
 
 def is_same(x: Any, y: Any) -> bool:
     """Returns whether x and y are the same object, or equal numbers or words."""
-    return x is y or (type(x) is type(y) and type(x) in ATOMS and (x == y or repr(x) == repr(y)))
+    return x is y or (type(x) in ATOMS and are_equal(x, y))
+
+
+def are_equal(x: Any, y: Any) -> bool:
+    """Returns whether constants are of one type and have one value: 0.0 is not -0.0, NaN is NaN."""
+    kind: Any = type(x)
+    if kind is not type(y):
+        return False
+    return repr(x) == repr(y) if kind in _FLOATS else bool(x == y)
 
 
 def _fill_list(x: list[Any], contents: list[Any]) -> None:
@@ -186,16 +198,43 @@ def _fill_slots(x: Any, contents: dict[str, Any]) -> None:
         object.__setattr__(x, name, value)
 
 
-def _read_cache(x: Any) -> int:
-    """Returns the number of results in a `functools.lru_cache`, which does not give them."""
-    size: int = x.cache_info().currsize
-    return size
+def _entries_of(cache: Any) -> dict[Any, Any] | None:
+    """Returns the table of a `functools.lru_cache`, which it does not give; None: not found."""
+    own = getattr(cache, "__dict__", None)
+    found = [x for x in gc.get_referents(cache) if type(x) is dict and x is not own]
+    if len(found) > 1:  # results may be dictionaries, too
+        found = [x for x in found if {type(y).__name__ for y in x.values()} == {_LINK}]
+    size = cache.cache_info().currsize
+    return found[0] if len(found) == 1 and len(found[0]) == size else None
 
 
-def _fill_cache(x: Any, size: int) -> None:
-    """Empties a cache that was empty; in another one, what came in stays."""
-    if not size:
+def _read_cache(x: Any) -> Any:
+    """Returns what a `functools.lru_cache` has; the number of results, where it has no table."""
+    entries = _entries_of(x)
+    return x.cache_info().currsize if entries is None else entries.copy()
+
+
+def _fill_cache(x: Any, held: Any) -> None:
+    """Drops what came in; what a full one has lost since stays lost."""
+    if not held:
         x.cache_clear()
+    elif (entries := _entries_of(x)) is not None and type(held) is dict:
+        known = set(map(id, held))
+        for key in [key for key in entries if id(key) not in known]:
+            del entries[key]
+
+
+def _same_cache(one: Any, other: Any) -> bool:
+    if type(one) is dict and type(other) is dict:
+        return len(one) == len(other) and all(map(is_, one, other))
+    return bool(one == other)
+
+
+def _set_event(x: threading.Event, is_set: bool) -> None:
+    if is_set:
+        x.set()
+    else:
+        x.clear()
 
 
 def attributes_of(held: dict[str, Any]) -> dict[str, Any]:
@@ -222,5 +261,6 @@ DEQUE = Access(list, _fill_deque)
 DICT = Access(_read_dict, _fill_dict)
 SET = Access(set.copy, _fill_set)
 ATTRIBUTES = Access(attributes_of, set_attributes)
-CACHE = Access(_read_cache, _fill_cache, eq)
+CACHE = Access(_read_cache, _fill_cache, _same_cache)
+EVENT = Access(threading.Event.is_set, _set_event, is_)
 GENERATOR = Access(state_of, set_state, same_state)

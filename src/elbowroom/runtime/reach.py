@@ -19,7 +19,6 @@ and buffers of modules.
 
 import array
 import collections
-import dis
 import functools
 import io
 import sys
@@ -35,13 +34,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elbowroom.errors import PlanError
 from elbowroom.runtime import contents, generators
+from elbowroom.runtime.code_names import (
+    CACHED,
+    held_by_function,
+    is_of_library,
+    is_of_program,
+    methods_of,
+    named_in,
+    names_in,
+    names_of,
+    names_set_in,
+    namespaces,
+    own_classes,
+    own_methods,
+    sets_by_word,
+    sets_events,
+)
 from elbowroom.runtime.contents import ATOMS, REGISTRIES, Access, same, slots_of
 from elbowroom.runtime.storage import version_of
 
-LARGE = 1 << 24  # bytes of a tensor that forward has in reach besides its arguments
-SMALL = 1 << 16  # bytes of a tensor that is always copied
 _MAX = 20_000  # objects of one walk; objects beyond this number are not seen
 _TABLES = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_modules")))
 _TABLES_OF = itemgetter(*_TABLES)
@@ -51,8 +63,6 @@ _WALKED_OF_STDLIB = (
 )
 _UNMADE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_CACHED: Any = functools._lru_cache_wrapper
-_SETS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")
 # Methods that run although no code names them.
 _UNNAMED_METHODS = ("__call__", "__enter__", "__exit__", "__getitem__", "forward", "setup_context")
 _LONGEST = 1 << 20  # bytes of an array that is compared and restored
@@ -124,7 +134,11 @@ class Reach:
         self._names = set(_UNNAMED_METHODS)  # in the code that was visited
         self._methods: dict[str, list[Any]] = {}  # of other names, which are not visited
         self._parameters: list[Tensor] = []  # of modules
+        self._sets_events = False  # so does code that was visited
+        self._events: list[_Object] = []
         self._walk(roots)
+        if self._sets_events:  # otherwise other threads do, which nobody can undo
+            self._objects += self._events
         with torch._C.DisableTorchFunction():
             hooked = [*self._parameters, *(x for x, _ in self.tensors)]
             self._hooks = [(x, _hooks_of(x)) for x in hooked]
@@ -191,19 +205,19 @@ class Reach:
             self._module(x)
             held = {n: v for n, v in vars(x).items() if n not in REGISTRIES}
             kind: Any = type(x)
-            used = _names_of(kind, kind.forward)
+            used = names_of(kind, kind.forward)
             unnamed = [n for n, v in held.items() if n not in used and _is_walked(v)]
             self._unnamed += [held.pop(n) for n in unnamed]
-            return [*held.values(), *_own_classes(kind)]
+            return [*held.values(), *own_classes(kind)]
         if isinstance(x, types.CellType):
             return list(self._note(x, contents.CELL, "variable of a closure"))
-        if isinstance(x, types.FunctionType) and _is_of_program(x):
+        if isinstance(x, types.FunctionType) and is_of_program(x):
             self._function(x)
             own = self._note(vars(x), contents.DICT, "attribute of a function")
-            return [*_held_by_function(x), *own.values()]
+            return [*held_by_function(x), *own.values()]
         if isinstance(x, _FUNCTIONS):
-            return list(_held_by_function(x))
-        if isinstance(x, _CACHED):
+            return list(held_by_function(x))
+        if isinstance(x, CACHED):
             self._note(x, contents.CACHE)
             return [x.__wrapped__]
         if isinstance(x, type):
@@ -218,28 +232,33 @@ class Reach:
 
     def _function(self, x: Any) -> None:
         """Notes the globals that a function sets, and walks later where its code may lead."""
-        own, *others = _namespaces(x)
-        if names := _names_set_in(x.__code__):
+        own, *others = namespaces(x)
+        names, by_word = names_set_in(x.__code__), sets_by_word(x.__code__)
+        if names or by_word:
             for known in (own, *others):
-                self._note_names(known, names)
+                self._note_names(known, names, by_word=by_word)
+        self._sets_events = self._sets_events or sets_events(x.__code__)
         for known in others:
-            self._unnamed += _named_in(known, x.__code__)
-        new = set(_names_in(x.__code__)) - self._names
+            self._unnamed += named_in(known, x.__code__)
+        new = set(names_in(x.__code__)) - self._names
         self._names |= new
         self._unnamed += [method for name in new for method in self._methods.pop(name, ())]
 
     def _class(self, cls: Any) -> None:
         """Walks the methods of a class that visited code names later; others may be named yet."""
-        if not issubclass(cls, nn.Module):  # of which `_methods_of` finds them
-            for name, method in _own_methods(cls):
+        if not issubclass(cls, nn.Module):  # of which `methods_of` finds them
+            for name, method in own_methods(cls):
                 known = self._unnamed if name in self._names else self._methods.setdefault(name, [])
                 known.append(method)
 
-    def _note_names(self, known: dict[str, Any], names: tuple[str, ...]) -> None:
-        """Notes global variables of a module, by name."""
+    def _note_names(self, known: dict[str, Any], names: tuple[str, ...], *, by_word: bool) -> None:
+        """Notes global variables of a module: those of these names; by_word: all constants, too."""
 
         def read(known: dict[str, Any]) -> dict[str, Any]:
-            return {name: known[name] for name in names if name in known}
+            found = {name: known[name] for name in names if name in known}
+            if by_word:
+                found |= {name: x for name, x in known.items() if type(x) in ATOMS}
+            return found
 
         def fill(known: dict[str, Any], held: dict[str, Any]) -> None:
             for name in read(known).keys() - held.keys():
@@ -280,6 +299,9 @@ class Reach:
         elif isinstance(x, generators.KINDS):
             self._note(x, contents.GENERATOR)
             return
+        elif isinstance(x, threading.Event):
+            self._events.append(_Object(x, "Event", x.is_set(), contents.EVENT))
+            return
         elif isinstance(x, io.StringIO | io.BytesIO):
             if not x.closed:
                 self._note(x, contents.STREAM)
@@ -297,7 +319,7 @@ class Reach:
             yield from x.values()
         if _is_walked(x):
             kind: Any = type(x)
-            yield from _own_classes(kind)
+            yield from own_classes(kind)
             held = getattr(x, "__dict__", None)
             if type(held) is dict:
                 yield from self._note(held, contents.DICT, type(x).__name__).values()
@@ -308,85 +330,6 @@ class Reach:
         held = access.read(x)
         self._objects.append(_Object(x, kind or type(x).__name__, held, access))
         return held
-
-
-class TensorValues:
-    """The current values of tensors, which restore tensors that are changed in place.
-
-    No value is kept for a tensor that needs a gradient: its changes are part of a graph.
-    """
-
-    def __init__(self, tensors: Iterable[tuple[Tensor, int]], max_nbytes: int) -> None:
-        """tensors: with their versions. max_nbytes: larger ones are not copied."""
-        self._tensors = [(x, version, _copy_of(x, max_nbytes)) for x, version in tensors]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all copies."""
-        return sum(nbytes_of(copy) for _, _, copy in self._tensors if copy is not None)
-
-    @property
-    def is_lost(self) -> bool:
-        """True if a tensor has changed of which there is no copy."""
-        return any(copy is None and version_of(x) != v for x, v, copy in self._tensors)
-
-    @property
-    def have_changed(self) -> bool:
-        """True if a tensor has changed."""
-        return any(_has_changed(*one) for one in self._tensors)
-
-    @property
-    def have_changed_large(self) -> bool:
-        """True if a large tensor has changed."""
-        large = (one for one in self._tensors if nbytes_of(one[0]) > SMALL)
-        return any(_has_changed(*one) for one in large)
-
-    def let_go(self) -> None:
-        """Drops large copies of tensors that have not changed since."""
-        self._tensors = [
-            (x, version, None if is_left_alone(x, version, copy) else copy)
-            for x, version, copy in self._tensors
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restores the values of changed tensors.
-
-        Raises PlanError where that is not possible.
-        """
-        for x, version, copy in self._tensors:
-            if not _has_changed(x, version, copy):
-                continue
-            if copy is None or not leave_graph(x):
-                raise PlanError(
-                    "forward had to be run a second time, and the first has changed a tensor in "
-                    f"place that needs a gradient, is large or is not strided, {tuple(x.shape)}; "
-                    "that cannot be undone. Change a clone of it, or make it a buffer of a module."
-                )
-            if x.shape != copy.shape:
-                x.data = copy.clone()
-            else:
-                x.copy_(copy)
-            torch._C._autograd._unsafe_set_version_counter((x,), (version,))
-
-
-def _has_changed(x: Tensor, version: int, copy: Tensor | None) -> bool:
-    return version_of(x) != version or not (copy is None or is_same(x, copy))
-
-
-def is_same(x: Tensor, copy: Tensor) -> bool:
-    """Returns whether a tensor has the values of its copy, which are compared if it is plain.
-
-    `x.data` and an array of NumPy that shares its memory change it without a new version.
-    """
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized:
-        return True
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        if torch.equal(x, copy):
-            return True
-        if x.shape != copy.shape or not (x.is_floating_point() or x.is_complex()):
-            return False
-        return bool(((x == copy) | (x.isnan() & copy.isnan())).all())
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -414,30 +357,6 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "elbowroom"
 
 
-def is_left_alone(x: Tensor, version: int, copy: Tensor | None) -> bool:
-    """Returns whether a large tensor is unchanged since it had this version, and was copied."""
-    if copy is None or nbytes_of(copy) <= SMALL or version_of(x) != version:
-        return False
-    if copy.layout is not torch.strided:
-        return False
-    with torch._C.DisableTorchFunction():
-        return torch.equal(x, copy)
-
-
-def leave_graph(x: Tensor) -> bool:
-    """Takes a tensor that had no graph out of the one that it has got by a change in place.
-
-    Otherwise the next forward would go on with the graph of the one that is undone. Returns whether
-    that was possible: views do not leave the graph of what they show.
-    """
-    if x.grad_fn is None:
-        return True
-    if x._is_view():
-        return False
-    x.detach_()
-    return True
-
-
 def behind_calls(module: nn.Module) -> list[Any]:
     """Returns the roots of all that a forward of this module may change besides its arguments.
 
@@ -448,112 +367,14 @@ def behind_calls(module: nn.Module) -> list[Any]:
     classes: dict[Any, None] = {
         type(child): None for child in children if not _is_of_torch(type(child))
     }
-    forwards = dict.fromkeys(chain.from_iterable(_methods_of(cls, cls.forward) for cls in classes))
+    forwards = dict.fromkeys(chain.from_iterable(methods_of(cls, cls.forward) for cls in classes))
     tables = (vars(child)[name] for child in children for name in _TABLES if "forward" in name)
     hooks = [hook for table in tables for hook in table.values()]
     return [*children, *forwards, *hooks, *copy_context().values()]
 
 
-def _copy_of(x: Tensor, max_nbytes: int) -> Tensor | None:
-    if x.requires_grad or x.layout is not torch.strided or x.is_inference():
-        return None
-    if nbytes_of(x) > max_nbytes:
-        return None
-    return x.clone()
-
-
-def nbytes_of(x: Tensor) -> int:
-    """Returns the bytes of all its elements."""
-    return x.numel() * x.element_size()
-
-
 def _own_tensors(module: nn.Module) -> Iterable[Any]:
     return (*module._parameters.values(), *module._buffers.values())
-
-
-def _held_by_function(x: Any) -> Iterator[Any]:
-    """Yields a function's closure, its defaults, and the globals that it names."""
-    if isinstance(x, functools.partial):
-        yield from (x.func, x.args, x.keywords)
-    elif isinstance(x, types.MethodType):
-        yield from (x.__func__, x.__self__)
-    elif _is_of_program(x):
-        yield from x.__closure__ or ()
-        yield from (x.__defaults__ or (), x.__kwdefaults__ or {})
-        yield from _named_in(x.__globals__, x.__code__)
-
-
-def _named_in(known: dict[str, Any], code: types.CodeType) -> Iterator[Any]:
-    """Yields the globals that a function names, among these."""
-    for name in _names_in(code):
-        if name not in known or isinstance(known[name], nn.Module | types.ModuleType):
-            continue
-        if isinstance(known[name], type):
-            yield from _own_classes(known[name])
-        else:
-            yield known[name]
-
-
-def _namespaces(x: Any) -> list[dict[str, Any]]:
-    """Returns the globals of a function, and those of other Python modules that its code names."""
-    found = [x.__globals__]
-    for known in found:
-        for name in _names_in(x.__code__):
-            one = known.get(name, sys.modules.get(name))  # which it may import
-            if isinstance(one, types.ModuleType) and not _is_of_library(one.__name__):
-                held = vars(one)
-                if all(held is not other for other in found):
-                    found.append(held)
-    return found
-
-
-@functools.lru_cache(4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return (*code.co_names, *(name for c in inner for name in _names_in(c)))
-
-
-@functools.lru_cache(4096)
-def _names_set_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of globals and attributes that a function, or one inside it, sets."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    own = [i.argval for i in dis.get_instructions(code) if i.opname in _SETS]
-    return tuple({*own, *(name for c in inner for name in _names_set_in(c))})
-
-
-@functools.lru_cache(4096)
-def _own_classes(cls: Any) -> tuple[type, ...]:
-    """Returns a class and those that it is derived from, but for those of libraries."""
-    return tuple(one for one in cls.__mro__ if not _is_of_library(one.__module__))
-
-
-@functools.lru_cache(4096)
-def _own_methods(cls: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns the functions by which a class defines methods and properties, with their names."""
-    own = {n: getattr(x, "__func__", getattr(x, "fget", x)) for n, x in vars(cls).items()}
-    return tuple((n, x) for n, x in own.items() if isinstance(x, types.FunctionType | _CACHED))
-
-
-@functools.lru_cache(4096)
-def _methods_of(cls: Any, forward: Any) -> tuple[Any, ...]:
-    """Returns the forward of a class of modules, and the methods that it calls, and so on."""
-    found: dict[Any, None] = {forward: None}
-    waiting = list(found)
-    while waiting:
-        code = getattr(waiting.pop(), "__code__", None)
-        names = () if code is None else _names_in(code)
-        methods = [getattr(cls, name, None) for name in names]
-        new = [x for x in methods if isinstance(x, types.FunctionType | _CACHED) and x not in found]
-        found.update(dict.fromkeys(new))
-        waiting += new
-    return tuple(found)
-
-
-@functools.lru_cache(4096)
-def _names_of(cls: Any, forward: Any) -> frozenset[str]:
-    """Returns the names that the forward of a class of modules uses, and the methods it calls."""
-    codes = [getattr(one, "__code__", None) for one in _methods_of(cls, forward)]
-    return frozenset(name for code in codes if code is not None for name in _names_in(code))
 
 
 def _is_walked(x: Any) -> bool:
@@ -571,21 +392,7 @@ def is_walked_kind(kind: Any) -> bool:
         kind, type | types.ModuleType | types.BuiltinFunctionType | collections.abc.Iterator
     ):
         return False
-    return not _is_of_library(kind.__module__)
-
-
-@functools.lru_cache(4096)
-def _is_of_library(module: str | None) -> bool:
-    """Returns whether this is the name of a module of torch, of the standard library or of ours."""
-    root = (module or "").partition(".")[0]
-    if root == "__main__":
-        return False
-    return root in {"torch", "numpy", "elbowroom", ""} or root in sys.stdlib_module_names
-
-
-def _is_of_program(function: Any) -> bool:
-    """Returns whether a function is of no such module, whatever `functools.wraps` has named it."""
-    return not _is_of_library(function.__globals__.get("__name__"))
+    return not is_of_library(kind.__module__)
 
 
 def _is_of_torch(cls: type) -> bool:

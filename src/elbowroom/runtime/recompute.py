@@ -170,20 +170,17 @@ class ForwardState:
 
     def take(self, *, all_of_them: bool = False) -> list[tuple[str, Tensor, int]]:
         """Copies small buffers, or all of them; the others are noted with their versions."""
-        large, small = [], []
-        for owner in self._modules:
-            held = owner._buffers
-            if not held:
-                continue
-            for name, buffer in held.items():
-                if buffer is None:
-                    continue
-                is_small = buffer.numel() * buffer.element_size() <= LARGEST_BUFFER
-                if all_of_them or is_small:
-                    self._buffers.append((held, name))
-                    small.append(buffer)
-                else:
-                    large.append((name, buffer, version_of(buffer)))
+        tables = [owner._buffers for owner in self._modules if owner._buffers]
+        held = [(own, name, x) for own in tables for name, x in own.items() if x is not None]
+        nbytes = [x.numel() * x.element_size() for _, _, x in held]
+        is_small = [all_of_them or each <= LARGEST_BUFFER for each in nbytes]
+        small = [x for (_, _, x), copied in zip(held, is_small, strict=True) if copied]
+        self._buffers += [one[:2] for one, copied in zip(held, is_small, strict=True) if copied]
+        large = [
+            (name, x, version_of(x))
+            for (_, name, x), copied in zip(held, is_small, strict=True)
+            if not copied
+        ]
         if small:
             self._before = copies_of(small)
         return large
@@ -264,21 +261,19 @@ def _fill(table: dict[str, Any], contents: dict[str, Any]) -> None:
 
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:
     """Returns a copy of each, with one call for those of a device and dtype: a kernel on a GPU."""
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    copies = []
+    kinds = [
+        None
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized
+        else (x.device, x.dtype)
+        for x in tensors
+    ]
     with torch.no_grad():
-        for x in tensors:
-            if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized:
-                copies.append(x.detach().clone())
-                continue
-            copy = torch.empty_like(x)
-            copies.append(copy)
-            key = x.device, x.dtype
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = [], []
-            group[0].append(copy)
-            group[1].append(x)
-        for to, of in groups.values():
+        copies = [
+            torch.empty_like(x) if kind else x.detach().clone()
+            for x, kind in zip(tensors, kinds, strict=True)
+        ]
+        for kind in filter(None, dict.fromkeys(kinds)):
+            to = [x for x, own in zip(copies, kinds, strict=True) if own == kind]
+            of = [x for x, own in zip(tensors, kinds, strict=True) if own == kind]
             torch._foreach_copy_(to, of)
     return copies

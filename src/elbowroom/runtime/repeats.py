@@ -31,8 +31,9 @@ from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.exhaustion import is_out_of_memory
 from elbowroom.runtime.node_hooks import NodeHooks, note_node_hooks
 from elbowroom.runtime.own_hooks import OwnHooks
-from elbowroom.runtime.reach import LARGE, Reach, TensorValues, behind_calls
+from elbowroom.runtime.reach import Reach, behind_calls
 from elbowroom.runtime.recompute import ForwardState
+from elbowroom.runtime.tensor_values import LARGE, TensorValues
 from elbowroom.runtime.transforms import is_transformed
 from elbowroom.runtime.unread import (
     NoteReads,

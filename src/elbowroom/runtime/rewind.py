@@ -12,17 +12,16 @@ from torch.utils._pytree import tree_leaves
 from elbowroom.errors import PlanError
 from elbowroom.runtime.changed_parameters import ChangedParameters
 from elbowroom.runtime.generators import Generators
-from elbowroom.runtime.reach import (
+from elbowroom.runtime.reach import Reach, behind_calls
+from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.tensor_values import (
     LARGE,
     SMALL,
-    Reach,
     TensorValues,
-    behind_calls,
     is_left_alone,
     leave_graph,
     nbytes_of,
 )
-from elbowroom.runtime.storage import version_of
 
 
 class Rewind:

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from elbowroom.errors import RestoreError
 from elbowroom.runtime.arguments import Arguments, copied
 from elbowroom.runtime.nested import tensors_in
-from elbowroom.runtime.reach import is_same
 from elbowroom.runtime.storage import version_of
+from elbowroom.runtime.tensor_values import is_same
 
 _QUESTIONS = frozenset(  # which a stand-in can answer
     (

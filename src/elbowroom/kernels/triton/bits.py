@@ -1,6 +1,7 @@
 """One bit an element (specification: `reference/bits.py`)."""
 
 from functools import lru_cache
+from math import copysign
 
 import torch
 import triton
@@ -26,12 +27,13 @@ def pack_bits(x: Tensor) -> Tensor:
 
 def unpack_bits(bits: Tensor, value: float, out: Tensor) -> None:
     words = _WORDS[out.element_size()]
-    launch(_unpack, tiles(out.numel()), bits, out.view(words), out.numel(), _word(value, out.dtype))
+    word = _word(value, copysign(1, value), out.dtype)
+    launch(_unpack, tiles(out.numel()), bits, out.view(words), out.numel(), word)
 
 
 @lru_cache
-def _word(value: float, dtype: torch.dtype) -> int:
-    """The bits of a value, as a number; on the host, where nothing waits."""
+def _word(value: float, sign: float, dtype: torch.dtype) -> int:
+    """The bits of a value, as a number; on the host, where nothing waits. sign: for -0.0."""
     return int(torch.tensor([value], dtype=dtype).view(_WORDS[dtype.itemsize]))
 
 

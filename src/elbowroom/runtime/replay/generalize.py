@@ -21,6 +21,7 @@ from torch import Tensor
 
 from elbowroom.plan import Encode
 from elbowroom.plan.precision_floor import FEW
+from elbowroom.runtime.contents import are_equal
 from elbowroom.runtime.handles.rebuild import Op
 from elbowroom.runtime.replay.script import (
     NOWHERE,
@@ -117,7 +118,7 @@ class _Merger:
         known = _KINDS.get(kind)
         if known is not None:
             return known(self, a, b)
-        _check(kind is not Tensor and (a is b or bool(a == b)))
+        _check(kind is not Tensor and (a is b or are_equal(a, b)))
         return b
 
     def _like(self, a: Like, b: Like) -> Like:
