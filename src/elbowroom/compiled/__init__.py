@@ -25,6 +25,7 @@
     sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps
+    tails.py       ... and how its loops end rows
     written.py     ... and what the code that it has written takes
     deferred.py    ... before any of its C++ is compiled
     attempts.py    ... of one plan after another, until one fits
