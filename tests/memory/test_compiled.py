@@ -730,6 +730,43 @@ def test_sums_over_channels_that_fill_no_vector_keep_their_bits(
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+class Classes(nn.Module):
+    """33 of them: rows of logits are a whole number of vectors, and one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(32, 128) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(128, 32) for _ in range(2))
+        self.head = nn.Linear(32, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        classes = x[:, 0].abs().long()
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return F.cross_entropy(self.head(x), classes)
+
+
+def classes() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Classes(), 3 * torch.randn(1024, 32)
+
+
+@needs_a_compiler
+def test_rows_that_fill_no_vectors_end_as_in_plain_compile(tmp_path, monkeypatch) -> None:
+    """A softmax took its last element in a vector, where plain's took it by itself."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(budget: int) -> list[Tensor]:
+        options = {"budget": budget, "exact": True}
+        return train(classes, lambda gm, given: elbowroom(gm, given, options=options), steps=1)
+
+    with pytest.raises(BudgetTooSmall) as refused:
+        run(1000)
+    expected, got = train(classes, "inductor", steps=1), run(refused.value.least_nbytes)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @needs_a_compiler
 @pytest.mark.whole
 def test_under_autocast_no_value_is_rounded_in_another_place(tmp_path, monkeypatch) -> None:

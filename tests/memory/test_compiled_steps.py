@@ -3,6 +3,8 @@
 import gc
 import shutil
 import warnings
+from itertools import pairwise
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,3 +166,61 @@ def test_a_loss_outside_of_the_graph_is_said_and_nothing_stays_of_the_refusal() 
         peaks.append(max(level for t, level in levels if within[0] <= t <= within[1]))
     assert max(peaks) <= 1.01 * peaks[1]  # the first, too: no copy of the input stands in it
     assert max(peaks) > least.value.least_nbytes - sum(p.nbytes for p in net.parameters())
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (f for _ in range(10) for f in (nn.Linear(64, 64), nn.GELU()))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@needs_a_compiler
+def test_the_noise_of_codes_is_measured_in_a_settled_step(caplog) -> None:
+    """It was estimated from sizes alone."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net, x = Deep(), torch.randn(1024, 64)
+    (exact,) = gradients_of(net, net, x, 1)
+    with pytest.raises(er.errors.BudgetTooSmall) as least:
+        er.fit(torch.compile(net), budget="400 KiB", exact=True)(x)
+    er.release(net)
+    torch._dynamo.reset()
+    budget = int(0.7 * least.value.least_nbytes)
+    fitted = er.fit(torch.compile(net), budget=budget)
+    with caplog.at_level("INFO", logger="elbowroom"):
+        gradients_of(fitted, net, x, 2)
+        curve = memory_curve(lambda: gradients_of(fitted, net, x, 4, keep=False))
+        after = gradients_of(fitted, net, x, 6)
+    begins = [*(t for _, t in curve.marks), inf]
+    levels = list(zip(curve.times_s, curve.nbytes, strict=True))
+    peaks = [
+        max(level for t, level in levels if begin <= t <= end) for begin, end in pairwise(begins)
+    ]
+    static = sum(p.nbytes for p in net.parameters())
+    assert max(peaks) + static <= 1.02 * (min(peaks) + static)  # the one that measures, too
+    said = [r.getMessage() for r in caplog.records if "measured in one step" in r.getMessage()]
+    assert len(said) == 1
+    true = [float((g - exact).square().sum() / exact.square().sum()) for g in after]
+    assert er.summary(fitted).noise == pytest.approx(sum(true) / len(true), rel=0.3)
+
+
+def gradients_of(
+    fitted: nn.Module,
+    net: nn.Module,
+    x: Tensor,
+    steps: int,
+    *,
+    keep: bool = True,
+) -> list[Tensor]:
+    found = []
+    for n in range(steps):
+        mark(f"step {n}")
+        fitted(x).backward()
+        if keep:
+            found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        net.zero_grad()
+    return found

@@ -135,7 +135,9 @@ def corrected(
     """
     rooms: list[int | None] = []
 
-    def compiled(gm, inputs, settings, room, held, options, check: Check, *, fills: bool):
+    def compiled(
+        gm, inputs, settings, room, held, options, check: Check, *, fills: bool, tails=None
+    ):
         rooms.append(room)
         if room is not None and room < max(least, 1):
             raise BudgetTooSmall(

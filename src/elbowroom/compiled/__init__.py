@@ -25,11 +25,13 @@
     sums.py        products that Inductor joins with a sum, before it is asked
     partition.py   what Inductor calls, with that choice in PyTorch's min-cut
     scheduling.py  ... and the order that Inductor then keeps
+    tails.py       ... and how its loops end rows
     written.py     ... and what the code that it has written takes
     deferred.py    ... before any of its C++ is compiled
     attempts.py    ... of one plan after another, until one fits
     decision.py    ... in figures, which Inductor's cache stores with the code
     held.py        a policy of er.saving in the graph, whatever the budget
+    redrawn.py     what codes add to the gradients of one step, measured
     options.py     settings, and options of torch.compile
     backend.py     torch.compile(..., backend="elbowroom")
 
@@ -52,3 +54,6 @@ from elbowroom.compiled.held import reporting_to as reporting_to
 from elbowroom.compiled.options import Settings as Settings
 from elbowroom.compiled.options import device_of_inputs as device_of_inputs
 from elbowroom.compiled.options import place_of as place_of
+from elbowroom.compiled.redrawn import Redraw as Redraw
+from elbowroom.compiled.redrawn import Rehearsal as Rehearsal
+from elbowroom.compiled.redrawn import redrawable as redrawable

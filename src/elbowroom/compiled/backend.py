@@ -34,6 +34,7 @@ from elbowroom.compiled.decision import OTHERS, Decision, Loaded, stored_peak, t
 from elbowroom.compiled.deferred import DeferredKernels
 from elbowroom.compiled.later_starts import LaterStarts
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
+from elbowroom.compiled.tails import Tails
 from elbowroom.compiled.written import Check, Early, watching
 from elbowroom.errors import BudgetTooSmall, ElbowroomError
 from elbowroom.units import show_nbytes, show_percent
@@ -250,8 +251,19 @@ def _corrected(
     """Compiles a region by the first plan whose code fits; see `attempts.py`."""
     settings = regions.settings
 
+    tails: Tails | None = None
+
     def compile_plan(tight: int | None, check: Check, *, fills: bool) -> Callable[..., Any]:
-        return _compiled(gm, example_inputs, settings, tight, held, options, check, fills=fills)
+        nonlocal tails
+        given = gm, example_inputs, settings, tight, held, options, check
+        try:
+            return _compiled(*given, fills=fills, tails=tails)
+        except Exception:  # of any class: Inductor wraps what is raised
+            if tails is not None or not check.wants_tails:
+                raise
+        tails = _plain_tails(gm, example_inputs, settings, options)
+        check.made.clear()
+        return _compiled(*given, fills=fills, tails=tails)
 
     planned = _partitioner(example_inputs, settings, room, held, fills=False)
     starts = LaterStarts(gm, example_inputs, planned.uuid(), options)
@@ -273,6 +285,26 @@ def _accept(check: Check, room: int | None, regions: Regions) -> None:
         regions.decided(replace(decision, peak_nbytes=check.known_nbytes(decision.peak_nbytes)))
 
 
+def _plain_tails(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    options: Mapping[str, Any],
+) -> Tails:
+    """Writes the code of plain torch.compile, and returns how its rows end; see `tails.py`."""
+    from torch._functorch import config
+
+    tails, check = Tails(), Check(0, False, raises=True, waits=True)  # ends once both are written
+    written = {**options, "fx_graph_cache": False}
+    try:
+        with config.patch(enable_autograd_cache=False), tails.recording():
+            _compiled(gm, example_inputs, settings, None, None, written, check, fills=False)
+    except Exception:  # of any class: Inductor wraps what `check` raises
+        if not check.over_nbytes:
+            raise
+    return tails
+
+
 def _compiled(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -283,8 +315,9 @@ def _compiled(
     check: Check,
     *,
     fills: bool,
+    tails: Tails | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a region by a plan for this room."""
+    """Compiles a region by a plan for this room. tails: how rows end, where a plan needs that."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from elbowroom.compiled.partition import listening
@@ -298,12 +331,16 @@ def _compiled(
         if decision is None:
             return compile_fx_inner(*args, **kwargs)
 
+        check.wants_tails = decision.is_tailed
+        if check.wants_tails and tails is None:
+            raise RuntimeError("the code of plain torch.compile has to be known first")
         is_backward = bool(kwargs.get("is_backward"))
 
         def run() -> Any:
             order = in_order(fuses_alike=decision.fuses_alike)
+            ends = tails.following() if decision.is_tailed and tails else nullcontext()
             before = stored_peak(is_backward=is_backward)
-            with nullcontext() if decision.is_plain else order, watching(check):
+            with nullcontext() if decision.is_plain else order, ends, watching(check):
                 compiled = compile_fx_inner(*args, **kwargs)
             now = stored_peak(is_backward=is_backward)
             check.found(now - before, is_backward=is_backward)

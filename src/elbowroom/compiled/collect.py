@@ -169,6 +169,11 @@ def ops_named(names: str) -> frozenset[Any]:
 _HEAVY = ops_named("exp expm1 log log10 log1p log2 sigmoid tanh silu gelu softplus logit")
 
 
+def is_reduction(node: fx.Node) -> bool:
+    """Returns whether the op combines many elements into one."""
+    return packet_of(node) in _reductions()
+
+
 def is_away(node: fx.Node) -> bool:
     """Returns whether the op's result lies in a memory that no peak counts."""
     return str(node.target) == "elbowroom_graph.offload.default"

@@ -37,6 +37,7 @@ class Decision:
     is_plain            whether all is as in plain torch.compile
     fuses_alike         whether bits depend on which loops are fused
     is_uncertain        whether sums may run in another order than in plain torch.compile
+    is_tailed           whether rows must end as in plain torch.compile's code (`tails.py`)
     noise               variance that codes add to the gradient, as a share of that of mini-batches
     away_nbytes         held in a file or in host memory between forward and backward
     held                what backward begins with, by name
@@ -53,6 +54,7 @@ class Decision:
     is_plain: bool = True
     fuses_alike: bool = False
     is_uncertain: bool = False
+    is_tailed: bool = False
     noise: float = 0.0
     away_nbytes: int = 0
     held: HeldAtBackward = field(default_factory=HeldAtBackward, compare=False, repr=False)

@@ -45,6 +45,7 @@ from elbowroom.compiled.lossy import Least, code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
+from elbowroom.compiled.tails import may_end_in_few
 from elbowroom.compiled.twice import late_operands, own_functions, plain_loops, undo
 from elbowroom.errors import BudgetTooSmall
 
@@ -224,7 +225,16 @@ class _Answer:
                 joint, searched, changes, room, inputs_nbytes
             )
         rounds = bool(search.rounded)
-        _report_decision(joint, step, plain, inputs_nbytes, noise=noise, fuses_alike=rounds)
+        is_tailed = self._settings.exact is True and step is not plain and may_end_in_few(joint)
+        _report_decision(
+            joint,
+            step,
+            plain,
+            inputs_nbytes,
+            noise=noise,
+            fuses_alike=rounds,
+            is_tailed=is_tailed,
+        )
         return list(step.saved)
 
     def _decided(
@@ -430,7 +440,14 @@ def _remembered_cuts() -> Iterator[None]:
 
 
 def _report_decision(
-    joint: Joint, step: Step, plain: Step, inputs_nbytes: int, *, noise: float, fuses_alike: bool
+    joint: Joint,
+    step: Step,
+    plain: Step,
+    inputs_nbytes: int,
+    *,
+    noise: float,
+    fuses_alike: bool,
+    is_tailed: bool,
 ) -> None:
     decision = Decision(
         peak_nbytes=step.peak_nbytes,
@@ -444,6 +461,7 @@ def _report_decision(
         is_plain=step is plain,
         fuses_alike=fuses_alike,
         is_uncertain=step is not plain and sums_up_groups(joint),
+        is_tailed=is_tailed,
         noise=noise,
         away_nbytes=sum(nbytes_of(n) for n in joint.graph.nodes if is_away(n)),
         held=_held(joint, step),

@@ -131,7 +131,10 @@ class Check:
     made         decisions of the region
     peak_nbytes  the highest of its graphs
     over_nbytes  what that is above the room, once it has raised
+    wants_tails  whether its rows must end as in plain torch.compile's code
     """
+
+    wants_tails = False
 
     def __init__(
         self,

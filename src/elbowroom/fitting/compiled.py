@@ -32,6 +32,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from elbowroom.compiled import Decision, in_whole
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_least import refusal_that_holds
 from elbowroom.fitting.compiled_loss import CompiledLoss
+from elbowroom.fitting.compiled_noise import CompiledNoise
 from elbowroom.fitting.compiled_plans import Plans
 from elbowroom.fitting.compiled_room import CompiledRoom
 from elbowroom.fitting.guests import next_forward
@@ -100,6 +102,7 @@ class CompiledFitting:
         self.steps = 0
         self.room = CompiledRoom(self.model_state, options)
         self._plans = Plans(self.room)
+        self._noise = CompiledNoise(self.room, self._plans.measured)
         self._probes: Sequence[Tensor] = ()
         self._losses: weakref.WeakKeyDictionary[nn.Module, CompiledLoss] = (
             weakref.WeakKeyDictionary()
@@ -164,6 +167,7 @@ class CompiledFitting:
         is_waiting = self.room.count_waiting()
         if not is_waiting:
             self._plans.judge()
+            self._noise.end()
         if self._eager is None and not is_waiting:
             self._counts_waiting()
             self._counts_previous(model, given)
@@ -173,8 +177,11 @@ class CompiledFitting:
             self._plans.measured.begin(self.room.outputs())
         if twin is not None and not self._is_full:
             twin.numel = kind.numel
+            watching = nullcontext() if is_waiting else self._noise.watching(twin, kind.numel)
             try:
-                return self._waits(twin, with_hooks(twin.call, *given), compiled=False)
+                with watching:
+                    out = with_hooks(twin.call, *given)
+                return self._waits(twin, out, compiled=False)
             except failures() as error:  # it is compiled again where other things change
                 self._fails_again(model, twin, error)
                 self._plans.drop((kind, stands))
@@ -455,6 +462,7 @@ class CompiledFitting:
     def finish(self) -> None:
         """Ends the training."""
         self._plans.judge()
+        self._noise.end()
         if self._eager is not None:
             self._eager.finish()
 
@@ -480,6 +488,7 @@ class CompiledFitting:
         ]
         return replace(
             summary,
+            noise=summary.noise if self._noise.error is None else self._noise.error,
             last_nbytes=self._plans.measured.last_nbytes,
             highest_nbytes=self._plans.measured.highest_nbytes,
             plain_nbytes=max((resident + one.plain_nbytes for resident, one in each), default=None),

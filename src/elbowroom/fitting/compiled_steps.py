@@ -45,6 +45,7 @@ class CompiledSteps:
         self.highest_nbytes: int | None = None
         self._model_state = model_state
         self._kept: weakref.WeakKeyDictionary[Twin, int] = weakref.WeakKeyDictionary()
+        self._peaks: weakref.WeakKeyDictionary[Twin, int] = weakref.WeakKeyDictionary()
         self._tries: weakref.WeakKeyDictionary[Twin, int] = weakref.WeakKeyDictionary()
         self._running: Interval | None = None
         self._twin: weakref.ref[Twin] | None = None
@@ -104,6 +105,16 @@ class CompiledSteps:
     def settle(self, seen: MeasuredStep) -> None:
         """Measures no more steps of these plans that are as large."""
         self._kept[seen.twin] = max(seen.numel, self._kept.get(seen.twin, -1))
+        self._peaks[seen.twin] = max(seen.peak_nbytes, self._peaks.get(seen.twin, 0))
+
+    def settled_nbytes(self, twin: Twin, numel: int) -> int | None:
+        """Returns the peak of settled steps by these plans; None: not known, or one is measured.
+
+        numel: elements of the inputs of a call; None, too, if it is larger than these were
+        """
+        if self._running is not None or numel > self._kept.get(twin, -1):
+            return None
+        return self._peaks[twin]
 
     def close(self) -> None:
         """Drops a measurement that runs."""

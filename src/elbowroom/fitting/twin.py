@@ -19,7 +19,15 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, fx, nn
 
-from elbowroom.compiled import Regions, compile_region, counted, frame_of, in_whole, reporting_to
+from elbowroom.compiled import (
+    Regions,
+    compile_region,
+    counted,
+    frame_of,
+    in_whole,
+    redrawable,
+    reporting_to,
+)
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.compiled_room import CompiledRoom
 from elbowroom.fitting.inside import settings_of
@@ -248,7 +256,8 @@ class Twin:
         )
         # At once: a region that raises when it is called would stay in Dynamo's cache.
         options = self._fitting.how.options
-        return counted(compile_region(gm, example_inputs, self.regions, options, True))
+        region = compile_region(gm, example_inputs, self.regions, options, True)
+        return redrawable(counted(region))
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

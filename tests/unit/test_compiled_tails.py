@@ -1,0 +1,53 @@
+"""Loops of planned graphs end the rows that fill no vector as plain torch.compile has them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._inductor.codegen.cpp import KernelOpStats
+
+from elbowroom.compiled.tails import Tails, _end_of, _ended, _leaves_few
+
+PART = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {}, 2))
+FEW = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {"load": 2}, 1))
+SCALAR = ([], [], KernelOpStats())
+
+
+def test_how_a_loop_ends_is_read_and_changed() -> None:
+    ends = {"part": PART, "few": FEW, "scalar": SCALAR}
+    for end, tiling in ends.items():
+        assert _end_of(tiling) == end
+        assert _ended(tiling, end) is tiling
+    for other in ("part", "few", "scalar"):
+        assert _end_of(_ended(PART, other)) == other
+        assert _end_of(_ended(FEW, other)) == other
+    assert _ended(SCALAR, "part") is SCALAR  # it cannot get vectors
+    assert PART[2].mask_op_count == 2  # a copy was changed
+
+
+@pytest.mark.parametrize(("size", "few"), [(33, True), (40, True), (48, False), (43, False)])
+def test_rows_of_which_little_is_left(size: int, few: bool, monkeypatch) -> None:
+    isa = SimpleNamespace(nelements=lambda dtype: 16)
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: isa)
+    assert _leaves_few(torch.empty(16, size)) is few
+    assert not _leaves_few(torch.empty(16, size, dtype=torch.int64))
+
+
+def test_what_is_known_of_forward_holds_for_what_backward_computes_again(monkeypatch) -> None:
+    tails, seen = Tails(), []
+    tails.ends = {(False, "log"): "scalar", (False, "exp"): "part", (True, "exp"): "few"}
+    monkeypatch.setattr(
+        "elbowroom.compiled.tails._selecting", lambda act: seen.append(act) or _none()
+    )
+    with tails.following():
+        follow = seen[0]
+    assert follow([(True, "log")], PART)[1] == []
+    assert _end_of(follow([(True, "exp")], PART)) == "few"
+    assert follow([(True, "exp"), (True, "log")], PART) is PART  # plain has two loops
+    assert follow([(True, "erf")], PART) is PART
+
+
+def _none():
+    from contextlib import nullcontext
+
+    return nullcontext()
