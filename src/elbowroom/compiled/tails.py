@@ -13,12 +13,14 @@ Where a plan must change no bit, plain's code is written first, but not compiled
 the names of nodes how it ends rows, and has the plan's loops do the same.
 """
 
+from __future__ import annotations
+
 import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -31,7 +33,9 @@ from elbowroom.compiled.collect import (
     packet_of,
     tensors_of,
 )
-from elbowroom.compiled.joint import Joint
+
+if TYPE_CHECKING:  # it imports Inductor
+    from elbowroom.compiled.joint import Joint
 
 _INEXACT = ops_named(
     "exp exp2 expm1 log log2 log10 log1p logit erf erfc erfinv tanh sigmoid silu gelu softplus pow "
