@@ -3,8 +3,8 @@
 When a graph is compiled, neither values nor gradients are known, so its noise is estimated from
 sizes (`compiled/noise.py`). Once a settled step has kept to the budget, the next one draws its
 codes twice (`compiled/redrawn.py`), and the logger says what they were found to add. That needs a
-model of one graph, and room for the copies that it makes: what the measured step has left, and at
-most a fiftieth of the budget more.
+model of one graph, and room for the copies that it makes in what the measured step has left of the
+budget.
 """
 
 import logging
@@ -21,7 +21,6 @@ from elbowroom.fitting.twin import Twin
 from elbowroom.units import show_nbytes, show_percent
 
 _log = logging.getLogger("elbowroom")
-_MORE = 0.02  # of the budget, that a step which is measured may take beyond it
 _UNNOTICED = 0.02  # share of the squared gradient above which a warning says it
 
 
@@ -52,8 +51,7 @@ class CompiledNoise:
         self._seen.add(twin)
         if not rehearsed.is_steady:
             return nullcontext()
-        budget = self._room.options.budget_nbytes
-        left = max(budget - peak, 0) + _MORE * budget
+        left = max(self._room.options.budget_nbytes - peak, 0)
         beside = min(one.peak_nbytes - one.forward_nbytes for one in twin.regions.decisions)
         self._running = Redraw(left, left + beside), twin
         return self._running[0]
