@@ -38,7 +38,7 @@ class _Watcher(Protocol):
 
 
 class _Thread(threading.local):
-    """What the step that runs on this thread is watched for."""
+    """The watcher of the step that runs on this thread, if there is one."""
 
     watcher: "_Watcher | None" = None
 

@@ -44,7 +44,8 @@ class Entry:
     """One storage: its bytes in plain autograd, and what is held for it now.
 
     away_nbytes: what is held for it in another tier, and not on its own device.
-    counts: whether it counts the held bytes; notes_requests: whether it is to be told of backward's
+    counts: whether it counts the held bytes
+    notes_requests: whether it notes that backward asks for the storage
     """
 
     _ledger: "weakref.ref[Ledger]"  # no cycle: garbage of each step would start the collector

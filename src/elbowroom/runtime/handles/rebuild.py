@@ -283,7 +283,7 @@ class Recipe:
 
 
 class InScript:
-    """What a script knows of one of its recipes, in all forwards that follow it.
+    """Facts of one recipe of a script, which hold in all forwards that follow it.
 
     is_exact  nothing in the script is lossy, so the recipe's sources are exact until backward
     deeper    the operands that are made before the source, in this order; None: no backward has
@@ -425,14 +425,10 @@ class Ready:
         finally:
             for x, now in lent:
                 x.data = now
-        made = self.made
-        if out.stride() == made.stride and out.shape == made.shape:
-            return out
-        return laid_out(out, made)
+        return laid_out(out, self.made)
 
     def _run(self) -> Tensor:
-        script, affine = self.script, self.op.affine
-        exact = (script is not None and script.is_exact) or self.exact
+        exact, affine = self.exact, self.op.affine
         given = self._deeper_operands() if self.others else {}
         if isinstance(self.source, Ready):
             x, private, base = self.source.make(), True, self.source.made
