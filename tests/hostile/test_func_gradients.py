@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -113,6 +114,28 @@ def test_a_fitted_model_gives_the_bits_of_plain_training(take, share):
         found = [*losses(model, _nothing, 8)]
     assert found == [*losses(plain, _nothing, 8)]
     er.release(model)
+
+
+@pytest.mark.parametrize("policy", [(), ("dither",), ("lean",)])
+def test_gradients_of_each_row_may_be_taken_beside_a_forward_that_holds_codes(policy):
+    torch.manual_seed(0)
+    sizes = (WIDTH, 4 * WIDTH, WIDTH)
+    up, down = (nn.Sequential(nn.Linear(*two), nn.LayerNorm(two[1])) for two in pairwise(sizes))
+    model = nn.Sequential(up, nn.GELU(), down, nn.Linear(WIDTH, WIDTH))
+    frozen = {name: p.detach() for name, p in model.named_parameters()}  # the memory of the weights
+    x = torch.randn(256, WIDTH)
+
+    def of_row(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None],)).square().sum()
+
+    rows = torch.vmap(torch.func.grad(of_row), (None, 0))
+    for _ in range(3):
+        with er.saving(*policy):
+            loss = model(x).square().mean()
+            found = rows(frozen, x[:4])
+        expected = rows(frozen, x[:4])
+        assert all(torch.equal(found[name], expected[name]) for name in frozen)
+        loss.backward()
 
 
 def test_hooks_of_others_still_end_in_an_error_of_torch():

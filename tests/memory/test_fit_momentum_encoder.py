@@ -126,3 +126,34 @@ def test_frozen_weights_that_nobody_changes_are_not_copied() -> None:
     assert undo.copied_nbytes == model[1].weight.nbytes
     undo.back()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+class _Normed(nn.Module):
+    """Embeddings whose rows the forward scales down in place to a norm of at most 1."""
+
+    def __init__(self, *, bags: bool) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(300, 128, 1.0) if bags else nn.Embedding(300, 128, 0, 1.0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in "1234"))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.embedding(indices)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_rows_of_an_embedding_are_scaled_to_their_norm_once_a_step(bags: bool) -> None:
+    torch.manual_seed(0)
+    indices = torch.randint(0, 300, (2048, 3) if bags else (2048,))
+    model = _Normed(bags=bags)
+    fitted, measured = copy.deepcopy(model), copy.deepcopy(model)
+    peak = er.peak(lambda: _trained(measured, indices, 1))
+    losses, weights = _trained(model, indices)
+    er.fit(fitted, budget=int(0.75 * peak), exact=True)
+    again = _trained(fitted, indices)
+    assert er.summary(fitted).setting != "keep"
+    assert all(map(torch.equal, losses, again[0]))
+    assert all(map(torch.equal, weights, again[1]))
+    er.release(fitted)

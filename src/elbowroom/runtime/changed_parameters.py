@@ -5,6 +5,7 @@
     p.data = x                                      puts other memory behind it
     module.weight = p                               puts another parameter in its place
     p.grad.mul_(m), p.grad = None                   change its gradient, or drop it
+    nn.Embedding(..., max_norm=1)                   scales down the rows that it looks up
 
 Copies of all parameters would double the memory of a model whose weights are frozen. So calls are
 intercepted, and a parameter is copied just before a call writes to it. A change by a kernel of the
@@ -20,6 +21,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.errors import PlanError
@@ -28,6 +30,7 @@ from elbowroom.runtime.storage import version_of
 from elbowroom.runtime.transforms import untransformed, unwrapped
 
 _PLAIN = (Tensor, nn.Parameter)
+_EMBEDDINGS = frozenset({F.embedding, F.embedding_bag})  # they hand all options on by keyword
 _STRIDE = 61  # elements: no power of two, as rows have
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,6 +75,8 @@ class ChangedParameters(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _writes(func, kwargs):
             self._copy(args[:1], kwargs)
+        elif func in _EMBEDDINGS and kwargs and kwargs.get("max_norm") is not None:
+            self._copy(args[:2], None)  # indices, weight
         return func(*args, **(kwargs or {}))
 
     def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:

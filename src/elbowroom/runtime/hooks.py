@@ -73,6 +73,7 @@ from elbowroom.runtime.storage import (
     untouchable,
     version_of,
 )
+from elbowroom.runtime.transforms import untransformed
 from elbowroom.runtime.waiting import SUMS_OF_ROWS
 
 
@@ -224,13 +225,14 @@ class Packer(NodeChoice, ModuleCalls):
     def _changes(self, call: Call) -> None:
         """Copies what backward reads of the tensors that a call is about to change."""
         changed = [*written(call.args[:1], call.kwargs)]
-        if not call.lends:
-            keep_parameters(changed, self._reading, self._sources)
-        if (lend if call.lends else copy_sources)(changed, self._sources):
-            self._listener.refuse("a source of recipes is changed in place")
-        if self._keep_followed is not None:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._keep_followed(changed)
+        with untransformed():  # what is made again now was saved outside of torch.func
+            if not call.lends:
+                keep_parameters(changed, self._reading, self._sources)
+            if (lend if call.lends else copy_sources)(changed, self._sources):
+                self._listener.refuse("a source of recipes is changed in place")
+            if self._keep_followed is not None:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    self._keep_followed(changed)
 
     @property
     def _may_round(self) -> bool:
