@@ -97,12 +97,12 @@ def test_the_ledger_equals_the_allocator(job, settings):
     def step() -> None:
         saved = er.saving(**settings, min_nbytes=0)
         x = job.data()
-        with saved, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
-            out = model(x)
-        loss = job.loss(out, x) if job.loss is weighted else None
+        with saved:
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+                out = model(x)
+            loss = job.loss(out, x) if job.loss is next_token else None
         if loss is None:
-            with saved:
-                loss = job.loss(out, x)
+            loss = job.loss(out, x)
         del x, out  # which the loss may have saved
         mark("backward")
         seen.update(ledger=saved.ledger, loss=loss.nbytes, held=saved.ledger.held_nbytes)

@@ -302,7 +302,8 @@ class _Walk:
         self._give(line.node.get_name())
 
     def _ExternKernelAllocLine(self, line: Any) -> None:  # noqa: N802
-        if type(line.node.layout).__name__ in ("FixedLayout", "FlexibleLayout"):
+        is_whole = type(line.node.layout).__name__ in ("FixedLayout", "FlexibleLayout")
+        if is_whole and not _moves_away(line.node):  # torch 2.14 has no line of parts for one result
             self._make(line.node)
         # The call makes all that later lines take from its result. Before these, its inputs end.
         for buffer in self._parts.get(line.node.get_name(), ()):
@@ -319,10 +320,14 @@ class _Walk:
                 continue
             buffer = self._graph.get_buffer(line.result_name)
             call = self._graph.get_buffer(line.arg_name)
-            is_away = str(getattr(call, "op_overload", "")) == "elbowroom_graph.offload.default"
-            if not is_away and not buffer.get_inputs_that_alias_output():
+            if not _moves_away(call) and not buffer.get_inputs_that_alias_output():
                 found.setdefault(line.arg_name, []).append(buffer)
         return found
+
+
+def _moves_away(call: Any) -> bool:
+    """Returns whether the result of a library call lies outside of the device's memory."""
+    return str(getattr(call, "op_overload", "")) == "elbowroom_graph.offload.default"
 
 
 def known_hint(graph: Any, size: Any) -> int:
