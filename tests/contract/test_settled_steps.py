@@ -125,7 +125,8 @@ def test_by_hand(policy, net):
             with no_waiting() if step > 1 else nothing():
                 got = run(model, x, policy)
             assert all(map(torch.equal, got, expected[step]))
-        assert PROCESS.capacities._known or policy not in OF_NO_FIXED_SIZE
+        is_used = policy != "sided" or net != "attention"  # no norm is followed by a ReLU there
+        assert PROCESS.capacities._known or policy not in OF_NO_FIXED_SIZE or not is_used
 
 
 @pytest.mark.sampled(2)

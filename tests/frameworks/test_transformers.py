@@ -131,6 +131,13 @@ def test_the_figures_are_in_the_log_and_loggers_are_given_them(tmp_path):
         assert all(isinstance(n, float) for name, n in entry.items() if name.startswith("memory/"))
 
 
+def test_the_log_may_be_left_as_it_is(tmp_path):
+    trainer = trained(tmp_path, front=lambda trainer: Budget.of(trainer, "60 GiB", logs=False))
+    assert trainer.state.log_history
+    for entry in trainer.state.log_history:
+        assert not any(name.startswith("memory/") for name in entry)
+
+
 def test_a_resumed_training_goes_on_with_the_same_weights(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 7}
     whole = trained(tmp_path / "a", Budget("60 GiB", exact=True), **saves)

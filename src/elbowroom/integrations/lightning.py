@@ -27,11 +27,16 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
 
     Lightning calls `training_step`, which calls networks that are attributes of the module. These
     networks are fitted. A loss outside of them is not covered. The module's loggers get their peak
-    every `log_every_n_steps`. At the end, the networks are released.
+    every `log_every_n_steps` (`logs=False`: never). At the end, the networks are released.
     """
 
     def __init__(
-        self, budget: float | str, network: str | Sequence[str] | None = None, **settings: Any
+        self,
+        budget: float | str,
+        network: str | Sequence[str] | None = None,
+        *,
+        logs: bool = True,
+        **settings: Any,
     ) -> None:
         """network: the attribute that `training_step` calls, or a list of several.
 
@@ -39,8 +44,11 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
         `ModuleDict`, the modules in it.
 
         budget, settings: those of `er.fit`: exact, noise, offload, min_nbytes, plan.
+
+        logs: whether the module's loggers get the figures
         """
         super().__init__()
+        self._logs = logs
         self._network = network
         self._budget, self._settings = budget, settings
         self._budgeted: dict[str, Budgeted] = {}  # by the name of its network
@@ -85,7 +93,8 @@ class Budget(Callback):  # type: ignore[misc]  # of a library whose types are sk
                 )
                 for one in self._budgeted.values():
                     one.note_warned()
-        if trainer.loggers and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        is_due = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
+        if self._logs and trainer.loggers and is_due:
             highest = self._highest()
             if highest is not None:
                 highest.log_to(trainer.loggers, trainer.global_step)

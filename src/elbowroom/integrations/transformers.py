@@ -26,13 +26,17 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
     The model is fitted after the Trainer has wrapped it and created its optimizer, whose states are
     counted. With `torch_compile=True`, and no other mode or backend, it is planned inside
     torch.compile, and all figures are estimates. Evaluation does not change. Every log of the
-    Trainer gets the measured peak as `memory/peak_mib`, and other figures. At the end, the model is
-    released, and the logger "elbowroom" says in one line whether the budget was kept.
+    Trainer gets the measured peak as `memory/peak_mib`, and other figures (`logs=False`: none). At
+    the end, the model is released, and the logger "elbowroom" says in one line whether the budget
+    was kept.
     """
 
-    def __init__(self, budget: float | str, **settings: Any) -> None:
-        """budget, settings: those of `er.fit`: exact, noise, offload, min_nbytes, plan."""
-        self._budgeted = Budgeted(budget, settings)
+    def __init__(self, budget: float | str, *, logs: bool = True, **settings: Any) -> None:
+        """budget, settings: those of `er.fit`: exact, noise, offload, min_nbytes, plan.
+
+        logs: whether the Trainer's logs get the figures
+        """
+        self._budgeted, self._logs = Budgeted(budget, settings), logs
 
     @classmethod
     def of(cls, trainer: Trainer, budget: float | str, **settings: Any) -> Self:
@@ -72,6 +76,8 @@ class Budget(TrainerCallback):  # type: ignore[misc]  # of a library whose types
         **kwargs: Any,
     ) -> None:
         """Adds the figures to the log and to its history."""
+        if not self._logs:
+            return
         figures = self._budgeted.figures()
         if logs is not None:
             logs.update(figures)
