@@ -134,7 +134,7 @@ class _Normed(nn.Module):
     def __init__(self, *, bags: bool) -> None:
         super().__init__()
         self.embedding = nn.EmbeddingBag(300, 128, 1.0) if bags else nn.Embedding(300, 128, 0, 1.0)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in "1234"))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in "1234")
 
     def forward(self, indices: Tensor) -> Tensor:
         x = self.embedding(indices)

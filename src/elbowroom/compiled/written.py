@@ -303,7 +303,7 @@ class _Walk:
 
     def _ExternKernelAllocLine(self, line: Any) -> None:  # noqa: N802
         is_whole = type(line.node.layout).__name__ in ("FixedLayout", "FlexibleLayout")
-        if is_whole and not _moves_away(line.node):  # torch 2.14 has no line of parts for one result
+        if is_whole and not _moves_away(line.node):  # torch 2.14: no MultiOutputLine
             self._make(line.node)
         # The call makes all that later lines take from its result. Before these, its inputs end.
         for buffer in self._parts.get(line.node.get_name(), ()):
