@@ -33,6 +33,7 @@ from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, Loaded, stored_peak, too_small
 from elbowroom.compiled.deferred import DeferredKernels
 from elbowroom.compiled.later_starts import LaterStarts
+from elbowroom.compiled.layouts import laid_out_as_plain
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
 from elbowroom.compiled.tails import Tails
 from elbowroom.compiled.written import Check, Early, watching
@@ -360,7 +361,12 @@ def _compiled(
             order = in_order(fuses_alike=decision.fuses_alike)
             ends = tails.following() if decision.is_tailed and tails else nullcontext()
             before = stored_peak(is_backward=is_backward)
-            with nullcontext() if decision.is_plain else order, ends, watching(check):
+            with (
+                nullcontext() if decision.is_plain else order,
+                ends,
+                laid_out_as_plain(),
+                watching(check),
+            ):
                 compiled = compile_fx_inner(*args, **kwargs)
             now = stored_peak(is_backward=is_backward)
             check.found(now - before, is_backward=is_backward)
