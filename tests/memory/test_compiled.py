@@ -226,6 +226,11 @@ def test_the_backend_raises_errors_of_our_own_types() -> None:
     compiled = torch.compile(model, backend=elbowroom, options={"budgit": 2000})
     with pytest.raises(UnknownField, match="has no option 'budgit'; it has budget"):
         compiled(x)
+    for given in ("6 GiB", {1: 2000}):  # these ended in an AttributeError
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=elbowroom, options=given)
+        with pytest.raises(UnknownField, match=r"takes options=.*values by their names; got"):
+            compiled(x)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=elbowroom, options={"budget": "80%"})
     with pytest.raises(PlanError, match="is a share of a device, whose memory is known on CUDA"):
@@ -710,15 +715,55 @@ def residual(*, sums_first: bool) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Conv2d(3, 20, 1), *blocks), torch.randn(8, 3, 26, 26)
 
 
+class Grouped(nn.Module):
+    """A convolution of 12 channels behind a GroupNorm, both inside a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(12, 12, 3, padding=1), nn.GroupNorm(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.norm(self.conv(x)))
+
+
+def grouped() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    blocks = [Grouped() for _ in range(3)]
+    return nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), *blocks), torch.randn(8, 3, 32, 32)
+
+
+def depthwise() -> tuple[nn.Module, Tensor]:
+    """A depthwise convolution, whose backward plain compile gives maps as they were traced."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 18, 3, padding=1),
+        nn.Conv2d(18, 18, 5, padding=2, groups=18),
+        nn.BatchNorm2d(18),
+        nn.LeakyReLU(),
+        nn.Conv2d(18, 18, 1),
+        nn.Conv2d(18, 18, 3, padding=1),
+        nn.BatchNorm2d(18),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(*layers), torch.randn(8, 3, 24, 24)
+
+
 @needs_a_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("sums_first", [False, True])
-def test_sums_over_channels_that_fill_no_vector_keep_their_bits(
-    sums_first: bool, tmp_path, monkeypatch
-) -> None:
+@pytest.mark.parametrize(
+    "net",
+    [
+        partial(residual, sums_first=False),
+        partial(residual, sums_first=True),
+        grouped,
+        pytest.param(depthwise, marks=pytest.mark.whole),
+    ],
+    ids=["sum_last", "sum_first", "groups", "depthwise"],
+)
+def test_sums_over_channels_that_fill_no_vector_keep_their_bits(net, tmp_path, monkeypatch) -> None:
     """Inductor would add the last four channels in another order than plain's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    make = with_loss(partial(residual, sums_first=sums_first))
+    make = with_loss(net)
 
     def run(budget: int) -> list[Tensor]:
         options = {"budget": budget, "exact": True}

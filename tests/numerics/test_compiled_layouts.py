@@ -1,11 +1,20 @@
 """Sums in compiled graphs whose order may differ from plain torch.compile's."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.graph import GraphLowering
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from elbowroom.compiled import Regions, Settings
 from elbowroom.compiled.decision import Decision
+from elbowroom.compiled.layouts import laid_out_as_plain
 from elbowroom.compiled.partition import Partitioner, listening
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import without_codegen
@@ -43,3 +52,70 @@ def test_sums_over_groups_of_channels_that_fill_no_vector_are_said(norm, channel
         warned = [one for one in caplog.records if one.levelname == "WARNING"]
         assert len(warned) == (exact is True and is_said)
         assert all("exact=True. Take a multiple of 16" in one.getMessage() for one in warned)
+
+
+class Block(nn.Module):
+    """A residual sum over a convolution and a GroupNorm, behind a checkpoint if that is asked."""
+
+    def __init__(self, *, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+        self.conv, self.norm = nn.Conv2d(12, 12, 3, padding=1), nn.GroupNorm(4, 12)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(F.gelu(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = self.is_checkpointed
+        return x + (checkpoint(self.branch, x, use_reentrant=False) if again else self.branch(x))
+
+
+def backward_of(net: nn.Module, room: int | None) -> tuple[fx.Graph, Decision]:
+    """Returns the backward graph that is planned for a net in this room, and the decision."""
+    torch._dynamo.reset()
+    found: list[Decision] = []
+    graphs: list[fx.Graph] = []
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        forward, backward = Partitioner(room)(*args, **kwargs)
+        graphs.append(backward.graph)
+        return forward, backward
+
+    with listening(found.append):
+        step = torch.compile(lambda x: net(x).square().mean(), backend=without_codegen(partition))
+        step(torch.randn(8, 3, 24, 24)).backward()
+    return graphs[0], found[0]
+
+
+def dependent_on_tangents(graph: fx.Graph) -> set[str]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.name.startswith("tangents") or found.intersection(node.all_input_nodes):
+            found.add(node)
+    return {node.name for node in found}
+
+
+def preferred(graph: fx.Graph, *, is_planned: bool) -> set[str]:
+    """Returns what Inductor prefers to have in channels_last, if that graph is lowered."""
+    lowering: Any = SimpleNamespace(module=SimpleNamespace(graph=graph), is_backward=True)
+    with laid_out_as_plain() if is_planned else nullcontext():
+        return {node.name for node in GraphLowering.find_nodes_prefer_channels_last(lowering)}
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+def test_gradients_are_in_channels_last_only_where_plain_backward_has_them(checkpoints) -> None:
+    """With the convolutions that run again in a plan, Inductor preferred that of all gradients."""
+    torch.manual_seed(0)
+    blocks = [Block(is_checkpointed=at < checkpoints) for at in range(5)]
+    net = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), *blocks)
+    graph, _ = backward_of(net, None)
+    with pytest.raises(BackendCompilerFailed) as refused:
+        backward_of(net, 1000)
+    tight, _ = backward_of(net, refused.value.inner_exception.least_nbytes)
+    gradients = dependent_on_tangents(tight) & {node.name for node in graph.nodes}
+    by_plain = preferred(graph, is_planned=False) & gradients
+    assert bool(by_plain) == bool(checkpoints)
+    assert preferred(tight, is_planned=False) & gradients > by_plain
+    found = preferred(tight, is_planned=True)
+    assert found & gradients == by_plain
+    assert {n.name for n in tight.nodes if n.target is torch.ops.aten.convolution.default} <= found

@@ -1,11 +1,14 @@
 """Loops of planned graphs end the rows that fill no vector as plain torch.compile has them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch._inductor.codegen.cpp import KernelOpStats
+from torch import fx
+from torch._inductor.codegen.cpp import KernelOpStats, TilingSelect
 
+from elbowroom.compiled import Regions, Settings, backend
 from elbowroom.compiled.tails import Tails, _end_of, _ended, _leaves_few
 
 PART = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {}, 2))
@@ -51,3 +54,29 @@ def _none():
     from contextlib import nullcontext
 
     return nullcontext()
+
+
+def test_without_plain_code_the_plan_is_compiled_and_a_warning_says_so(monkeypatch, caplog) -> None:
+    """The whole model ran in the eager engine."""
+    given: list[Tails | None] = []
+
+    def compile_plan(*args: Any, fills: bool, tails: Tails | None = None) -> Any:
+        given.append(tails)
+        if tails is None:
+            args[-1].wants_tails = True
+            raise RuntimeError("the code of plain torch.compile has to be known first")
+        return len
+
+    def fail(*_: Any) -> Tails:
+        raise ZeroDivisionError("an error of Inductor\nwith a long story")
+
+    monkeypatch.setattr(backend, "_compiled", compile_plan)
+    monkeypatch.setattr(backend, "_plain_tails", fail)
+    gm = fx.symbolic_trace(torch.nn.Identity())
+    assert backend.compile_region(gm, [torch.ones(2)], Regions(Settings(1000)), {}) is len
+    assert given[0] is None
+    select = TilingSelect.select_tiling
+    with given[1].following():
+        assert TilingSelect.select_tiling is select
+    assert "(ZeroDivisionError: an error of Inductor)" in caplog.text
+    assert "may differ by a rounding, though exact=True" in caplog.text

@@ -33,6 +33,7 @@ from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, Loaded, stored_peak, too_small
 from elbowroom.compiled.deferred import DeferredKernels
 from elbowroom.compiled.later_starts import LaterStarts
+from elbowroom.compiled.layouts import laid_out_as_plain
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
 from elbowroom.compiled.tails import Tails
 from elbowroom.compiled.written import Check, Early, watching
@@ -261,7 +262,7 @@ def _corrected(
         except Exception:  # of any class: Inductor wraps what is raised
             if tails is not None or not check.wants_tails:
                 raise
-        tails = _plain_tails(gm, example_inputs, settings, options)
+        tails = _tails(gm, example_inputs, settings, options)
         check.made.clear()
         return _compiled(*given, fills=fills, tails=tails)
 
@@ -283,6 +284,26 @@ def _accept(check: Check, room: int | None, regions: Regions) -> None:
         )
     for decision in check.made:
         regions.decided(replace(decision, peak_nbytes=check.known_nbytes(decision.peak_nbytes)))
+
+
+def _tails(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    options: Mapping[str, Any],
+) -> Tails:
+    """Returns how plain torch.compile ends rows; where that cannot be found out, nothing of it."""
+    try:
+        return _plain_tails(gm, example_inputs, settings, options)
+    except Exception as error:  # of any class: Inductor wraps what is raised
+        _log.warning(
+            "the code of plain torch.compile, which a compiled region is to equal, could not be "
+            "written (%s: %s). The region is compiled without it: gradients may differ by a "
+            "rounding, though exact=True",
+            type(error).__name__,
+            next(iter(str(error).strip().splitlines()), ""),
+        )
+        return Tails()
 
 
 def _plain_tails(
@@ -340,7 +361,12 @@ def _compiled(
             order = in_order(fuses_alike=decision.fuses_alike)
             ends = tails.following() if decision.is_tailed and tails else nullcontext()
             before = stored_peak(is_backward=is_backward)
-            with nullcontext() if decision.is_plain else order, ends, watching(check):
+            with (
+                nullcontext() if decision.is_plain else order,
+                ends,
+                laid_out_as_plain(),
+                watching(check),
+            ):
                 compiled = compile_fx_inner(*args, **kwargs)
             now = stored_peak(is_backward=is_backward)
             check.found(now - before, is_backward=is_backward)

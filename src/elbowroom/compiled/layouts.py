@@ -19,12 +19,22 @@ Measured: a net of 24 channels had other bits in 20 of 22 gradients, by up to 3e
 
 Library calls may run again: what they read and give is stored, in their layout.
 
-That does not suffice for norms over groups of such channels: of one net the gradient in front of a
-GroupNorm had another layout, though its kernel reads the same. There a warning says so
-(`sums_up_groups`).
+All this also depends on whether a graph has convolutions. Plain backward has only their gradients,
+a plan's has those that run again. With these Inductor
+
+    prefers  what they read and give in channels_last, with all that follows, gradients among it
+    leaves   what gradients of convolutions read as it lies. Else it puts that into the order in
+             which it was traced, which is another one for depthwise convolutions
+
+So each node of a joint graph is marked with what plain `torch.compile` does, and that is done.
 """
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import fx
@@ -34,7 +44,23 @@ from elbowroom.compiled.exponents import source_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.rounding import is_read
 
+_CONVOLUTION = torch.ops.aten.convolution.default
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_RULE = "find_nodes_prefer_channels_last"  # of Inductor's lowering; private to torch
+_LAYOUT = "elbowroom_layout"  # in a node's meta
+_lock = threading.RLock()
 _VECTOR = 16  # floats of the longest vectors of a CPU
+
+
+class Layout(NamedTuple):
+    """How plain torch.compile lays out a node.
+
+    has_convolutions  whether its graph has convolutions
+    prefers           whether it is preferred in channels_last
+    """
+
+    has_convolutions: bool = True
+    prefers: bool = True
 
 
 def has_rest(value: Any) -> bool:
@@ -79,6 +105,90 @@ def _is_of_groups(read: fx.Node) -> bool:
     return known_size(view.shape[1]) < known_size(whole.shape[1])
 
 
+def mark_layouts(joint: Joint, plain: Step) -> None:
+    """Notes in each node's meta how plain torch.compile lays it out."""
+    find = getattr(_lowering(), _RULE, None)
+    if find is None or not joint.is_channels_last:
+        return
+    in_forward = find(_lowered(joint.graph))
+    _, after = joint.parts(plain.saved)
+    has_convolutions = any(n.target is _CONVOLUTION for n in after)
+    in_backward = _preferred_in_backward(after, joint) if has_convolutions else set()
+    for node in joint.facts:
+        if node in joint.required:
+            node.meta[_LAYOUT] = Layout(True, node in in_forward)
+        else:
+            node.meta[_LAYOUT] = Layout(has_convolutions, node in in_backward)
+
+
+def _preferred_in_backward(after: set[fx.Node], joint: Joint) -> set[fx.Node]:
+    """Returns what plain backward prefers in channels_last, behind checkpoints of the user's."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in joint.place:
+        if node in after:
+            for read in node.all_input_nodes:
+                if read not in copies:
+                    copies[read] = graph.placeholder(read.name)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    preferred = getattr(_lowering(), _RULE)(_lowered(graph))
+    return {node for node, copy in copies.items() if copy in preferred}
+
+
+def _layout_of(node: fx.Node) -> Layout:
+    layout: Layout = node.meta.get(_LAYOUT, Layout())
+    return layout
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    """Returns whether a node is the backward of a depthwise convolution."""
+    if node.target is not _BACKWARD:
+        return False
+    weight: Any = node.args[2]
+    return int(node.args[9]) > 1 and known_size(weight.meta["val"].shape[1]) == 1  # type: ignore[arg-type]
+
+
+def _lowering() -> Any:
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering
+
+
+def _lowered(graph: fx.Graph) -> Any:
+    """Returns what stands in for Inductor's lowering of a graph."""
+    return SimpleNamespace(module=SimpleNamespace(graph=graph))
+
+
+@contextmanager
+def laid_out_as_plain() -> Iterator[None]:
+    """Has gradients laid out as plain torch.compile does, beside convolutions that run again."""
+    lowering = _lowering()
+    find, run_node = getattr(lowering, _RULE, None), lowering.run_node
+    if find is None:  # another version of torch
+        yield
+        return
+
+    def prefer(self: Any) -> Any:
+        found = find(self)
+        others = [n for n in found if not _layout_of(n).prefers]
+        return found.difference(others) if self.is_backward else found
+
+    def run(self: Any, node: fx.Node) -> Any:
+        if _layout_of(node).has_convolutions or not _is_depthwise(node):
+            return run_node(self, node)
+        had, self.layout_opt = self.layout_opt, False
+        try:
+            return run_node(self, node)
+        finally:
+            self.layout_opt = had
+
+    with (
+        _lock,
+        mock.patch.object(lowering, _RULE, prefer),
+        mock.patch.object(lowering, "run_node", run),
+    ):
+        yield
+
+
 def has_no_layout(node: fx.Node) -> bool:
     """Returns whether a convolution reads a map that lies in memory as both layouts have it.
 
@@ -86,7 +196,7 @@ def has_no_layout(node: fx.Node) -> bool:
     in forward and leaves it as it is in backward. There the library takes another algorithm, which
     gives other bits, so it does not run again.
     """
-    if node.target is not torch.ops.aten.convolution.default:
+    if node.target is not _CONVOLUTION:
         return False
     return has_both_layouts(node.args[0].meta["val"])  # type: ignore[union-attr]
 

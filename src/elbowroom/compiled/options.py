@@ -50,6 +50,11 @@ def read_options(
     """Splits what torch.compile was given into our settings and Inductor's options."""
     from torch._inductor import config
 
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise UnknownField(
+            'backend "elbowroom" takes options={"budget": "6 GiB"}, values by their names; got '
+            f"{options!r}"
+        )
     ours = {name: value for name, value in options.items() if name in BACKEND_OPTIONS}
     rest = {name.replace("-", "_"): v for name, v in options.items() if name not in BACKEND_OPTIONS}
     unknown = [name for name in rest if name not in config.get_config_copy()]

@@ -40,7 +40,7 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import HeldAtBackward, too_small
 from elbowroom.compiled.expand import expand
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.layouts import sums_up_groups
+from elbowroom.compiled.layouts import mark_layouts, sums_up_groups
 from elbowroom.compiled.lossy import Least, code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
@@ -224,6 +224,8 @@ class _Answer:
             step, plain, search, noise = self._decided(
                 joint, searched, changes, room, inputs_nbytes
             )
+        if self._settings.exact is True and step is not plain:
+            mark_layouts(joint, plain)
         rounds = bool(search.rounded)
         is_tailed = self._settings.exact is True and step is not plain and may_end_in_few(joint)
         _report_decision(
