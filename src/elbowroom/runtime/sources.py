@@ -49,6 +49,7 @@ class Sources(Storages):
     on_constant  is called with each constant that is requested, and the slot of its copy
     is_exact  no code adds errors, and no plan predicts when tensors are held: recipes may start
               from tensors that are saved later, and recompute linear layers
+    codes_logits  attention's q and k may have codes, of which its softmax is made again
     products_again  linear layers may run again under a plan, too, if their input is made of none
     products  multiplications of linear layers and convolutions so far
     again     those of them that are recomputed in backward
@@ -60,6 +61,7 @@ class Sources(Storages):
     ) -> None:
         super().__init__()
         self.is_exact, self.products_again = is_exact, products_again
+        self.codes_logits = False
         self.reordered: dict[Any, tuple[WeakStorage, weakref.ref[Slot], Op]] = {}
         self.products = self.again = 0
         self.on_constant: Callable[[Slot, Tensor], None] | None = None
