@@ -262,3 +262,30 @@ def test_one_long_key() -> None:
             float((a - b).square().sum() / b.square().sum()) <= BAR
             for a, b in zip(got, true, strict=True)
         )
+
+
+@pytest.mark.parametrize(
+    ("mask", "nbytes"),
+    [
+        (mask_of(2, 1, 128, 128), 2 * 128 * 128 // 8),
+        (mask_of(2, 1, 128, 128, of=-1.5), 2 * 128 * 128 // 8),
+        (mask_of(2, 1, 128, 128).transpose(2, 3), 2 * 128 * 128 // 8),
+        (torch.zeros(2, 1, 128, 128), 2 * 128 * 128 // 8),
+        (torch.linspace(-1, 0, 2 * 128 * 128).view(2, 1, 128, 128), 4 * 2 * 128 * 128),
+        (-mask_of(2, 1, 128, 128, of=0.0), 4 * 2 * 128 * 128),  # of zeros, some of them below 0
+    ],
+)
+def test_a_mask_takes_a_bit_an_element(mask: Tensor, nbytes: int) -> None:
+    mask[0, 0, 0, 1] += 0.0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        z = torch.matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+        return torch.matmul((z + mask).softmax(-1), v)
+
+    for _ in range(3):  # the last ones follow a script
+        true, _ = gradients(attend, drawn(1.0), nullcontext(), by_channel=False)
+        context = er.saving(min_nbytes=0)
+        got, saved = gradients(attend, drawn(1.0), context, by_channel=False)
+        assert all(map(torch.equal, got, true))
+        assert ledger_of(saved.ledger, "add")[1] == nbytes
+        assert ledger_of(saved.ledger, "softmax") == ("rebuild", 0)

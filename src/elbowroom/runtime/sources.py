@@ -7,12 +7,18 @@ when it is first used (`LateCopy`).
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from elbowroom.codecs import BitMask
+from elbowroom.codecs.base import memory_order
+from elbowroom.errors import UnsupportedTensor
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.runtime import modules
+from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.rebuild import ExpectedSlot, Link, Op, Recipe, followed
 from elbowroom.runtime.ledger import Entry, Ledger
 from elbowroom.runtime.slot import CountedSlot, Geometry, Handle, KeepHandle, Slot
@@ -36,6 +42,7 @@ _EXPANDED = 8  # least size of a result relative to a copy of its source
 # factor.
 _AGAIN, _ENOUGH = 1 / 5, 1.75
 _MAX_CONSTANTS = 8
+_MIN_MASK_NBYTES, _SAMPLE = 1 << 14, 64
 _MAX_SPARES = 4  # copies without a dependent recipe yet: queries, keys and values of edges
 
 
@@ -203,7 +210,7 @@ class Sources(Storages):
             slot: Slot
             if late_for is None or x.is_inference():
                 slot = CountedSlot(base, entry)
-                slot.hold(KeepHandle(base.detach().clone(), CONSTANT))
+                slot.hold(constant(base))
             else:
                 slot = LateCopy(x, base, entry, late_for)
             known = WeakStorage(x), slot
@@ -221,6 +228,20 @@ class Sources(Storages):
 
 
 CONSTANT = "a constant: something is rebuilt with it"
+
+
+def constant(base: Tensor) -> Handle:
+    """Returns a handle with a copy of a dense tensor: one bit an element of a mask (0 and -inf).
+
+    Its values are read, so not where the host would have to wait for them.
+    """
+    x = base.detach()
+    if x.nbytes >= _MIN_MASK_NBYTES and has_values(x) and not would_wait(x):
+        flat, _ = memory_order(x)
+        if len(set(flat[:: len(flat) // _SAMPLE].tolist())) <= 2:  # before all of it is read
+            with suppress(UnsupportedTensor):
+                return EncodeHandle(BitMask().encode(x, 0), None)
+    return KeepHandle(x.clone(), CONSTANT)
 
 
 class LateCopy(CountedSlot):

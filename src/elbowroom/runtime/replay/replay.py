@@ -31,7 +31,6 @@ from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.gathered import here
-from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.kernel_settings import settings_of_ops
 from elbowroom.runtime.ledger import NOT_COUNTED
 from elbowroom.runtime.logits import levels_of_logits
@@ -44,6 +43,7 @@ from elbowroom.runtime.replay.script import NOWHERE, Script, ScriptedCall, state
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.sources import constant
 from elbowroom.runtime.storage import covering
 from elbowroom.runtime.waiting import end_waiting, ready
 
@@ -512,7 +512,7 @@ class Replay(ReplayedModuleCalls, Observing):
         base = covering(y)
         if self.slots[index] is None and base is not None:
             slot = self.slots[index] = self.new_slot(index, base, Geometry.of(base))
-            slot.value = KeepHandle(base.detach().clone(), "a constant")
+            slot.value = constant(base)
 
     @property
     def has_grown(self) -> bool:
