@@ -211,6 +211,7 @@ class Sources(Storages):
             if late_for is None or x.is_inference():
                 slot = CountedSlot(base, entry)
                 slot.hold(constant(base))
+                entry.why = CONSTANT
             else:
                 slot = LateCopy(x, base, entry, late_for)
             known = WeakStorage(x), slot

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from elbowroom.kernels.fakes import would_wait
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import ExpectedSlot, Op, Recipe, link_to
 from elbowroom.runtime.logits import SOFTMAXES, are_logits, may_be_logits, product_of
@@ -69,9 +68,7 @@ def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
 
 def _slope(call: Call) -> float | None:
     """Returns the largest factor by which an error of the first argument grows, if it is known."""
-    y = call.arg(1, "other")
-    if isinstance(y, Tensor) and y.numel() == 1 and not would_wait(y) and type(y) is Tensor:
-        y = float(y)
+    y = call.arg(1, "other")  # a number: the value of a tensor may be another in the next step
     name = call.name.strip("_")
     if name in _EVEN or (name in _SUMS and "alpha" not in call.kwargs):
         return 1.0
