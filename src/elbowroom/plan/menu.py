@@ -269,7 +269,8 @@ def is_made_of(profile: Profile, one: Chosen, sources: Sequence[Chosen]) -> bool
     codes = [_held_by(profile, source, chosen, is_gated=gated) for source, chosen, gated in sources]
     if preset.exact and any(code.value == "lossy" for code in codes):
         return False
-    return all(code.is_fine_for(save.site) for code in codes for save in storage.saves)
+    sites = [save.site for save in storage.saves if not save.site.of_logits]
+    return all(code.is_fine_for(site) for code in codes for site in sites)
 
 
 def _sources_nbytes(profile: Profile, storage: Storage) -> int:

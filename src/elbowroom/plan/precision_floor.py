@@ -10,7 +10,8 @@
     ... of what a norm makes          32 levels of the norm's input, which all of them share
     tail                              128 levels    (softplus: in its tails exp of it)
     log-probability                   256 levels    (log-softmax: exp of it; of what is above -24)
-    probability                       8-bit floats  (softmax, exp: small values matter as much)
+    probability                       8-bit floats  (softmax, exp: small values matter as much),
+                                      or made again from q and k that attention's floors hold for
     relative                          16-bit floats (it divides, or a root or logarithm is taken)
     attention's q and k               16 to 256 levels, by their logits; 16-bit floats (fp16)
                                                     where those are sharper yet

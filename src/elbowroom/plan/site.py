@@ -198,6 +198,8 @@ class Site:
     samples that its backward takes at once, where it takes turns
     summed  elements that each element of a gradient sums over, where the op reads the storage in
             another shape than `shape` (`summed_over`); None: as `shape` says
+    of_logits  it can be rebuilt by a softmax of the product of q and k, whose codes are as fine as
+            their logits need (`least_levels`), so that it is as fine as any reader needs
     """
 
     module: str
@@ -219,6 +221,7 @@ class Site:
     by_size: bool = False
     samples: int = 0
     summed: int | None = None
+    of_logits: bool = False
 
     @property
     def name(self) -> SiteName:

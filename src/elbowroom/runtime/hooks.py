@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from elbowroom.plan import Need, Policy, Rebuildable, Site, SiteName
 from elbowroom.plan.plan import Plan
-from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula
+from elbowroom.plan.site import AGAIN, FINE, RECOMPUTE, RECURRENT, Formula, LevelsSuffice
 from elbowroom.runtime import modules, opened
 from elbowroom.runtime.changed_parameters import written
 from elbowroom.runtime.changing import ParametersAsRead
@@ -43,9 +43,10 @@ from elbowroom.runtime.direct import REPLACED, direct_of, is_overridden
 from elbowroom.runtime.direct.attention import as_node, attention_reading
 from elbowroom.runtime.direct.choice import NodeChoice
 from elbowroom.runtime.handles import KeepHandle
-from elbowroom.runtime.handles.rebuild import DEEPEST_READY
+from elbowroom.runtime.handles.rebuild import DEEPEST_READY, Ready
 from elbowroom.runtime.kept import CountedTensor, Deferred, Held, SmallTensors, last_node
 from elbowroom.runtime.ledger import Ledger
+from elbowroom.runtime.logits import FOLLOWS, TOO_SHARP, attention_below
 from elbowroom.runtime.module_calls import ModuleCalls
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.observer import NOBODY, Listener, Observer, Recorder, Use, Watch
@@ -414,6 +415,8 @@ class Packer(NodeChoice, ModuleCalls):
                 ready = None
             else:
                 request.slot.max_depth = depth
+        if ready is not None:
+            self._note_logits(ready)
         site = site_of(request, ready)
         if (
             ready is not None
@@ -421,9 +424,21 @@ class Packer(NodeChoice, ModuleCalls):
             and not (ready.works_lossy and site.formula is not Formula.LOG_PROBABILITY)
         ):
             site = replace(site, rebuildable=Rebuildable.FROM_EXACT)
+        if ready is not None and ready.is_of_logits:
+            site = replace(site, of_logits=True)
         if call is not None and call.would_rerun:
             site = as_node(site, request.x, call)
         return site, () if ready is None else ready.slots
+
+    def _note_logits(self, ready: Ready) -> None:
+        """Notes how fine codes of q and k must be for a recipe that takes the softmax of logits."""
+        found = attention_below(ready)
+        if found is None or self.recorder is None:
+            return
+        why = TOO_SHARP if found.levels is None else LevelsSuffice(FOLLOWS, found.levels)
+        for slot in found.slots:
+            slot.has_logits = True
+            self.recorder.decided(slot, why)
 
     def _note_fine(self, source: Slot | None, call: Call) -> None:
         """Notes that the call reads a result of `source` with a fine formula."""

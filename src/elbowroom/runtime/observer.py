@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elbowroom.codecs import Codec
 from elbowroom.plan import Action, Need, Site, SiteName
 from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.handles.rebuild import Op
 from elbowroom.runtime.ledger import Ledger
 from elbowroom.runtime.modules import Calls
 from elbowroom.runtime.normal import Statistics
@@ -158,6 +159,12 @@ class Listener:
 
     def makes(self, origin: Origin) -> None:
         """Called when the result of the call is recorded with this origin."""
+
+    def needs_levels(self, op: Op, levels: int | None, scale: float) -> None:
+        """Called when codes of the operands of a product need so many levels, or must not be.
+
+        scale: what a softmax multiplies its logits with
+        """
 
     def copies(self, slot: Slot, y: Tensor, call: Call | None) -> None:
         """Called when a slot stands for a constant among the arguments of an ended call."""

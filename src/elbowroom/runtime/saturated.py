@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from elbowroom.plan import Action, Encode, Site
-from elbowroom.plan.precision_floor import at_precision_floor, keeps_rows_apart
+from elbowroom.plan.precision_floor import at_least, at_precision_floor, keeps_rows_apart
 from elbowroom.plan.site import Formula, HalfSuffices
 from elbowroom.runtime.consumers import RESHAPES, Call, FormulaPart
 from elbowroom.runtime.formulas import LENGTHS
@@ -330,7 +330,7 @@ class Saturated:
                 for one in self._others
             ):
                 return
-            action = replace(action, codec=codec)
+            action = replace(action, codec=at_least(codec, slot.logits_levels))
         elif any(one.formula is Formula.RELATIVE for one in self._others):
             return  # what it is rebuilt from may get another code
         self._hold(slot, kept.restore(), action)

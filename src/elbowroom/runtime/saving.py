@@ -80,6 +80,7 @@ class Saving(Packer):
         observer: object = self.observer
         adapts = observer is self.policy
         self._serving = Serving(*known, *notified, lets_wait=self.recorder is None, adapts=adapts)
+        self._sources.codes_logits = self._may_round
         self._redrawn = Redrawn(self.context)
         self._consumers = Consumers(self._finished, self._run_as, self._listener.failed)
         self._listener.starts(self.ledger, self.context.count)

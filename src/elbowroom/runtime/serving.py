@@ -55,7 +55,7 @@ from elbowroom.plan.site import (
     limited,
 )
 from elbowroom.runtime.checkpoints import Pieces
-from elbowroom.runtime.consumers import Call, FormulaPart, Reading
+from elbowroom.runtime.consumers import Call, FormulaPart
 from elbowroom.runtime.context import Context, mixed
 from elbowroom.runtime.deferred import MAX_SAVES, Waiting
 from elbowroom.runtime.handles import (
@@ -68,6 +68,7 @@ from elbowroom.runtime.handles import (
 )
 from elbowroom.runtime.handles.encode import encoded, is_normalized, prefetcher_of
 from elbowroom.runtime.handles.rebuild import Ready, Recipe
+from elbowroom.runtime.logits import Logits, are_logits, may_be_logits
 from elbowroom.runtime.masks import mask_bits
 from elbowroom.runtime.modules import outermost
 from elbowroom.runtime.normal import Statistics
@@ -234,9 +235,9 @@ class Serving:
         elif call is not None and call.name in AGAIN and is_lossy(action, need):
             self._keep(slot, whole, name)
             self.pieces.wait(partial(self._hold_input, slot, whole, action, hold))
-        elif reading.part is not FormulaPart.NONE and self._waits(reading, action):
+        elif reading.part is not FormulaPart.NONE and self._waits(request, action):
             self._keep(slot, whole, name)
-            self.waiting.wait(Saturated(slot, action, hold, reading.part))
+            self.waiting.wait(self._waiting_for(request, action, hold))
         elif call is not None and call.name in NORMS and covers and is_lossy(action, need):
             self._keep(slot, whole, name)
             call.at_end.append(partial(self._hold_normalized, slot, whole, name, action, hold))
@@ -245,10 +246,34 @@ class Serving:
             if isinstance(action, Keep) and ready is None:
                 self._wait_for_sources(request, site)
 
-    def _waits(self, reading: Reading, action: Action) -> bool:
+    def _waiting_for(self, request: Request, action: Action, hold: "partial[None]") -> Saturated:
+        """Returns a slot that waits: for a softmax, if it is q, k, or a cap of their product."""
+        slot, origin, part = request.slot, request.origin, request.reading.part
+        recipe = None if origin is None or not self._rebuilds else origin.recipe
+        again = None
+        if recipe is not None and are_logits(recipe):
+            again = partial(self._hold_again, recipe, request.name, slot.sites[-1])
+        elif part is not FormulaPart.FACTOR:
+            return Saturated(slot, action, hold, part)
+        return Logits(slot, action, hold, part, self._listener.needs_levels, again)
+
+    def _hold_again(
+        self, recipe: Recipe, name: SiteName, site: Site, slot: Slot, whole: Tensor
+    ) -> bool:
+        """Holds a cap of logits as their recipe if q and k have codes for it, or returns False."""
+        ready = recipe.ready()
+        if ready is None or not (ready.is_of_logits and ready.works_lossy):
+            return False
+        self._hold(name, site, ready, 0, self._context.count, slot, whole, Rebuild())
+        return True
+
+    def _waits(self, request: Request, action: Action) -> bool:
         """Returns whether a part waits for what follows; a recipe is as exact as its source."""
+        reading, call = request.reading, request.call
         if not self._lets_wait or not is_lossy(action, reading.need):
             return False
+        if reading.part is FormulaPart.FACTOR:
+            return isinstance(action, Encode) and call is not None and may_be_logits(call)
         if reading.part is FormulaPart.DIFFERENCE:
             return not isinstance(action, Rebuild)
         return reading.part in (FormulaPart.SATURATED, FormulaPart.EXPONENTIAL)
@@ -304,6 +329,7 @@ class Serving:
         too_coarse = any(
             is_too_coarse_for(slot, site) or (slot.waits and self.waiting.is_too_coarse(slot, site))
             for slot in ready.slots
+            if not (slot.has_logits and ready.is_of_logits)
         )
         return not too_coarse and not self._would_pin(ready, site.need)
 

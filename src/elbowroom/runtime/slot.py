@@ -219,6 +219,8 @@ class Slot:
                      it
     shape_is_enough  so far every op needs the geometry only
     of_product      a linear layer may run again for it; known where a plan decides on that
+    has_logits      its code is, or will be, fine enough for the softmax of its product
+    logits_levels   the fewest of that code
     max_depth       in a profiled step: ops that make it, if all on the way is rebuilt; 0: none
     when_ended       of a slot of a recorded forward: is called at its end, with all that it holds
     """
@@ -231,6 +233,7 @@ class Slot:
     views = views_asked = lossy_views = readers = max_depth = 0
     whole: Tensor | None = None
     asked_exact = is_source = waits = pinned = shape_is_enough = is_unseen = of_product = False
+    has_logits, logits_levels = False, 0
     is_lent = is_gathered = False
     shared: MadeAgain | None = None
     when_ended: "Callable[[Slot], None] | None" = None

@@ -7,12 +7,18 @@ when it is first used (`LateCopy`).
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from elbowroom.codecs import BitMask
+from elbowroom.codecs.base import memory_order
+from elbowroom.errors import UnsupportedTensor
+from elbowroom.kernels.fakes import has_values, would_wait
 from elbowroom.runtime import modules
+from elbowroom.runtime.handles.encode import EncodeHandle
 from elbowroom.runtime.handles.rebuild import ExpectedSlot, Link, Op, Recipe, followed
 from elbowroom.runtime.ledger import Entry, Ledger
 from elbowroom.runtime.slot import CountedSlot, Geometry, Handle, KeepHandle, Slot
@@ -36,6 +42,7 @@ _EXPANDED = 8  # least size of a result relative to a copy of its source
 # factor.
 _AGAIN, _ENOUGH = 1 / 5, 1.75
 _MAX_CONSTANTS = 8
+_MIN_MASK_NBYTES, _SAMPLE = 1 << 14, 64
 _MAX_SPARES = 4  # copies without a dependent recipe yet: queries, keys and values of edges
 
 
@@ -49,6 +56,7 @@ class Sources(Storages):
     on_constant  is called with each constant that is requested, and the slot of its copy
     is_exact  no code adds errors, and no plan predicts when tensors are held: recipes may start
               from tensors that are saved later, and recompute linear layers
+    codes_logits  attention's q and k may have codes, of which its softmax is made again
     products_again  linear layers may run again under a plan, too, if their input is made of none
     products  multiplications of linear layers and convolutions so far
     again     those of them that are recomputed in backward
@@ -60,6 +68,7 @@ class Sources(Storages):
     ) -> None:
         super().__init__()
         self.is_exact, self.products_again = is_exact, products_again
+        self.codes_logits = False
         self.reordered: dict[Any, tuple[WeakStorage, weakref.ref[Slot], Op]] = {}
         self.products = self.again = 0
         self.on_constant: Callable[[Slot, Tensor], None] | None = None
@@ -201,7 +210,8 @@ class Sources(Storages):
             slot: Slot
             if late_for is None or x.is_inference():
                 slot = CountedSlot(base, entry)
-                slot.hold(KeepHandle(base.detach().clone(), CONSTANT))
+                slot.hold(constant(base))
+                entry.why = CONSTANT
             else:
                 slot = LateCopy(x, base, entry, late_for)
             known = WeakStorage(x), slot
@@ -219,6 +229,20 @@ class Sources(Storages):
 
 
 CONSTANT = "a constant: something is rebuilt with it"
+
+
+def constant(base: Tensor) -> Handle:
+    """Returns a handle with a copy of a dense tensor: one bit an element of a mask (0 and -inf).
+
+    Its values are read, so not where the host would have to wait for them.
+    """
+    x = base.detach()
+    if x.nbytes >= _MIN_MASK_NBYTES and has_values(x) and not would_wait(x):
+        flat, _ = memory_order(x)
+        if len(set(flat[:: len(flat) // _SAMPLE].tolist())) <= 2:  # before all of it is read
+            with suppress(UnsupportedTensor):
+                return EncodeHandle(BitMask().encode(x, 0), None)
+    return KeepHandle(x.clone(), CONSTANT)
 
 
 class LateCopy(CountedSlot):

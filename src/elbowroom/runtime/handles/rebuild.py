@@ -35,7 +35,7 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 from operator import call
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -100,6 +100,16 @@ class ExpectedSlot:
         return None if isinstance(value, KeepHandle) and value.was_changed else slot
 
 
+class Product(NamedTuple):
+    """The product of q and k, of which a softmax may follow (`logits.py`).
+
+    spread  the variance of the error of its elements, times (levels - 1)^2; None: no values are
+            read
+    """
+
+    spread: float | None
+
+
 @dataclass(frozen=True)
 class Op:
     """One op that can run again.
@@ -125,7 +135,9 @@ class Op:
     any_size            its functions know no sizes but those of parameters and of arguments that
                         are no tensors: they are right for other numbers of rows, too
     is_exponential      an error of x becomes a factor of the result, of any size: of codes, x may
-                        only be made of those of tails (`Slot.has_tails`)
+                        only be made of those of tails (`Slot.has_tails`), or of logits (`product`)
+    slope               the largest factor by which an error of x grows; None: it is not known
+    product             what is known of it as the logits of attention; None: it makes none
     """
 
     exact: Callable[[Tensor], Tensor]
@@ -148,6 +160,8 @@ class Op:
     is_extra: bool = False
     any_size: bool = False
     is_exponential: bool = False
+    slope: float | None = None
+    product: Product | None = None
 
     def changed(self, **fields: Any) -> "Op":
         """Returns the same op with other fields: `dataclasses.replace` in a tenth of its time."""
@@ -336,9 +350,18 @@ class Ready:
     @property
     def _works_lossy(self) -> bool:
         has_bits = self.bits is not None or not self.op.needs_bits
-        if self.op.is_exponential and not all(slot.has_tails for slot in self.slots):
+        if self.op.is_exponential and not all(map(self._is_fine, self.slots)):
             return False
         return self.noise is not None or (self.op.works_lossy and has_bits)
+
+    @property
+    def is_of_logits(self) -> bool:
+        """True if the product of q and k is made again, or what is made of it."""
+        return any(step.op.product is not None for step in self.steps)
+
+    def _is_fine(self, slot: Slot) -> bool:
+        """Returns whether an exponential may read what is made of a slot."""
+        return slot.has_tails or (slot.has_logits and self.is_of_logits)
 
     @property
     def may_be_coded(self) -> bool:

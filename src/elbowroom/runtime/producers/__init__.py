@@ -123,7 +123,9 @@ def _maker_of(call: Call, sources: Sources) -> "_Maker | None":
     maker = _MAKERS.get(call.name)
     if call.name == "linear" and sources.products_again:
         return linear
-    return _OF_EXACT.get(call.name) if maker is None and sources.is_exact else maker
+    if maker is None and (sources.is_exact or (sources.codes_logits and call.name in _OF_LOGITS)):
+        return _OF_EXACT.get(call.name)
+    return maker
 
 
 def _has_recipe(x: Tensor, sources: Sources) -> bool:
@@ -293,7 +295,9 @@ _OF_EXACT: dict[str, _Maker] = {
     **dict.fromkeys(("baddbmm", "einsum"), contraction),
     **dict.fromkeys(("interpolate", "pad"), elementwise),
 }
+# Of these, the ones that make attention's logits, of which codes of q and k can make a softmax.
+_OF_LOGITS = ("where", "masked_fill", "baddbmm")
 # Ops of whose results with a gradient something is recorded.
-RECORDED = frozenset((*_MAKERS, *_KEEP_ZEROS))
+RECORDED = frozenset((*_MAKERS, *_KEEP_ZEROS, *_OF_LOGITS))
 RECORDED_WITH_PRODUCTS = RECORDED | {"linear"}
 RECORDED_IN_EXACT = frozenset((*_MAKERS, *_OF_EXACT))

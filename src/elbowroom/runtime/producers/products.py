@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import ExpectedSlot, Op, Recipe, link_to
+from elbowroom.runtime.logits import SOFTMAXES, are_logits, may_be_logits, product_of
 from elbowroom.runtime.producers.copies import reordered_slot
 from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
@@ -26,6 +27,9 @@ _LONG = {
     **dict.fromkeys(("mish", "lgamma", "digamma"), 150),
 }
 _EXPONENTIAL = ("exp", "exp2", "expm1")
+# Functions by which an error does not grow; of two arguments; products; quotients.
+_EVEN, _SUMS = ("tanh", "neg", "clamp"), ("add", "radd", "sub", "rsub")
+_SCALED, _DIVIDED = ("mul", "rmul"), ("div", "truediv")
 _LOG_PROBABILITIES = ("_LogProbabilitiesBackward", "LogSoftmaxBackward0")
 _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "BmmBackward0": (torch.bmm, "self", "mat2"),
@@ -57,8 +61,20 @@ def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         any_size=True,
         is_exponential=call.name in _EXPONENTIAL,
         products=products,
+        slope=_slope(call),
     )
     return origin_of(call, out, sources, op)
+
+
+def _slope(call: Call) -> float | None:
+    """Returns the largest factor by which an error of the first argument grows, if it is known."""
+    y = call.arg(1, "other")  # a number: the value of a tensor may be another in the next step
+    name = call.name.strip("_")
+    if name in _EVEN or (name in _SUMS and "alpha" not in call.kwargs):
+        return 1.0
+    if not isinstance(y, int | float):
+        return None
+    return abs(y) if name in _SCALED else 1 / abs(y) if name in _DIVIDED and y else None
 
 
 def binary(
@@ -104,10 +120,11 @@ def binary(
         def alone(x: Tensor) -> Tensor:
             return run(x, factor)
 
-        op = Op(alone, alone, fixed=(factor,), any_size=True)
+        op = Op(alone, alone, fixed=(factor,), any_size=True, slope=_slope(call))
     else:  # `Ready` combines
         others = ((weakref.ref(held), Geometry.of(y)),)
-        op = Op(lambda x: x, lambda x: x, others=others, combine=run, any_size=True)
+        slope = _slope(call)
+        op = Op(lambda x: x, lambda x: x, others=others, combine=run, any_size=True, slope=slope)
     recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -159,11 +176,14 @@ def contraction(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         return None
     if x.geometry.shape[-1] > _FEW or not (x.slot.exact and y.slot.exact):
         return None
+    product = product_of(call) if sources.codes_logits and may_be_logits(call) else None
     others: tuple[tuple[weakref.ref[Slot], Geometry], ...]
     others, made, scales = ((weakref.ref(y.slot), y.geometry),), Geometry.of(out), {}
     if call.name == "baddbmm":
         added = call.first
         if storage_nbytes(added) * _MUCH_LARGER > storage_nbytes(out) or "out" in call.kwargs:
+            return None
+        if not sources.is_exact and product is None:
             return None
         held = sources.constant(added, call.name)
         if held is None:
@@ -175,7 +195,15 @@ def contraction(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         return made.on(run(*(one.to(x.dtype) for one in added), x, y, **scales))  # autocast's cast
 
     is_extra = call.name in ("baddbmm", "einsum")
-    op = Op(lambda x: x, others=others, combine=combine, is_extra=is_extra)
+    op = Op(
+        lambda x: x,
+        None if product is None else lambda x: x,
+        others=others,
+        combine=combine,
+        is_extra=is_extra,
+        is_exponential=product is not None,
+        product=product,
+    )
     recipe = Recipe.of(op, x.slot, x.geometry, out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 
@@ -186,7 +214,13 @@ def softmax(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     named.pop("input", None)
     if out.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
         return None
-    op = Op(lambda x: func(x, *rest, **named), any_size=True)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = func(x, *rest, **named)
+        return y
+
+    lossy = run if sources.codes_logits and call.name in SOFTMAXES else None
+    op = Op(run, lossy, any_size=True, is_exponential=lossy is not None)
     return origin_of(call, out, sources, op)
 
 
@@ -271,7 +305,7 @@ def joined(call: Call, out: Tensor, sources: Sources) -> Origin | None:
 
 
 def selected(call: Call, out: Tensor, sources: Sources) -> Origin | None:
-    """The recipe of `where(mask, x, y)` and `x.masked_fill(mask, y)`, in exact contexts.
+    """The recipe of `where(mask, x, y)` and `x.masked_fill(mask, y)`: in exact contexts, of logits.
 
     The mask is held, or is data that is much smaller than the result; y is a number, or a tensor of
     one element.
@@ -281,14 +315,14 @@ def selected(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     if not is_where:
         x, mask, y = call.first, call.arg(1, "mask"), call.arg(2, "value")
     given = [mask, x] if not isinstance(y, Tensor) else [mask, x, y]
-    if not sources.is_exact or any(not isinstance(one, Tensor) for one in given):
+    if any(not isinstance(one, Tensor) for one in given):
         return None
     if any(type(one) is nn.Parameter or untouchable(one) for one in given):
         return None
     if x.dtype is not out.dtype or (isinstance(y, Tensor) and (y.numel() > 1 or y.requires_grad)):
         return None
     source = sources.operand(x, call)
-    if source is None or not _may_be_exact(source):
+    if source is None or not (_may_be_exact(source) if sources.is_exact else are_logits(source)):
         return None
     held = []
     for one in given[:1] + given[2:]:
@@ -306,7 +340,15 @@ def selected(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         return torch.where(mask, x, other) if is_where else x.masked_fill(mask, other)
 
     given_too = tuple(held)
-    op = Op(lambda x: x, others=given_too, combine=combine, is_extra=True, any_size=True)
+    op = Op(
+        lambda x: x,
+        None if sources.is_exact else lambda x: x,
+        others=given_too,
+        combine=combine,
+        is_extra=True,
+        any_size=True,
+        slope=1.0,
+    )
     recipe = Recipe.of(op, source, Geometry.of(x), out, sources.slot(out))
     return None if recipe is None else Origin(call.name, recipe=recipe)
 

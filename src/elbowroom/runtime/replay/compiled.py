@@ -134,7 +134,8 @@ def _guard(step: ScriptedCall) -> Guard:
     wants = (*step.args, *(want for _, want in step.kwargs))
     others = tuple((i, x, _fits(x)) for i, x in enumerate(wants) if not _is_compared(x))
     are_alike = _alike([(i, want) for i, want in enumerate(wants) if _is_compared(want)])
-    saves, runs_itself, needs_more = bool(step.saves), step.run is None, step.direct is not None
+    saves, runs_itself = bool(step.saves), step.run is None
+    needs_more = step.direct is not None or step.levels is not None
 
     def guard(replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if len(args) != count or tuple(kwargs) != names:

@@ -31,9 +31,9 @@ from elbowroom.runtime.context import Context, seeds_after
 from elbowroom.runtime.direct import direct_of, may_run
 from elbowroom.runtime.direct.attention import levels_by_values
 from elbowroom.runtime.gathered import here
-from elbowroom.runtime.handles import KeepHandle
 from elbowroom.runtime.kernel_settings import settings_of_ops
 from elbowroom.runtime.ledger import NOT_COUNTED
+from elbowroom.runtime.logits import levels_of_logits
 from elbowroom.runtime.own_hooks import OwnHooks
 from elbowroom.runtime.repeats import Observing
 from elbowroom.runtime.replay.compiled import Act, Hold
@@ -43,6 +43,7 @@ from elbowroom.runtime.replay.script import NOWHERE, Script, ScriptedCall, state
 from elbowroom.runtime.replay.sizes import UNSET
 from elbowroom.runtime.saving import Saving
 from elbowroom.runtime.slot import Geometry, Slot
+from elbowroom.runtime.sources import constant
 from elbowroom.runtime.storage import covering
 from elbowroom.runtime.waiting import end_waiting, ready
 
@@ -359,10 +360,14 @@ class Replay(ReplayedModuleCalls, Observing):
 
     def may_stand(self, step: ScriptedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether a node of ours may replace the call, by more than its arguments."""
-        direct, call = step.direct, Call(step.func, args, kwargs)
-        if direct is None or direct_of(call) is not direct or not may_run(call, direct):
+        direct, call, levels = step.direct, Call(step.func, args, kwargs), step.levels
+        if levels is not None and levels.scale:
+            wanted = levels_of_logits(call, levels.scale)
+        elif direct is None or direct_of(call) is not direct or not may_run(call, direct):
             return False
-        if step.levels is None or step.levels.reach(levels_by_values(call)):
+        elif levels is not None:
+            wanted = levels_by_values(call)
+        if levels is None or levels.reach(wanted):
             return True
         self.context.finer_levels = True
         return False
@@ -507,7 +512,7 @@ class Replay(ReplayedModuleCalls, Observing):
         base = covering(y)
         if self.slots[index] is None and base is not None:
             slot = self.slots[index] = self.new_slot(index, base, Geometry.of(base))
-            slot.value = KeepHandle(base.detach().clone(), "a constant")
+            slot.value = constant(base)
 
     @property
     def has_grown(self) -> bool:

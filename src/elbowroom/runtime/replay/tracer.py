@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from elbowroom.plan import Action, Need, SiteName
 from elbowroom.plan.site import CHECKPOINT, RECOMPUTE
 from elbowroom.runtime import opened
-from elbowroom.runtime.consumers import Call
+from elbowroom.runtime.consumers import Call, Levels
 from elbowroom.runtime.direct import Direct
 from elbowroom.runtime.handles import RebuildHandle
 from elbowroom.runtime.handles.rebuild import Op, Ready
@@ -166,6 +166,12 @@ class Tracer(Listener):
             known = self._makers.get(id(recipe.op))
             if known is None or known[0]() is None:
                 self._makers[id(recipe.op)] = weakref.ref(recipe.op), self._stack[-1]
+
+    def needs_levels(self, op: Op, levels: int | None, scale: float) -> None:
+        """Records the levels that the codes of a product's operands need."""
+        known = self._makers.get(id(op))
+        if known is not None and known[0]() is op:
+            self._ops[known[1]].levels = Levels(levels, None, scale=scale)
 
     def ended(self, call: Call, out: Any) -> None:
         """Records that the call has ended, and all is decided on."""

@@ -195,6 +195,20 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = 
         return float((q_length * k_range + k_length * q_range).max()) * scale**2 / 12
 
 
+def channel_spread(q: Tensor, k: Tensor, scale: float) -> float:
+    """What k adds to `spread` at most where the tokens of a channel share a step.
+
+    k [..., D, S]
+    """
+    with torch._C.DisableTorchFunction():
+        of_q, *_ = _of_heads(q)
+        k = k.float()
+        ranges = (k.amax(-1) - k.amin(-1)).square_().sum(-1)
+        if of_q.numel() == ranges.numel():
+            return float((of_q.flatten() * ranges.flatten()).max()) * scale**2 / 12 / k.shape[-2]
+        return float(of_q.max() * ranges.max()) * scale**2 / 12 / k.shape[-2]
+
+
 def spread_of_bias(
     bias: Tensor, q: Tensor, k: Tensor, scale: float | None = None
 ) -> tuple[float, float]:
