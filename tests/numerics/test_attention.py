@@ -567,11 +567,11 @@ def test_gradients_of_codes_run_no_forward_again(frozen):
 
 
 def written_out(mask: Tensor | None, context: Any) -> tuple[list[Tensor], Any]:
-    """Attention as models write it, with an additive mask."""
+    """Attention as models write it, with an additive mask, and a scale that may be another soon."""
     leaves = [x.clone().requires_grad_() for x in drawn(0.5)]
     with context as saved:
         q, k, v = (x * 1 for x in leaves)
-        scores = q @ k.transpose(-1, -2) * 32**-0.5
+        scores = q @ k.transpose(-1, -2) * torch.tensor(32**-0.5)
         weights = torch.softmax(scores if mask is None else scores + mask, -1)
         out = weights @ v
     return list(torch.autograd.grad(out.square().sum(), leaves)), saved

@@ -205,5 +205,5 @@ def test_a_product_in_front_of_a_softmax_is_no_square(caplog: pytest.LogCaptureF
             loss = F.softmax(logits, -1).square().sum()
         loss.backward()
         rows = [row for row in saved.ledger.rows if row.consumer == "baddbmm"]
-        assert {row.action for row in rows} == {"dither"}
+        assert {row.action for row in rows if row.before_nbytes} == {"dither"}  # no copy of a bias
     assert not caplog.text
