@@ -138,9 +138,7 @@ def are_logits(made: "Slot | Link") -> bool:
     return isinstance(made, Recipe)
 
 
-def take_softmax(
-    call: Call, sources: Sources, note: Callable[[Op, int | None, float], None]
-) -> None:
+def take_softmax(call: Call, sources: Sources, note: _Note) -> None:
     """Has q and k get codes of which the softmax that a call takes can be made again.
 
     Not if one of them has a code already. note: is called with the op of their product, the levels
@@ -191,7 +189,8 @@ class Logits(Saturated):
             return True
         if call.name in SOFTMAXES:
             take_softmax(call, sources, self._note)
-            return True
+            if slot.has_logits or self._again is not None:
+                return True
         self._saves += bool(call.saved) and call.name not in _STEPS
         return self._saves >= _MAX_SAVES
 

@@ -538,8 +538,14 @@ class Ready:
 
 
 def laid_out(out: Tensor, made: Geometry) -> Tensor:
-    """Returns the result of a recipe in the order of memory that it was made in."""
-    if out.shape != made.shape:
+    """Returns the result of a recipe in the order of memory that it was made in.
+
+    A product of matrices has the dimensions of its batch folded into one.
+    """
+    shape = made.shape
+    if out.dim() != len(shape) and out.numel() == prod(shape) and out.is_contiguous():
+        out = out.view(shape)
+    if out.shape != shape:
         raise RestoreError(
             f"rebuilding gave shape {tuple(out.shape)} where {made.shape} was saved. "
             "Please report it; er.saving(..., rebuild=False) avoids it."

@@ -179,6 +179,9 @@ def contraction(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     product = product_of(call) if sources.codes_logits and may_be_logits(call) else None
     others: tuple[tuple[weakref.ref[Slot], Geometry], ...]
     others, made, scales = ((weakref.ref(y.slot), y.geometry),), Geometry.of(out), {}
+    # Its batch is folded, if it is anything else (`laid_out`).
+    is_folded = out.dim() != (2 if run is torch.mm else 3) or node is out.grad_fn
+    in_order = is_folded and out.is_contiguous()
     if call.name == "baddbmm":
         added = call.first
         if storage_nbytes(added) * _MUCH_LARGER > storage_nbytes(out) or "out" in call.kwargs:
@@ -192,7 +195,8 @@ def contraction(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         scales = {name: call.kwargs[name] for name in ("beta", "alpha") if name in call.kwargs}
 
     def combine(x: Tensor, y: Tensor, *added: Tensor, out: Tensor | None = None) -> Tensor:
-        return made.on(run(*(one.to(x.dtype) for one in added), x, y, **scales))  # autocast's cast
+        y = run(*(one.to(x.dtype) for one in added), x, y, **scales)  # autocast's cast
+        return y if in_order else made.on(y)
 
     is_extra = call.name in ("baddbmm", "einsum")
     op = Op(
@@ -201,6 +205,7 @@ def contraction(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         others=others,
         combine=combine,
         is_extra=is_extra,
+        any_size=in_order,
         is_exponential=product is not None,
         product=product,
     )
