@@ -33,7 +33,6 @@ from elbowroom.compiled.collect import known_size
 from elbowroom.compiled.decision import OTHERS, Decision, Loaded, stored_peak, too_small
 from elbowroom.compiled.deferred import DeferredKernels
 from elbowroom.compiled.later_starts import LaterStarts
-from elbowroom.compiled.layouts import laid_out_as_plain
 from elbowroom.compiled.options import Settings, device_of_inputs, read_options
 from elbowroom.compiled.tails import Tails
 from elbowroom.compiled.written import Check, Early, watching
@@ -341,6 +340,7 @@ def _compiled(
     """Compiles a region by a plan for this room. tails: how rows end, where a plan needs that."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    from elbowroom.compiled.layouts import laid_out_as_plain
     from elbowroom.compiled.partition import listening
     from elbowroom.compiled.scheduling import in_order
 
