@@ -155,8 +155,9 @@ def test_a_factor_in_a_product_of_matrices_has_half_of_its_bits_then(monkeypatch
     monkeypatch.setattr(PROCESS, "kept", Coarse())
     one, other = (torch.randn(8, 64, 64, requires_grad=True) for _ in range(2))
     with er.saving("dither", levels=16, min_nbytes=0) as saved:
-        torch.bmm(2 * one, 2 * other).square().sum()
+        loss = torch.bmm(2 * one, 2 * other).square().sum()  # they wait for a softmax
     assert {row.action for row in saved.ledger.rows if row.consumer == "bmm"} == {"cast"}
+    del loss
 
 
 def test_codes_by_stochastic_rounding_are_drawn_again_too(caplog) -> None:

@@ -330,7 +330,9 @@ class Saturated:
                 for one in self._others
             ):
                 return
-            action = replace(action, codec=at_least(codec, slot.logits_levels))
+            if slot.logits_levels:
+                codec = at_least(codec, slot.logits_levels)
+            action = replace(action, codec=codec)
         elif any(one.formula is Formula.RELATIVE for one in self._others):
             return  # what it is rebuilt from may get another code
         self._hold(slot, kept.restore(), action)
