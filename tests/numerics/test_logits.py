@@ -88,6 +88,11 @@ def with_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(F.softmax(z + table[at].t()[None, :, None], dim=-1), v)
 
 
+def switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    z = torch.matmul(q, k.transpose(-2, -1)) * 0.0
+    return torch.matmul(z.softmax(-1), v) + plain(q, k, v)
+
+
 def shown(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = torch.matmul(q, k.transpose(-2, -1)).mul(q.shape[-1] ** -0.5).softmax(-1)
     return torch.cat([torch.matmul(p, v), p], dim=-1)
@@ -95,6 +100,7 @@ def shown(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 WAYS = (
     plain,
+    switched_off,
     divided,
     scaled_first,
     masked,
@@ -150,9 +156,10 @@ def test_gradients_are_near_whatever_the_logits_are(held: str, std: float) -> No
 @pytest.mark.parametrize("std", [1.0, 4.0])
 @pytest.mark.parametrize("attention", WAYS)
 def test_ways_to_write_it(attention: Any, std: float) -> None:
-    far, ledger = errors(attention, std)
-    assert max(far) <= BAR
-    if std == 1:
+    for _ in range(3):  # the last ones follow a script
+        far, ledger = errors(attention, std)
+        assert max(far) <= BAR
+    if std == 1 and attention is not switched_off:  # whose q and k two products read
         assert ledger_of(ledger, "softmax") == ("rebuild", 0)
 
 

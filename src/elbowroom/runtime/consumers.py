@@ -117,14 +117,14 @@ class Levels(NamedTuple):
     """The fewest levels that codes of attention's q and k, of its v and of its bias must have.
 
     None: no code is fine enough. halves: of q and k, but 16-bit floats are
-    scale: of a product of q and k, what a softmax multiplies it with; 0: fused attention's
+    scale: of a product, what it is multiplied with before its softmax; None: of fused attention
     """
 
     logits: int | None
     values: int | None
     halves: bool = False
     bias: int | None = None
-    scale: float = 0.0
+    scale: float | None = None
 
     def reach(self, wanted: "Levels") -> bool:
         """Returns whether a code of these levels, or its replacement, serves the wanted levels."""

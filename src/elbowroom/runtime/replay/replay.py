@@ -359,15 +359,18 @@ class Replay(ReplayedModuleCalls, Observing):
         return out
 
     def may_stand(self, step: ScriptedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether a node of ours may replace the call, by more than its arguments."""
+        """Returns whether the call may run as in the script, by more than its arguments.
+
+        That is whether a node of ours may replace it, and codes are fine enough for its values.
+        """
         direct, call, levels = step.direct, Call(step.func, args, kwargs), step.levels
-        if levels is not None and levels.scale:
-            wanted = levels_of_logits(call, levels.scale)
-        elif direct is None or direct_of(call) is not direct or not may_run(call, direct):
+        if direct is not None and (direct_of(call) is not direct or not may_run(call, direct)):
             return False
-        elif levels is not None:
-            wanted = levels_by_values(call)
-        if levels is None or levels.reach(wanted):
+        if levels is None:
+            return True
+        scale = levels.scale
+        wanted = levels_by_values(call) if scale is None else levels_of_logits(call, scale)
+        if levels.reach(wanted):
             return True
         self.context.finer_levels = True
         return False

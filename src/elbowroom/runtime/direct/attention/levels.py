@@ -196,7 +196,7 @@ def spread(q: Tensor, k: Tensor, scale: float | None = None, *, of_half: bool = 
 
 
 def channel_spread(q: Tensor, k: Tensor, scale: float) -> float:
-    """What k adds to `spread` at most where the tokens of a channel share a step.
+    """Returns what k adds to `spread` at most where the tokens of a channel share a step.
 
     k [..., D, S]
     """
