@@ -253,6 +253,38 @@ class Reader(nn.Module):
         return F.cross_entropy(self.top(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Frozen(nn.Module):
+    """Attention behind a frozen layer, which saves nothing: q, k and v are views of
+    `batch * length` rows, a number that no tensor before them has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.qkv = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv.requires_grad_(False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.rows(tokens)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.last(x.transpose(1, 2).flatten(2)).sum()
+
+
+@pytest.mark.parametrize("how", [(), ("dither", 16)])
+def test_what_tensors_are_views_of_tells_its_rows_by_its_storage(how: tuple[Any, ...]) -> None:
+    net, followed = Frozen(), 0
+    for length in (24, 40, 33, 64, 17, 25, 50, 30, 41, 22, 63):
+        tokens = torch.randint(32, (4, length))
+        want = torch.autograd.grad(net(tokens), net.rows.weight)
+        saved = er.saving(*how[:1], **({"levels": how[1]} if how else {}), min_nbytes=0)
+        with saved:
+            loss = net(tokens)
+        got = torch.autograd.grad(loss, net.rows.weight)
+        assert error([*got], [*want]) < (0.05 if how else 1e-30)
+        followed += is_followed(saved)
+    assert followed >= 4
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_texts_of_other_lengths_replay_one_script(exact: bool) -> None:
     """As batches of texts that are padded to the longest of them: each length had its own script,

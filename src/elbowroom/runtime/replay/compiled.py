@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -386,6 +385,12 @@ def _hold_varying(save: ScriptedSave, is_exact: bool) -> Callable[[Replay, Tenso
             return wanted.fits(replay.sizes, x)
         return geometry == wanted
 
+    def covers(replay: Replay, takes: int) -> bool:
+        if nbytes != NOWHERE:
+            return takes == nbytes
+        numel, rest = divmod(takes, dtype.itemsize)
+        return not rest and isinstance(all_of_it, Varying) and all_of_it.covers(replay.sizes, numel)
+
     def hold(replay: Replay, x: Tensor) -> Any:
         geometry = Geometry.of(x)
         if (
@@ -395,10 +400,9 @@ def _hold_varying(save: ScriptedSave, is_exact: bool) -> Callable[[Replay, Tenso
             or (same != NOWHERE and not replay.places.has(same, x))
         ):
             return None
-        whole = now(all_of_it, replay.sizes)
-        takes = prod(whole.shape) * dtype.itemsize if nbytes == NOWHERE else nbytes
-        if fresh and x.untyped_storage().nbytes() != takes:
+        if fresh and not covers(replay, x.untyped_storage().nbytes()):
             return None
+        whole = now(all_of_it, replay.sizes)
         if place != NOWHERE:
             replay.places.note(place, x)
         if noted != NOWHERE:

@@ -133,7 +133,7 @@ class _Merger:
         whole, nbytes = None, b.nbytes
         _check((a.whole is None) == (b.whole is None))
         if a.whole is not None and b.whole is not None:
-            whole = self._of_known(a.whole, b.whole)
+            whole = self._whole(a, b)
         if a.nbytes != b.nbytes:  # of all that its geometry covers, or of more
             _check(isinstance(whole, Varying) and b.whole is not None)
             assert b.whole is not None
@@ -143,6 +143,17 @@ class _Merger:
             self.varying.add(b.slot)
         instruction = self.all(a.instruction, b.instruction)
         return b._replace(geometry=geometry, whole=whole, nbytes=nbytes, instruction=instruction)
+
+    def _whole(self, a: ScriptedSave, b: ScriptedSave) -> Geometry:
+        """Returns the geometry of what a tensor is a view of, where its storage may tell a size."""
+        assert a.whole is not None
+        assert b.whole is not None
+        both = self._geometry(a.whole, b.whole)
+        if isinstance(both, Varying) and b.fresh and a.nbytes != b.nbytes:
+            told = both.unknown(self.known)
+            self.known |= {told.nth} if told is not None else set()
+        _check(not isinstance(both, Varying) or both.sizes <= self.known)
+        return both
 
     def _instruction(self, a: Instruction, b: Instruction) -> Instruction:
         same = ("slot", "name", "need", "action", "mask", "bits", "covers")

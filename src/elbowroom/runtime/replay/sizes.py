@@ -2,13 +2,15 @@
 
 A mixture of experts gives an expert as many rows as there are tokens that chose it. Two forwards of
 it differ in these numbers alone. A script of both has a `Size` in their place, which the first
-tensor that is compared in a forward sets, and by which all later ones are measured.
+tensor that is compared in a forward sets, and by which all later ones are measured. What a tensor
+is a view of is not compared, but its storage tells how many elements it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
+from math import prod
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -66,6 +68,27 @@ class Varying(Geometry):
                     return False
                 sizes[want.nth] = got
         return True
+
+    def unknown(self, known: Container[int]) -> Size | None:
+        """Returns the size that is not known, where there is one, which a number of elements tells.
+
+        None: all are known, or there are more than one, or it is (part of) a stride, too.
+        """
+        unknown = [one for one in self.numbers if isinstance(one, Size) and one.nth not in known]
+        shape: tuple[Any, ...] = self.shape
+        return unknown[0] if len(unknown) == 1 and unknown[0] in shape else None
+
+    def covers(self, sizes: list[int], numel: int) -> bool:
+        """Returns whether it has so many elements. It tells the size that is not set."""
+        numbers: list[Any] = list(self.shape)
+        for unset in numbers:
+            if number_now(unset, sizes) == UNSET:
+                others = [number_now(one, sizes) for one in numbers if one is not unset]
+                rows = numel // max(prod(others), 1)
+                if not unset.minimum <= rows <= unset.maximum:
+                    return False
+                sizes[unset.nth] = rows
+        return numel == prod(number_now(one, sizes) for one in numbers)
 
     def now(self, sizes: list[int]) -> Geometry:
         """Returns the geometry that it is in a forward with these sizes, all of which are set."""
