@@ -287,11 +287,24 @@ def test_kernels_of_another_device_are_tried_before_they_are_trusted(
     module = sys.modules["elbowroom.runtime.direct.cross_entropy"]
     tried = module._has_bits_of_torch.__wrapped__
     cpu = torch.device("cpu")
-    assert tried(cpu, torch.float32, 5003)
-    assert tried(cpu, torch.bfloat16, 1)
+    assert tried(cpu, torch.float32, 5003, False)
+    assert tried(cpu, torch.bfloat16, 1, False)
     softmax = torch.log_softmax
     monkeypatch.setattr(torch, "log_softmax", lambda x, dim: softmax(x, dim) + 1e-3 * (len(x) > 1))
-    assert not tried(cpu, torch.float32, 5003)
+    assert not tried(cpu, torch.float32, 5003, False)
+
+
+def test_kernels_of_another_device_are_tried_with_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this device, one place alone has other bits: it has no vector to itself."""
+    module = sys.modules["elbowroom.runtime.direct.cross_entropy"]
+    tried = module._has_bits_of_torch.__wrapped__
+    softmax = torch.log_softmax
+    monkeypatch.setattr(
+        torch, "log_softmax", lambda x, dim: softmax(x.movedim(1, -1), -1).movedim(-1, 1)
+    )
+    assert tried(torch.device("cpu"), torch.float64, 7, True)
+    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: softmax(x, dim) + 1e-3 * x.shape[-1])
+    assert not tried(torch.device("cpu"), torch.float64, 7, True)
 
 
 def test_a_code_of_the_log_probabilities_is_held() -> None:
@@ -402,3 +415,133 @@ def test_a_policy_that_counts_as_exact_does_not_encode_logits() -> None:
     gradient(context)
     rows = [row for row in context.ledger.rows if row.consumer == "cross_entropy"]
     assert "dither" in {row.action for row in rows}
+
+
+# ------------------------------------------------------------------------------ maps of logits
+
+SIZES = [(777,), (37, 43), (9, 11, 13)]
+HOWS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"ignore_index": 0},
+    {"weight": torch.linspace(0, 1, 19)},
+    {"weight": torch.linspace(0, 1, 19), "reduction": "none", "ignore_index": 3},
+]
+
+
+def maps_of(
+    size: tuple[int, ...], samples: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Logits of 19 classes, and labels, a third of which are -100."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 19, *size, generator=generator, dtype=dtype) * 4
+    labels = torch.randint(0, 19, (samples, *size), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return x, labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_maps_have_the_bits_of_torch(size: tuple[int, ...], how: dict, dtype: torch.dtype) -> None:
+    x, labels = maps_of(size, dtype=dtype)
+    labels[labels < 0] = how.get("ignore_index", -100)
+    how = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in how.items()}
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        with context:
+            loss = F.cross_entropy(given * 1, labels, **how)
+        assert isinstance(context, contextlib.nullcontext) or loss.grad_fn.name() == OURS
+        weights = torch.linspace(0.5, 2, loss.numel(), dtype=dtype).view(loss.shape)
+        (once,) = torch.autograd.grad((loss * weights).sum(), given, retain_graph=True)
+        (first,) = torch.autograd.grad(loss.sum(), given, create_graph=True)
+        found = [loss.detach(), once, first.detach()]
+        if dtype is not torch.bfloat16:
+            found.append(torch.autograd.grad(first.square().sum(), given)[0])
+        return found
+
+    plain = run(contextlib.nullcontext())
+    for _ in range(3):
+        ours = run(er.saving(min_nbytes=0))
+        assert all(map(torch.equal, plain, ours))
+        assert [one.stride() for one in ours] == [one.stride() for one in plain]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_codes_of_maps_are_made_part_by_part(size: tuple[int, ...], how: dict) -> None:
+    x, labels = maps_of(size)
+    labels[labels < 0] = how.get("ignore_index", -100)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> tuple[Tensor, Tensor]:
+        given = x.clone().requires_grad_()
+        with context:
+            loss = F.cross_entropy(given * 1, labels, **how)
+        return loss.detach(), torch.autograd.grad(loss.sum(), given)[0]
+
+    loss, gradient = run(contextlib.nullcontext())
+    for _ in range(3):
+        saved = er.saving("dither", levels=64, min_nbytes=0)
+        ours = run(saved)
+        assert torch.equal(ours[0], loss)
+        assert (ours[1] - gradient).square().sum() < 0.01 * gradient.square().sum()
+        rows = [row for row in saved.ledger.rows if row.action == "dither"]
+        assert sum(row.before_nbytes for row in rows) == x.nbytes
+        assert sum(row.after_nbytes for row in rows) < 0.25 * x.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:this saving context changed nothing")
+@pytest.mark.parametrize("policy", [{}, {"policy": "dither", "levels": 16}], ids=str)
+def test_maps_take_no_more_than_their_logits(policy: dict) -> None:
+    """Of torch's own ops, backward has log-probabilities and two gradients of their size."""
+    x, labels = maps_of((160, 160), 4)
+
+    def peak(context: contextlib.AbstractContextManager[object]) -> int:
+        given = x.clone().requires_grad_()
+
+        def step() -> None:
+            with context:
+                loss = F.cross_entropy(given * 1, labels)
+            loss.backward()
+
+        return memory_curve(step).peak_nbytes
+
+    peak(er.saving(**policy))
+    plain, ours = peak(contextlib.nullcontext()), peak(er.saving(**policy))
+    assert plain > 2.9 * x.nbytes
+    # The gradient of `given * 1` is in the place of the logits, and given's own beside it.
+    assert ours < 2.4 * x.nbytes
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_maps_that_a_convolution_has_made_may_be_changed(
+    change: Callable[[Tensor], object], bias: bool
+) -> None:
+    torch.manual_seed(0)
+    head = nn.Conv2d(8, 19, 1, bias=bias)
+    features, (_, labels) = torch.randn(3, 8, 37, 43), maps_of((37, 43))
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        head.zero_grad()
+        given = features.clone().requires_grad_()
+        with context:
+            logits = head(given * 1)
+            loss = F.cross_entropy(logits, labels)
+        change(logits)
+        loss.backward()
+        return [given.grad, *(p.grad for p in head.parameters())]
+
+    plain = run(contextlib.nullcontext())
+    for _ in range(3):
+        assert all(map(torch.equal, plain, run(er.saving(min_nbytes=0))))
+
+
+def test_maps_in_another_order_are_torchs_own() -> None:
+    """Its kernel takes a copy in order, with the bits of that."""
+    x, labels = maps_of((37, 43))
+    given = x.to(memory_format=torch.channels_last).requires_grad_()
+    with er.saving(min_nbytes=0):
+        assert F.cross_entropy(given * 1, labels).grad_fn.name() != OURS

@@ -226,8 +226,8 @@ class Call:
         return self.name in _READERS or self.reads not in (Reads.RESTORED, Reads.PLACE, Reads.ROWS)
 
     def saves_part(self, x: Tensor) -> bool:
-        """Returns whether x, which it saves, is rows of what one of our nodes makes in parts."""
-        return self.in_parts and x.dim() == 2 and x.is_floating_point()
+        """Returns whether x, which it saves, is a part of what one of our nodes makes in parts."""
+        return self.in_parts and x.dim() >= 2 and x.is_floating_point()
 
     def source(self, sources: "Sources") -> "tuple[Source | None, Geometry]":
         """Returns the source for recomputing the call, as `Sources.source` does.

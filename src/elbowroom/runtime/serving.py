@@ -309,6 +309,12 @@ class Serving:
         """Returns a fresh 64-bit seed."""
         return mixed(self._first_seed + self._context.reserve(1) + 1)
 
+    def makes_again(self, x: Tensor) -> bool:
+        """Returns whether exact tensors that are held make this one again."""
+        origin = self._sources.origin(x) if self._rebuilds else None
+        ready = None if origin is None else origin.ready()
+        return ready is not None and ready.exact
+
     def _site(self, request: Request) -> tuple[Site, Ready | None]:
         """Returns the site of the save, and how x could be rebuilt for it."""
         origin = request.origin

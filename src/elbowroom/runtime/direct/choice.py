@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from elbowroom.plan import Policy
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.precision_floor import ATTENTION
@@ -35,6 +37,10 @@ class NodeChoice(ABC):
     def _is_innermost(self) -> bool:
         """Returns whether this context gets what is saved now: its hooks are the innermost."""
 
+    @abstractmethod
+    def _needs_no_room(self, x: Tensor) -> bool:
+        """Returns whether exact tensors that are held make this one again."""
+
     def is_exact(self) -> bool:
         """Returns whether no code of the policy adds errors.
 
@@ -57,6 +63,12 @@ class NodeChoice(ABC):
         if direct.late:
             self.context.waited_in.add(self._module)
         if direct.coded is None or self._keeps_bits(direct, call):
+            return direct.run
+        if (
+            direct.in_parts
+            and not isinstance(self.policy, Plan)
+            and self._needs_no_room(call.first)
+        ):
             return direct.run
         if direct.in_parts:
             call.reads, call.in_parts = Reads.SAMPLES, True

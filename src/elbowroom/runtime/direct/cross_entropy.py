@@ -13,15 +13,18 @@ Where the saved tensor may get a lossy code, it is logp, from -24 up (`plan/prec
 exp would make a factor of an error in logits. Then logp is made, encoded and decoded part by part.
 
 A program may change its logits after the loss: torch has no need of them any more. Their version
-says so, or the log-probabilities of the labels, which forward has noted: those that backward makes
-have to be the same. Then the linear layer that made the logits makes them again, from what it has
-saved, under the same test.
+says so, or a checksum of the log-probabilities of each part's labels: what backward makes has to
+have the same. Then the layer that made the logits makes them again, from what it has saved, under
+the same test.
+
+Logits of maps, [samples, classes, ...], are taken as [samples, classes, places]: a part has all
+classes of some places, of one sample or of several.
 
 There are two nodes, as torch has them. The tensor between them has no memory: the second node
 computes its own gradient of logp.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -34,18 +37,23 @@ from elbowroom.plan.precision_floor import MIN_LOG_PROBABILITY
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.direct.held import packed
-from elbowroom.runtime.direct.linear_again import linear_again
+from elbowroom.runtime.direct.logit_parts import (
+    MIN_NBYTES,
+    Part,
+    Reused,
+    coded_parts,
+    flattened,
+    flattened_labels,
+    parts_of,
+)
+from elbowroom.runtime.direct.product_again import product_again
 from elbowroom.runtime.handles import EncodeHandle, KeepHandle, RebuildHandle
 from elbowroom.runtime.node import Node, itself
 from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage, untouchable
 
 _aten: Any = torch.ops.aten
-_MIN_NBYTES = 1 << 16  # of logits: fewer are not worth two nodes of ours
 _MIN_LAUNCHED = 1 << 26  # ... nor more launches
-_PARTS = 16  # of the rows, within these bytes of one
-_PART_NBYTES = 1 << 16, 1 << 20  # what a processor's cache holds
-_LAUNCHED_PART_NBYTES = 1 << 24, 1 << 62
 _NO_CLASS = -(1 << 62)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHANGED = (
@@ -85,14 +93,14 @@ def fits_cross_entropy(call: Call, x: Tensor) -> bool:
     is_cpu = x.device.type == "cpu"
     if x.dtype not in (*FLOATS, torch.float64) or not (is_cpu or x.device.type == "cuda"):
         return False
-    least = _MIN_NBYTES if is_cpu else _MIN_LAUNCHED
-    if x.dim() != 2 or not x.is_contiguous() or x.nbytes < least:
+    least = MIN_NBYTES if is_cpu else _MIN_LAUNCHED
+    if x.dim() < 2 or not x.is_contiguous() or x.nbytes < least:
         return False
     if not isinstance(target, Tensor) or target.dtype is not torch.int64:
         return False
-    if target.shape != x.shape[:1]:  # torch's own error differs from its kernel's
+    if target.shape != x.shape[:1] + x.shape[2:]:  # torch's own error differs from its kernel's
         return False
-    if weight is not None and (weight.requires_grad or weight.shape != x.shape[1:]):
+    if weight is not None and (weight.requires_grad or weight.shape != x.shape[1:2]):
         return False
     if weight is not None and _is_cast(x):
         return False
@@ -114,26 +122,35 @@ def _are_rows_alone(x: Tensor) -> bool:
         return False  # stand-ins have no bits, and a capture cannot wait for them
     dtype = torch.float32 if _is_cast(x) else x.dtype
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        return _has_bits_of_torch(x.device, dtype, x.shape[1])
+        return _has_bits_of_torch(x.device, dtype, x.shape[1], x.dim() > 2)
 
 
 @cache
-def _has_bits_of_torch(device: torch.device, dtype: torch.dtype, classes: int) -> bool:
-    """Tries it with a few rows, one by one. The host waits for the answer."""
+def _has_bits_of_torch(
+    device: torch.device, dtype: torch.dtype, classes: int, has_places: bool
+) -> bool:
+    """Tries it with a few rows, or places, one by one. The host waits for the answer."""
     rows = 5
     steps = torch.arange(rows * classes, device=device, dtype=torch.float64)
-    x = (steps * 0.618034).frac().mul_(16).to(dtype).view(rows, classes)
+    x = (steps * 0.618034).frac().mul_(16).to(dtype)
     target = torch.arange(rows, device=device) * 7 % classes
+    each = [slice(n, n + 1) for n in range(rows)]
+    if has_places:
+        x, target = x.view(1, classes, rows), target.view(1, rows)
+        parts, whole_part = [Part(slice(1), one) for one in each], Part(slice(1), slice(rows))
+    else:
+        x = x.view(rows, classes)
+        parts, whole_part = [Part(one) for one in each], Part(slice(rows))
     ours, torchs = (_Labels(target, None, _REDUCTIONS["mean"], -100, dtype) for _ in range(2))
-    ours.loss_of_rows(x, parts := [slice(n, n + 1) for n in range(rows)])
+    ours.loss_of_parts(x, parts)
     torchs.loss(torch.log_softmax(x, 1))
     (loss, _), (whole, total) = ours.made, torchs.made  # type: ignore[misc]
     came = _Came(torch.ones_like(whole), target, None, total)
-    by_row, at_once = (
-        _gradient(ours, came, torch.empty_like(x), each, lambda part: ours.normalized(x[part]))
-        for each in (parts, [slice(rows)])
+    by_part, at_once = (
+        _gradient(ours, came, torch.empty_like(x), cut, lambda part: ours.normalized(part.of(x)))
+        for cut in (parts, [whole_part])
     )
-    return torch.equal(loss, whole) and torch.equal(by_row, at_once)
+    return torch.equal(loss, whole) and torch.equal(by_part, at_once)
 
 
 class _Came(NamedTuple):
@@ -143,6 +160,16 @@ class _Came(NamedTuple):
     target: Tensor
     weight: Tensor | None
     total: Tensor
+
+    def flat(self) -> "_Came":
+        """Returns it with at most one dimension of places."""
+        return self._replace(grad=flattened_labels(self.grad), target=flattened_labels(self.target))
+
+    def as_maps(self) -> "_Came":
+        """Returns it with places in two dimensions, of which the first has one element."""
+        flat = self.flat()
+        grad = flat.grad[:, None] if flat.grad.dim() else flat.grad
+        return flat._replace(grad=grad, target=flat.target[:, None])
 
 
 class _Labels:
@@ -168,73 +195,98 @@ class _Labels:
         self.made: tuple[Tensor, Tensor] | None = None
         self.came: _Came | None = None
 
-    def normalized(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the log-probabilities of rows of logits [rows, classes], in `out` if given."""
-        if out is None:
+    def normalized(self, x: Tensor, room: "Reused | None" = None) -> Tensor:
+        """Returns the log-probabilities of logits [rows, classes, ...], in `room` if given."""
+        if room is None:
             return torch.log_softmax(x.to(self.dtype), 1)
-        made: Tensor = _aten._log_softmax.out(x.to(self.dtype), 1, False, out=out)
+        x = x.to(self.dtype) if x.is_contiguous() else room.like(x, self.dtype, "copy").copy_(x)
+        made: Tensor = _aten._log_softmax.out(x, 1, False, out=room.like(x, self.dtype))
         return made
 
     def loss(self, logp: Tensor) -> None:
         """Computes the loss of all log-probabilities."""
-        self.made = _aten.nll_loss_forward(
-            logp, self.target, self.weight, self.reduction, self.ignore_index
-        )
+        assert self.target is not None
+        self.made = self._loss(logp, flattened_labels(self.target), self.weight, self.ignore_index)
 
-    def loss_of_rows(
-        self, x: Tensor, parts: Iterable[slice], use: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
-        """Computes the loss of logits, of which one part of the rows is normalized at a time.
+    def _loss(
+        self, logp: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor]
+        if logp.dim() == 2:
+            made = _aten.nll_loss_forward(logp, target, weight, self.reduction, ignore_index)
+            return made
+        maps = logp[:, :, None], target[:, None]  # as torch has those of 3 or 5 dimensions
+        loss, total = _aten.nll_loss2d_forward(*maps, weight, self.reduction, ignore_index)
+        return loss[:, 0] if loss.dim() else loss, total
 
+    def loss_of_parts(
+        self, x: Tensor, parts: Iterable[Part], use: Callable[[Tensor], None] | None = None
+    ) -> list[Tensor]:
+        """Computes the loss of logits, of which one part is normalized at a time.
+
+        x: [rows, classes], or [samples, classes, places]
         use: takes the log-probabilities of each part, which are its own
-        Returns the log-probabilities of the labels [rows, 1]; of rows without one, that of class 0.
-        torch's own kernel adds them up, as those of a single class: the order of its sum depends on
-        the rows alone.
+        Returns the checksum of each part's log-probabilities of labels, if `use` is None.
+        torch's own kernel adds these up, as those of a single class: the order of its sum depends
+        on the number of labels alone.
         """
-        target = self.target
-        assert target is not None
-        asked = self.asked(target, x.shape[1])
-        if self.weight is not None:
-            self.loss(logp := self.normalized(x))
-            picked = logp.gather(1, asked)
-            if use is not None:
-                for rows in parts:
-                    use(logp[rows].clone())
-            return picked
-        picked = x.new_empty(len(x), 1, dtype=self.dtype)
-        room = _Reused()
-        for rows in parts:
-            out = room.like(x[rows], self.dtype) if use is None else None
-            logp = self.normalized(x[rows], out)
-            torch.gather(logp, 1, asked[rows], out=picked[rows])
-            if use is not None:
-                use(logp)
+        assert self.target is not None
+        target, sums, room = flattened_labels(self.target), [], Reused()
+        picked = x.new_empty((len(x), 1, *x.shape[2:]), dtype=self.dtype)
+        at_once = None if self.weight is None else self.normalized(x)
+        for part in parts:
+            if at_once is not None:
+                logp = part.of(at_once)
+            else:
+                logp = self.normalized(part.of(x), room if use is None else None)
+            chosen = self.chosen(logp, part.of_labels(target))
+            part.of(picked).copy_(chosen)
+            if use is None:
+                sums.append(_checksum(chosen))
+            else:
+                use(logp if at_once is None else logp.clone(memory_format=torch.contiguous_format))
+        if at_once is not None:
+            self.loss(at_once)
+            return sums
         only, ignored = 0, self.ignore_index
         is_class = self._is_class(target, x.shape[1])
         if ignored == only:
             target, ignored = target.where(target != ignored, _NO_CLASS), _NO_CLASS
         # A number that is no class stays, for torch's own error.
         target = torch.where(is_class, only, target)
-        self.made = _aten.nll_loss_forward(picked, target, None, self.reduction, ignored)
-        return picked
+        self.made = self._loss(picked, target, None, ignored)
+        return sums
 
-    def asked(self, target: Tensor, classes: int) -> Tensor:
-        """The labels as indices of classes [rows, 1]; 0 for what is none."""
-        return target.where(self._is_class(target, classes), 0)[:, None]
+    def chosen(self, logp: Tensor, target: Tensor) -> Tensor:
+        """Returns the log-probabilities of labels; where a label is no class, that of any.
+
+        logp: of one part [rows, classes] or [samples, classes, places]
+        target: of that part [rows] or [samples, places]
+        """
+        return logp.gather(1, target.clamp(0, logp.shape[1] - 1)[:, None])
 
     def _is_class(self, target: Tensor, classes: int) -> Tensor:
         return (target != self.ignore_index) & (target >= 0) & (target < classes)
 
     def gradient(self, came: _Came, logp: Tensor) -> Tensor:
         """The gradient of logp, whose values do not matter."""
-        made: Tensor = _aten.nll_loss_backward(came.grad, logp, *self._settings(came))
-        return made
+        made: Tensor
+        if logp.dim() == 2:
+            made = _aten.nll_loss_backward(came.grad, logp, *self._settings(came))
+            return made
+        maps, came = flattened(logp)[:, :, None], came.as_maps()
+        made = _aten.nll_loss2d_backward(came.grad, maps, *self._settings(came))
+        return made.view(logp.shape)
 
-    def gradient_of_rows(self, came: _Came, logp: Tensor, rows: slice, out: Tensor) -> None:
-        """Writes the gradient of some rows of logp to `out`."""
-        grad = came.grad[rows] if came.grad.dim() else came.grad
-        came = came._replace(target=came.target[rows])
-        _aten.nll_loss_backward.grad_input(grad, logp, *self._settings(came), grad_input=out)
+    def gradient_of_part(self, came: _Came, logp: Tensor, part: Part, out: Tensor) -> None:
+        """Writes the gradient of some part of logp to `out`; `came` is flat."""
+        grad = part.of_labels(came.grad) if came.grad.dim() else came.grad
+        came = came._replace(grad=grad, target=part.of_labels(came.target))
+        op = _aten.nll_loss_backward
+        if logp.dim() > 2:
+            op, came = _aten.nll_loss2d_backward, came.as_maps()
+            logp, out = logp[:, :, None], out[:, :, None]
+        op.grad_input(came.grad, logp, *self._settings(came), grad_input=out)
 
     def _settings(self, came: _Came) -> tuple[Any, ...]:
         return came.target, came.weight, self.reduction, self.ignore_index, came.total
@@ -247,6 +299,7 @@ class _NegativeLogLikelihood(Node):
     ) -> Tensor:
         assert labels.made is not None
         (loss, total), labels.made = labels.made, None
+        loss = loss.view(target.shape) if loss.dim() else loss
         ctx.save_for_backward(target, weight, total)
         ctx.set_materialize_grads(False)
         ctx.labels, ctx.shape = labels, logp.shape
@@ -269,12 +322,14 @@ class _Logits(Node):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
-        ctx.picked = labels.loss_of_rows(x, _parts(x))
+        flat = flattened(x)
+        parts = [*parts_of(flat)]
+        ctx.sums = labels.loss_of_parts(flat, parts)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.labels = labels
-        part_nbytes = min(_rows(x), len(x)) * x.shape[1] * labels.dtype.itemsize
+        part_nbytes = parts[0].of(flat).numel() * labels.dtype.itemsize
         ctx.workspace_nbytes = 3 * part_nbytes - x.nbytes
         return x.new_zeros((), dtype=labels.dtype).expand(x.shape)
 
@@ -286,12 +341,14 @@ class _Logits(Node):
             return None, None
         if _is_whole(grad):
             (x,) = ctx.saved_tensors
-            logp = labels.normalized(x)
-            if not _is_known(logp, labels.asked(came.target, x.shape[1]), ctx.picked):
-                raise RestoreError(_CHANGED)
+            logp, target = labels.normalized(x), flattened_labels(came.target)
+            for part, known in zip(parts_of(flattened(x)), ctx.sums, strict=True):
+                chosen = labels.chosen(part.of(flattened(logp.detach())), part.of_labels(target))
+                if not _is_known(chosen, known):
+                    raise RestoreError(_CHANGED)
             return _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype).to(x.dtype), None
         logits = _UnchangedLogits(ctx, came.target)
-        return _gradient(labels, came, logits.place(), _parts(logits.x), logits.normalized), None
+        return _gradient(labels, came, logits.place(), logits.parts, logits.normalized), None
 
 
 class _LogProbabilities(Node):
@@ -306,17 +363,18 @@ class _LogProbabilities(Node):
     def forward(ctx: Any, x: Tensor, labels: _Labels) -> Tensor:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack, ctx.unpack = hooks if hooks is not None else (itself, itself)
-        ctx.rows, ctx.held = [*_coded_parts(x, labels.dtype)], []
+        flat = flattened(x)
+        ctx.parts, ctx.held = [*coded_parts(flat, labels.dtype)], []
 
         def hold(logp: Tensor) -> None:
             ctx.held.append(pack(logp.clamp_(min=MIN_LOG_PROBABILITY)))
 
-        labels.loss_of_rows(x, ctx.rows, hold)
+        labels.loss_of_parts(flat, ctx.parts, hold)
         ctx.shape, ctx.dtype, ctx.labels = x.shape, x.dtype, labels
         between = x.new_zeros((), dtype=labels.dtype).expand(x.shape)
         ctx.save_for_backward(between)
         ctx.set_materialize_grads(False)
-        part_nbytes = x[ctx.rows[0]].numel() * labels.dtype.itemsize
+        part_nbytes = ctx.parts[0].of(flat).numel() * labels.dtype.itemsize
         ctx.workspace_nbytes = x.nbytes + 2 * part_nbytes
         return between
 
@@ -330,18 +388,27 @@ class _LogProbabilities(Node):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.held = []
         if came is None or _is_whole(grad):  # None: it comes from a gradient's own backward
-            logp = torch.cat([ctx.unpack(one).detach() for one in held]) + between
+            logp = _joined(ctx.parts, (ctx.unpack(one).detach() for one in held), between)
             made: Tensor = _aten._log_softmax_backward_data(grad, logp, 1, logp.dtype)
             return made.to(ctx.dtype), None
 
-        def rows_of(rows: slice) -> Tensor:
-            at = ctx.rows.index(rows)
+        def logp_of(part: Part) -> Tensor:
+            at = ctx.parts.index(part)
             logp: Tensor = ctx.unpack(held[at]).detach()
             held[at] = held[at] if held is ctx.held else None
             return logp
 
         made = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad.device)
-        return _gradient(labels, came, made, ctx.rows, rows_of), None
+        return _gradient(labels, came, made, ctx.parts, logp_of), None
+
+
+def _joined(parts: Iterable[Part], held: Iterable[Tensor], between: Tensor) -> Tensor:
+    """Returns all log-probabilities, as a function of `between`."""
+    made = torch.empty_like(between, memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        for part, logp in zip(parts, held, strict=True):
+            part.of(made.view(flattened(made).shape)).copy_(logp)
+    return made + between
 
 
 coded_cross_entropy = partial(cross_entropy, node=_LogProbabilities)
@@ -359,118 +426,83 @@ class _UnchangedLogits:
     """Logits that are those of forward, part by part."""
 
     def __init__(self, ctx: Any, target: Tensor) -> None:
-        self._ctx, self._labels, self._picked = ctx, ctx.labels, ctx.picked
-        self._is_again, self._room = False, _Reused()
+        self._ctx, self._labels, self._target = ctx, ctx.labels, flattened_labels(target)
+        self._is_again, self._room = False, Reused()
         try:
             self.x, self._is_private = _restored(ctx)
         except NothingHeld:
             raise
         except RestoreError as error:  # the logits were changed in place
             self._make_again(error)
-        self._asked = self._labels.asked(target, self.x.shape[1])
+        self.parts = [*parts_of(flattened(self.x))]
+        self._sums = ctx.sums
 
     def place(self) -> Tensor:
         """Returns memory for the gradient: that of the logits, where nobody else has them."""
         return self.x if self._is_private else torch.empty_like(self.x)
 
-    def normalized(self, rows: slice) -> Tensor:
-        """Returns the log-probabilities of some rows [rows, classes].
+    def normalized(self, part: Part) -> Tensor:
+        """Returns the log-probabilities of some part.
 
         Raises RestoreError if the logits were changed, and cannot be made again.
         """
-        x, labels = self.x[rows], self._labels
-        logp: Tensor = labels.normalized(x, self._room.like(x, labels.dtype))
-        if not _is_known(logp, self._asked[rows], self._picked[rows]):
+        x, labels = part.of(flattened(self.x)), self._labels
+        logp: Tensor = labels.normalized(x, self._room)
+        chosen = labels.chosen(logp, part.of_labels(self._target))
+        if not _is_known(chosen, self._sums[self.parts.index(part)]):
             self._make_again()
-            return self.normalized(rows)
+            return self.normalized(part)
         return logp
 
     def _make_again(self, cause: RestoreError | None = None) -> None:
-        x = None if self._is_again else linear_again(self._ctx.next_functions[0][0])
+        x = None if self._is_again else product_again(self._ctx.next_functions[0][0])
         shape, dtype = self._ctx.shape, self._ctx.dtype
         if x is None or x.numel() != shape.numel():
             raise RestoreError(_CHANGED) from cause
         self.x, self._is_private, self._is_again = x.view(shape).to(dtype), True, True
 
 
-def _is_known(logp: Tensor, asked: Tensor, picked: Tensor) -> bool:
-    """Returns whether the log-probabilities of the labels are, bit by bit, those of forward.
+def _checksum(chosen: Tensor) -> Tensor:
+    """Returns a number of the bits of log-probabilities, and of their order."""
+    bits = chosen.view(_BITS[chosen.element_size()]).flatten().to(torch.int64)
+    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
+
+
+def _is_known(chosen: Tensor, checksum: Tensor) -> bool:
+    """Returns whether the log-probabilities of labels are, bit by bit, those of forward.
 
     On a GPU it is the device that ends the program, since the host does not wait for it.
     """
-    if type(logp) is not Tensor:  # a stand-in, which has no values
+    if type(chosen) is not Tensor:  # a stand-in, which has no values
         return True
-    bits = _BITS[logp.element_size()]
-    now, then = logp.gather(1, asked).view(bits), picked.view(bits)
-    if logp.device.type != "cpu":
-        torch._assert_async((now == then).all(), _CHANGED)
+    now = _checksum(chosen)
+    if now.device.type != "cpu":
+        torch._assert_async(now == checksum, _CHANGED)
         return True
-    return torch.equal(now, then)
+    return torch.equal(now, checksum)
 
 
 def _gradient(
     labels: _Labels,
     came: _Came,
     made: Tensor,
-    parts: Iterable[slice],
-    logp_of: Callable[[slice], Tensor],
+    parts: Iterable[Part],
+    logp_of: Callable[[Part], Tensor],
 ) -> Tensor:
     """Returns the gradient of the logits in `made`, which may be the memory of what was saved.
 
     logp_of: log-probabilities of a part
     """
-    room = _Reused()
-    for rows in parts:
-        logp, part = logp_of(rows), made[rows]
-        labels.gradient_of_rows(came, logp, rows, of_logp := room.like(logp))
-        if part.dtype is logp.dtype:
-            _aten._log_softmax_backward_data.out(of_logp, logp, 1, logp.dtype, out=part)
-        else:
-            part.copy_(_aten._log_softmax_backward_data(of_logp, logp, 1, logp.dtype))
+    room, came, flat = Reused(), came.flat(), made.view(flattened(made).shape)
+    for part in parts:
+        logp, place = logp_of(part), part.of(flat)
+        labels.gradient_of_part(came, logp, part, of_logp := room.like(logp))
+        is_there = place.dtype is logp.dtype and place.is_contiguous()
+        out = place if is_there else room.like(logp, use="copy")
+        _aten._log_softmax_backward_data.out(of_logp, logp, 1, logp.dtype, out=out)
+        if not is_there:
+            place.copy_(out)
     return made
-
-
-class _Reused:
-    """Memory of one part of the rows after the other: no page of it is new after the first.
-
-    An allocator that gives pages back (glibc) would have each part fault its pages in again.
-    """
-
-    def __init__(self) -> None:
-        self._room: Tensor | None = None
-
-    def like(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns memory for a part [rows, classes], whose values are undefined."""
-        if self._room is None or len(self._room) < len(part):
-            self._room = torch.empty_like(part, dtype=dtype)
-        return self._room[: len(part)]
-
-
-def _parts(x: Tensor) -> Iterator[slice]:
-    """All rows of x, a few at a time."""
-    return _slices(len(x), _rows(x))
-
-
-def _coded_parts(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """All rows of x in at most `_PARTS` parts: equal ones, and the rest.
-
-    Their number does not depend on that of the rows, if these are many, so that one script serves
-    them all. A part has as many bytes as a tensor that is worth a code.
-    """
-    least = -(-_MIN_NBYTES // (x.shape[1] * dtype.itemsize))
-    return _slices(len(x), max(-(-len(x) // _PARTS), least))
-
-
-def _slices(length: int, part: int) -> Iterator[slice]:
-    starts = range(0, length, part)
-    return (slice(start, min(start + part, length)) for start in starts)
-
-
-def _rows(x: Tensor) -> int:
-    """The rows of a part."""
-    least, most = _PART_NBYTES if x.device.type == "cpu" else _LAUNCHED_PART_NBYTES
-    nbytes = min(max(x.nbytes // _PARTS, least), most)
-    return max(nbytes // (x.shape[1] * x.element_size()), 1)
 
 
 def _restored(ctx: Any) -> tuple[Tensor, bool]:

@@ -39,6 +39,7 @@ from elbowroom.runtime.producers.products import (
     contraction,
     convolution,
     elementwise,
+    enlarged,
     joined,
     linear,
     log_probabilities,
@@ -180,7 +181,7 @@ def note_copy(x: Tensor, call: Call, sources: Sources) -> Origin | None:
     An op that works in place saves its input as it was; under autocast the input is cast first.
     Returns the record.
     """
-    if call.name == "cross_entropy" and sources.is_exact:
+    if call.name == "cross_entropy":
         return log_probabilities(call, x, sources)
     of, copy = call.first, x if x._base is None else x._base
     if of is copy or not isinstance(of, Tensor) or copy.grad_fn is None or untouchable(of):
@@ -283,6 +284,7 @@ _MAKERS: dict[str, _Maker] = {
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("index_select", "__getitem__"), gather),
     "computed_rows": computed,
+    "interpolate": enlarged,
     **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), moved),
 }
 _OF_EXACT: dict[str, _Maker] = {
@@ -293,7 +295,7 @@ _OF_EXACT: dict[str, _Maker] = {
     **dict.fromkeys(_JOINS, joined),
     **dict.fromkeys(("where", "masked_fill"), selected),
     **dict.fromkeys(("baddbmm", "einsum"), contraction),
-    **dict.fromkeys(("interpolate", "pad"), elementwise),
+    "pad": elementwise,
 }
 # Of these, the ones that make attention's logits, of which codes of q and k can make a softmax.
 _OF_LOGITS = ("where", "masked_fill", "baddbmm")

@@ -9,7 +9,7 @@ from elbowroom.runtime.consumers import Call
 from elbowroom.runtime.handles.rebuild import Op, Recipe
 from elbowroom.runtime.kept import Deferred
 from elbowroom.runtime.slot import Geometry, View, same_order
-from elbowroom.runtime.sources import Sources
+from elbowroom.runtime.sources import Source, Sources
 from elbowroom.runtime.storage import Origin
 
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
@@ -17,12 +17,23 @@ REORDERED = (*VIEWS, "TransposeBackward0", "PermuteBackward0", "TBackward0")
 
 
 def origin_of(
-    call: Call, out: Tensor, sources: Sources, op: Op | None, *, has_zeros: bool = False
+    call: Call,
+    out: Tensor,
+    sources: Sources,
+    op: Op | None,
+    *,
+    has_zeros: bool = False,
+    source: Source | None = None,
 ) -> Origin:
-    """The origin of `out`, with a recipe if there are an op and a source to recompute it from."""
+    """The origin of `out`, with a recipe if there are an op and a source to recompute it from.
+
+    source: of the op's first argument; None: what is known of it
+    """
     recipe = None
     if op is not None:
-        source, seen = call.source(sources)
+        seen = Geometry.of(call.first)
+        if source is None:
+            source, seen = call.source(sources)
         if source is not None:
             recipe = Recipe.of(in_order(op, seen, out), source, seen, out, sources.slot(out))
     return Origin(call.name, has_zeros, recipe)

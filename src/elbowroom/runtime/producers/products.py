@@ -38,8 +38,13 @@ _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
 }
 
 
-def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
-    """A function of one tensor, and of numbers, from its input as any op has saved it."""
+def elementwise(
+    call: Call, out: Tensor, sources: Sources, *, source: Source | None = None
+) -> Origin | None:
+    """A function of one tensor, and of numbers, from its input as any op has saved it.
+
+    source: of the input; None: what is known of it
+    """
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
     if any(isinstance(one, Tensor) for one in (*rest, *named.values())) or out.dtype != x.dtype:
@@ -63,7 +68,21 @@ def elementwise(call: Call, out: Tensor, sources: Sources) -> Origin | None:
         products=products,
         slope=_slope(call),
     )
-    return origin_of(call, out, sources, op)
+    return origin_of(call, out, sources, op, source=source)
+
+
+def enlarged(call: Call, out: Tensor, sources: Sources) -> Origin | None:
+    """A function of one tensor whose result may be much larger: then a copy of that may be held.
+
+    The logits of a segmentation are interpolated, and only the loss saves them. Its exponentials
+    make a factor of an error, and its sums over neighbours add up those of a code: so where codes
+    add errors, nothing is made but from a copy.
+    """
+    x = call.first
+    if sources.is_exact:
+        return elementwise(call, out, sources, source=sources.operand_or_spare(x, call, out))
+    spare = sources.spare(x, call.name, out)
+    return None if spare is None else elementwise(call, out, sources, source=spare)
 
 
 def _slope(call: Call) -> float | None:

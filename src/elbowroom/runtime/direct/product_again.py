@@ -1,4 +1,4 @@
-"""Computes the product of a linear layer once more, from what its node has saved.
+"""Computes a linear layer or a convolution once more, from what its node has saved.
 
 Backward of a later op may need what the layer has computed, after a program has changed it. The
 node of the layer has saved its operands for its own backward, which is still to come.
@@ -12,8 +12,8 @@ from torch import Tensor
 from elbowroom.runtime.consumers import RESHAPES
 
 
-def linear_again(node: Any) -> Tensor | None:
-    """Returns what a linear layer has computed, once more, from what its node has saved.
+def product_again(node: Any) -> Tensor | None:
+    """Returns what a layer has computed, once more, from what its node has saved.
 
     node: of the layer, or of a reshape or cast of its result. None for any other node, if its
     weight is frozen, and for a bias that is no parameter.
@@ -24,6 +24,8 @@ def linear_again(node: Any) -> Tensor | None:
     if name == "MmBackward0":
         x, weight = node._saved_self, _weight(node._saved_mat2, node.next_functions[1][0])
         return None if x is None or weight is None else torch.mm(x, weight).detach()
+    if name == "ConvolutionBackward0":
+        return _convolution(node)
     if name != "AddmmBackward0":
         return None
     x, weight = node._saved_mat1, _weight(node._saved_mat2, node.next_functions[2][0])
@@ -32,6 +34,18 @@ def linear_again(node: Any) -> Tensor | None:
         return None
     scales = {"beta": node._saved_beta, "alpha": node._saved_alpha}
     return torch.addmm(bias, x, weight, **scales).detach()
+
+
+def _convolution(node: Any) -> Tensor | None:
+    x, weight, (_, _, (of_bias, _)) = node._saved_input, node._saved_weight, node.next_functions
+    bias = getattr(of_bias, "variable", None)
+    if x is None or weight is None or (bias is None and any(node._saved_bias_sym_sizes_opt or ())):
+        return None
+    how = (
+        *(node._saved_stride, node._saved_padding, node._saved_dilation),
+        *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
+    )
+    return torch.convolution(x, weight, bias, *how).detach()
 
 
 def _weight(saved: Tensor | None, node: Any) -> Tensor | None:
