@@ -545,3 +545,50 @@ def test_maps_in_another_order_are_torchs_own() -> None:
     given = x.to(memory_format=torch.channels_last).requires_grad_()
     with er.saving(min_nbytes=0):
         assert F.cross_entropy(given * 1, labels).grad_fn.name() != OURS
+
+
+# --------------------------------------------------------------- logits that other ops read, too
+
+
+def two_labels(x: Tensor) -> Tensor:
+    """As of mixed samples (mixup)."""
+    return F.cross_entropy(x, torch.arange(len(x)) * 5 % x.shape[1])
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda x: x.square().mean(),
+    "product": lambda x: (x * x).mean(),
+    "logsumexp": lambda x: torch.logsumexp(x, 1).square().mean(),
+    "two labels": two_labels,
+    "softmax": lambda x: torch.softmax(x, 1).square().sum(),
+    "overlap": lambda x: (torch.softmax(x, 1) * F.one_hot(torch.arange(len(x)), x.shape[1])).sum(),
+    "activation": lambda x: F.gelu(x).square().mean(),
+    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["rows", "maps"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_logits_that_another_op_reads_are_not_overwritten(
+    other: Callable[[Tensor], Tensor], is_first: bool, maps: bool
+) -> None:
+    """Nobody but the graph has the logits: the loss is all that a model returns."""
+    x, weight, _ = logits_of(300, 320)
+    labels = torch.arange(300) % 320
+    if maps:
+        labels = labels[:, None].expand(300, 4).contiguous() % 80
+
+    def loss_of() -> Tensor:
+        logits = F.linear(x, weight)
+        of_loss = logits.view(300, 80, 4) if maps else logits
+        before = other(logits) if is_first else 0
+        loss = F.cross_entropy(of_loss, labels) + before
+        return loss if is_first else loss + other(logits)
+
+    (truth,) = torch.autograd.grad(loss_of(), weight)
+    for _ in range(4):
+        with er.saving(min_nbytes=0):
+            loss = loss_of()
+        (found,) = torch.autograd.grad(loss, weight)
+        assert torch.equal(found, truth)

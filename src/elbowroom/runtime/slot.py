@@ -512,6 +512,11 @@ class View:
         if need is Need.LOSSY or need is Need.EXACT:
             slot.readers += 1
 
+    @property
+    def is_alone(self) -> bool:
+        """True if no other op reads the values of its slot, and nothing is rebuilt from them."""
+        return self.slot.readers <= 1 and not self.slot.is_source
+
     def restore(self) -> Tensor:
         """Returns the saved tensor again: same shape, dtype, device, strides."""
         slot = self.slot

@@ -512,10 +512,11 @@ def _restored(ctx: Any) -> tuple[Tensor, bool]:
     is_code = isinstance(handle, EncodeHandle) and handle.is_needed()
     is_made = isinstance(handle, RebuildHandle)
     is_kept = isinstance(handle, KeepHandle) or not isinstance(held, View)
+    is_shared = is_kept and isinstance(held, View) and not held.is_alone
     (saved,) = ctx.saved_tensors
     x: Tensor = saved.detach()
     del saved
     # Its holder, and `x` here.
     known = 2 if is_kept else is_made + is_code * (1 + ARENA.owns(x))
-    alone = WeakStorage(x).holders() <= known
+    alone = not is_shared and WeakStorage(x).holders() <= known
     return x, alone and not torch._C._autograd._get_current_graph_task_keep_graph()
