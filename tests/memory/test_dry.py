@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "converted": (converted, 0.001),
     "gpt": (lambda: GPT(width=32, depth=2, context=64), 0.001),
     "resnet": (lambda: ResNet18(width=8), 0.03),
-    "unet": (lambda: UNet(width=8), 0.12),
+    "unet": (lambda: UNet(width=8), 0.18),  # oneDNN copies maps
 }
 KINDS = pytest.mark.parametrize("kind", MODELS)
 

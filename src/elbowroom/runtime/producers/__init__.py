@@ -285,6 +285,7 @@ _MAKERS: dict[str, _Maker] = {
     **dict.fromkeys(("index_select", "__getitem__"), gather),
     "computed_rows": computed,
     "interpolate": enlarged,
+    **dict.fromkeys(_JOINS, joined),
     **dict.fromkeys(("contiguous", "clone", "reshape", "flatten", "roll"), moved),
 }
 _OF_EXACT: dict[str, _Maker] = {
@@ -292,7 +293,6 @@ _OF_EXACT: dict[str, _Maker] = {
     "addmm": added_product,
     **dict.fromkeys((f"conv{n}d" for n in (1, 2, 3)), convolution),
     **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), convolution),
-    **dict.fromkeys(_JOINS, joined),
     **dict.fromkeys(("where", "masked_fill"), selected),
     **dict.fromkeys(("baddbmm", "einsum"), contraction),
     "pad": elementwise,

@@ -13,7 +13,7 @@ from elbowroom.runtime.logits import SOFTMAXES, are_logits, may_be_logits, produ
 from elbowroom.runtime.producers.copies import reordered_slot
 from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.sources import Source, Sources
+from elbowroom.runtime.sources import Source, Sources, can_follow
 from elbowroom.runtime.storage import Origin, is_dense, storage_nbytes, untouchable
 
 _MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
@@ -39,11 +39,17 @@ _CONTRACTIONS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
 
 
 def elementwise(
-    call: Call, out: Tensor, sources: Sources, *, source: Source | None = None
+    call: Call,
+    out: Tensor,
+    sources: Sources,
+    *,
+    source: Source | None = None,
+    of_codes: bool = True,
 ) -> Origin | None:
     """A function of one tensor, and of numbers, from its input as any op has saved it.
 
     source: of the input; None: what is known of it
+    of_codes: the input may have a code
     """
     x, rest, named, func = call.first, call.args[1:], dict(call.kwargs), call.func
     named.pop("input", None)
@@ -61,7 +67,7 @@ def elementwise(
     products = out.numel() * _LONG.get(call.name, 0) if x.device.type == "cpu" else 0
     op = Op(
         exact,
-        run,
+        run if of_codes else None,
         in_place,
         any_size=True,
         is_exponential=call.name in _EXPONENTIAL,
@@ -75,14 +81,11 @@ def enlarged(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     """A function of one tensor whose result may be much larger: then a copy of that may be held.
 
     The logits of a segmentation are interpolated, and only the loss saves them. Its exponentials
-    make a factor of an error, and its sums over neighbours add up those of a code: so where codes
-    add errors, nothing is made but from a copy.
+    make a factor of an error, and several results have that of one element: so where codes add
+    errors, nothing is made of one.
     """
-    x = call.first
-    if sources.is_exact:
-        return elementwise(call, out, sources, source=sources.operand_or_spare(x, call, out))
-    spare = sources.spare(x, call.name, out)
-    return None if spare is None else elementwise(call, out, sources, source=spare)
+    source = sources.operand_or_spare(call.first, call, out)
+    return elementwise(call, out, sources, source=source, of_codes=sources.is_exact)
 
 
 def _slope(call: Call) -> float | None:
@@ -305,16 +308,16 @@ def added_product(call: Call, out: Tensor, sources: Sources) -> None:
 
 
 def joined(call: Call, out: Tensor, sources: Sources) -> Origin | None:
-    """The recipe of `cat` and `stack`, of parts that are held or rebuilt, in exact contexts."""
+    """The recipe of `cat` and `stack`, of parts that are held or rebuilt, all of them exactly."""
     parts, named = call.first, {k: v for k, v in call.kwargs.items() if k != "tensors"}
     rest, run = call.args[1:], torch.stack if call.name == "stack" else torch.cat
-    if not sources.is_exact or not 2 <= len(parts) <= _MAX_PARTS or "out" in named:
+    if not 2 <= len(parts) <= _MAX_PARTS or "out" in named:
         return None
     if any(untouchable(x) or x.dtype is not out.dtype for x in parts):
         return None
     found = [None if type(x) is nn.Parameter else sources.operand(x, call) for x in parts]
     links = tuple(link_to(one) for one in found if one is not None)
-    if len(links) < len(parts):
+    if len(links) < len(parts) or not (sources.is_exact or all(map(can_follow, links))):
         return None
 
     def combine(*parts: Tensor, out: Tensor | None = None) -> Tensor:
