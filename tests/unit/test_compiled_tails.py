@@ -9,7 +9,15 @@ from torch import fx
 from torch._inductor.codegen.cpp import KernelOpStats, TilingSelect
 
 from elbowroom.compiled import Regions, Settings, backend
-from elbowroom.compiled.tails import Tails, _computed, _end_of, _ended, _leaves_few, tell_apart
+from elbowroom.compiled.tails import (
+    Tails,
+    _computed,
+    _end_of,
+    _ended,
+    _leaves_few,
+    ends_as_forward,
+    ends_as_gradients,
+)
 
 PART = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {}, 2))
 FEW = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {"load": 2}, 1))
@@ -67,7 +75,8 @@ def test_a_copy_for_gradients_ends_as_in_plain_backward_and_its_original_as_in_f
         return _computed(SimpleNamespace(args=[body]), is_backward=True)
 
     assert names_of(given) == [(True, given.name)]
-    tell_apart({given: copied})
+    ends_as_gradients(copied, given)
+    ends_as_forward(given)
     assert names_of(given) == [(False, given.name)]
     assert names_of(copied) == [(True, given.name)]
     tails = Tails()

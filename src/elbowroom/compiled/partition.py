@@ -45,7 +45,7 @@ from elbowroom.compiled.lossy import Least, code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse, split
-from elbowroom.compiled.tails import may_end_in_few, tell_apart
+from elbowroom.compiled.tails import may_end_in_few
 from elbowroom.compiled.twice import late_operands, own_functions, plain_loops, undo
 from elbowroom.errors import BudgetTooSmall
 
@@ -204,11 +204,9 @@ class _Answer:
             return bool(copies) or made is not None
 
         def as_plain(plain: Step) -> bool:
-            copies = plain_loops(joint, plain, self._settings.apart)
-            added(list(copies.values()))
-            if self._settings.apart:
-                tell_apart(copies)
-            return bool(copies)
+            made = plain_loops(joint, plain, self._settings.apart)
+            added(made)
+            return bool(made)
 
         def consistent() -> bool:
             made = from_inputs(joint)

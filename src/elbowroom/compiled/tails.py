@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -166,10 +166,20 @@ def _selecting(
         yield
 
 
-def tell_apart(copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Notes that these nodes end as in plain's forward, and their copies as in its backward."""
-    for node, copied in copies.items():
-        copied.meta[_END], node.meta[_END] = (True, node.name), (False, node.name)
+def ends_as_gradients(copied: fx.Node, node: fx.Node) -> None:
+    """Notes that a copy of a node, which gradients read, ends as that does in plain backward."""
+    copied.meta[_END] = (True, _name_of(node))
+
+
+def ends_as_forward(node: fx.Node) -> None:
+    """Notes that a node of which gradients have copies ends as in plain's forward."""
+    node.meta[_END] = (False, _name_of(node))
+
+
+def _name_of(node: fx.Node) -> str:
+    """Returns the name of a node, or of what it is a copy of, in plain's graphs."""
+    _, name = node.meta.get(_END, (True, node.name))
+    return str(name)
 
 
 def _computed(function: Any, *, is_backward: bool) -> list[tuple[bool, str]]:

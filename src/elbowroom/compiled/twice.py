@@ -32,6 +32,7 @@ from elbowroom.compiled.decide import may_run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.layouts import has_rest
 from elbowroom.compiled.sums import joined
+from elbowroom.compiled.tails import ends_as_forward, ends_as_gradients
 
 _SMALL = 1 / 16  # of the bytes that would stand: what may stand in their place
 _LOOPS = (Kind.POINTWISE, Kind.VIEW)
@@ -48,10 +49,10 @@ def own_functions(joint: Joint) -> list[fx.Node]:
         inlined = any(n in slow and facts[n].elements == fact.elements for n in fact.inputs)
         if (fact.is_heavy or inlined) and not _is_stored(node, joint):
             slow[node] = None
-    return list(_copied_for_gradients(slow, joint).values())
+    return _copied_for_gradients(slow, joint)
 
 
-def plain_loops(joint: Joint, plain: Step, apart: Collection[str] = ()) -> dict[fx.Node, fx.Node]:
+def plain_loops(joint: Joint, plain: Step, apart: Collection[str] = ()) -> list[fx.Node]:
     """Gives gradients their own results of the loops that plain backward computes; returns these.
 
     All in graphs in which a map leaves a rest of channels (`layouts.py`), else those with the nodes
@@ -72,7 +73,7 @@ def plain_loops(joint: Joint, plain: Step, apart: Collection[str] = ()) -> dict[
 
 def _copied_for_gradients(
     loops: Collection[fx.Node], joint: Joint, *, views: bool = False
-) -> dict[fx.Node, fx.Node]:
+) -> list[fx.Node]:
     """Copies loops of forward that gradients read, and those that they are computed from.
 
     views: those of which gradients read views alone, too
@@ -88,9 +89,12 @@ def _copied_for_gradients(
             _copy(chain, nodes[firsts[node]], joint, copies)
             for user in late[node]:
                 user.replace_input_with(node, copies[node])
+    for node in loops:
+        if node in copies:
+            ends_as_forward(node)
     if copies:
         joint.refresh()
-    return copies
+    return list(copies.values())
 
 
 def _is_stored(node: fx.Node, joint: Joint) -> bool:
@@ -185,3 +189,4 @@ def _copy(
         if node not in copies:
             with joint.graph.inserting_before(before):
                 copies[node] = joint.graph.node_copy(node, lambda n: copies.get(n, n))
+            ends_as_gradients(copies[node], node)
