@@ -9,22 +9,35 @@ from torch import fx
 from torch._inductor.codegen.cpp import KernelOpStats, TilingSelect
 
 from elbowroom.compiled import Regions, Settings, backend
-from elbowroom.compiled.tails import Tails, _end_of, _ended, _leaves_few
+from elbowroom.compiled.tails import (
+    Tails,
+    _computed,
+    _end_of,
+    _ended,
+    _leaves_few,
+    ends_as_forward,
+    ends_as_gradients,
+)
 
 PART = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {}, 2))
 FEW = ([16], [1], KernelOpStats({"exp": 1, "load": 19}, {"load": 2}, 1))
 SCALAR = ([], [], KernelOpStats())
 
 
+def no_vectors() -> Any:
+    return SCALAR
+
+
 def test_how_a_loop_ends_is_read_and_changed() -> None:
     ends = {"part": PART, "few": FEW, "scalar": SCALAR}
     for end, tiling in ends.items():
         assert _end_of(tiling) == end
-        assert _ended(tiling, end) is tiling
+        assert _ended(tiling, end, no_vectors) is tiling
     for other in ("part", "few", "scalar"):
-        assert _end_of(_ended(PART, other)) == other
-        assert _end_of(_ended(FEW, other)) == other
-    assert _ended(SCALAR, "part") is SCALAR  # it cannot get vectors
+        assert _end_of(_ended(PART, other, no_vectors)) == other
+        assert _end_of(_ended(FEW, other, no_vectors)) == other
+    assert _end_of(_ended(SCALAR, "part", no_vectors)) == "scalar"  # it can have none
+    assert _ended(SCALAR, "part", lambda: PART)[:2] == PART[:2]
     assert PART[2].mask_op_count == 2  # a copy was changed
 
 
@@ -44,10 +57,31 @@ def test_what_is_known_of_forward_holds_for_what_backward_computes_again(monkeyp
     )
     with tails.following():
         follow = seen[0]
-    assert follow([(True, "log")], PART)[1] == []
-    assert _end_of(follow([(True, "exp")], PART)) == "few"
-    assert follow([(True, "exp"), (True, "log")], PART) is PART  # plain has two loops
-    assert follow([(True, "erf")], PART) is PART
+    assert follow([(True, "log")], PART, no_vectors)[1] == []
+    assert _end_of(follow([(True, "exp")], PART, no_vectors)) == "few"
+    assert follow([(True, "exp"), (True, "log")], PART, no_vectors) is PART  # plain has two loops
+    assert follow([(True, "erf")], PART, no_vectors) is PART
+
+
+def test_a_copy_for_gradients_ends_as_in_plain_backward_and_its_original_as_in_forward() -> None:
+    """Sines of a rotary embedding: one by one in forward, in vectors in backward."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    given, copied = (graph.call_function(torch.ops.aten.sin.default, (x,)) for _ in range(2))
+
+    def names_of(node: fx.Node) -> list[tuple[bool, str]]:
+        made = SimpleNamespace(get_origins=lambda: {node})
+        body = SimpleNamespace(_body=SimpleNamespace(op_counts={"sin": 1}), node=made)
+        return _computed(SimpleNamespace(args=[body]), is_backward=True)
+
+    assert names_of(given) == [(True, given.name)]
+    ends_as_gradients(copied, given)
+    ends_as_forward(given)
+    assert names_of(given) == [(False, given.name)]
+    assert names_of(copied) == [(True, given.name)]
+    tails = Tails()
+    tails.ends = {(False, "sin"): "scalar", (True, "sin"): "part", (True, "cos"): "few"}
+    assert tails.apart == ("sin",)
 
 
 def _none():

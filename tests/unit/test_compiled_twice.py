@@ -11,6 +11,7 @@ from elbowroom.compiled.joint import Joint
 from elbowroom.compiled.liveness import curve_of
 from elbowroom.compiled.order import gradients_first
 from elbowroom.compiled.sums import fuse
+from elbowroom.compiled.tails import _name_of
 from elbowroom.compiled.twice import late_operands, own_functions, undo
 
 D = 64
@@ -82,6 +83,7 @@ def test_a_gradient_has_slow_functions_of_its_own() -> None:
     (own,) = [n for n in joint.required if n.target is torch.ops.aten.sigmoid.default]
     assert own.users.keys() <= joint.required
     assert copy.users.keys().isdisjoint(joint.required)
+    assert _name_of(copy) == own.name != copy.name  # by which it ends rows (`tails.py`)
     assert peak_of(joint) <= before - 4 * D * D
     assert equal(gm, gated(*given), given)
     assert own_functions(joint) == []  # nothing is left to do

@@ -344,7 +344,8 @@ def _compiled(
     from elbowroom.compiled.partition import listening
     from elbowroom.compiled.scheduling import in_order
 
-    partitioner = _partitioner(example_inputs, settings, room, held, fills=fills)
+    planned = _partitioner(example_inputs, settings, room, held, fills=fills)
+    partitioner = planned if tails is None else replace(planned, apart=tails.apart)
     early = Early()
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:

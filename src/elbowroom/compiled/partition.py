@@ -16,7 +16,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -101,6 +101,8 @@ class Partitioner(_base()):  # type: ignore[misc]
     standing_nbytes  of outputs of the forward before, which stand until the next one has ended
     sizes          those that are symbols, in the call that is compiled. Inductor's cache finds a
                    graph with symbols for calls of any size, but its plan is for these
+    apart          the names of what ends rows in two ways in plain torch.compile (`tails.py`);
+                   follows from all else
     """
 
     room_nbytes: int | None = None
@@ -115,6 +117,7 @@ class Partitioner(_base()):  # type: ignore[misc]
     fills: bool = False
     standing_nbytes: int = 0
     sizes: tuple[int, ...] = ()
+    apart: tuple[str, ...] = ()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -132,7 +135,11 @@ class Partitioner(_base()):  # type: ignore[misc]
     def uuid(self) -> object:
         """Identifies these settings and this code, for Inductor's cache."""
         used = [*ladder(self.menu), *([setting_named(self.codes)] if self.codes else [])]
-        return _hash_of_code(), astuple(self), [(setting_name(c), _source_of(c)) for c in used]
+        return (
+            _hash_of_code(),
+            astuple(replace(self, apart=())),
+            [(setting_name(c), _source_of(c)) for c in used],
+        )
 
 
 @cache
@@ -197,7 +204,7 @@ class _Answer:
             return bool(copies) or made is not None
 
         def as_plain(plain: Step) -> bool:
-            made = plain_loops(joint, plain)
+            made = plain_loops(joint, plain, self._settings.apart)
             added(made)
             return bool(made)
 

@@ -11,6 +11,11 @@ saves other values may end rows in another way:
 
 Where a plan must change no bit, plain's code is written first, but not compiled. `Tails` notes by
 the names of nodes how it ends rows, and has the plan's loops do the same.
+
+Plain backward may compute again what forward has computed, with another end: sines and cosines of
+12 positions by std::cos in forward, and in vectors in backward, beside loops over other rows. Its
+gradients then have other bits than with what forward has given. So gradients have their own copies
+of what ends differently (`apart`, `twice.plain_loops`), and each has the end of its own.
 """
 
 from __future__ import annotations
@@ -42,8 +47,10 @@ _INEXACT = ops_named(
     "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh lgamma digamma"
 )
 _Tiling = tuple[list[int], list[int], Any]  # width, dimensions, and counts of ops
+_Select = Callable[[], _Tiling]
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
+_END = "elbowroom_end"  # in a node's meta: of backward, and the name in plain's graphs
 
 
 def may_end_in_few(joint: Joint) -> bool:
@@ -85,11 +92,20 @@ class Tails:
     def __init__(self) -> None:
         self.ends: dict[tuple[bool, str], str] = {}  # of backward, and the name
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The names of what plain's backward computes again, and ends in another way."""
+        return tuple(
+            name
+            for (is_backward, name), end in self.ends.items()
+            if is_backward and self.ends.get((False, name), end) != end
+        )
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Notes how rows end in what is written inside this context."""
 
-        def note(names: list[tuple[bool, str]], tiling: _Tiling) -> _Tiling:
+        def note(names: list[tuple[bool, str]], tiling: _Tiling, _: _Select) -> _Tiling:
             self.ends.update(dict.fromkeys(names, _end_of(tiling)))
             return tiling
 
@@ -103,7 +119,7 @@ class Tails:
             yield
             return
 
-        def follow(names: list[tuple[bool, str]], tiling: _Tiling) -> _Tiling:
+        def follow(names: list[tuple[bool, str]], tiling: _Tiling, vectors: _Select) -> _Tiling:
             # What plain computes in forward alone, backward has as it was there.
             known = (
                 self.ends.get((is_backward, name), self.ends.get((not is_backward, name)))
@@ -112,15 +128,21 @@ class Tails:
             found = {one for one in known if one is not None}
             if len(found) > 1:
                 _log.debug("rows of %s end in two ways in plain torch.compile", names)
-            return _ended(tiling, found.pop()) if len(found) == 1 else tiling
+            return _ended(tiling, found.pop(), vectors) if len(found) == 1 else tiling
 
         with _selecting(follow):
             yield
 
 
 @contextmanager
-def _selecting(act: Callable[[list[tuple[bool, str]], _Tiling], _Tiling]) -> Iterator[None]:
-    """Passes what decides about the rest of rows through `act`, with the nodes that it is for."""
+def _selecting(
+    act: Callable[[list[tuple[bool, str]], _Tiling, _Select], _Tiling],
+) -> Iterator[None]:
+    """Passes what decides about the rest of rows through `act`, with the nodes that it is for.
+
+    `act` is given what takes the loop in vectors, too, wherever that can be.
+    """
+    from torch._inductor import config
     from torch._inductor.codegen import cpp
     from torch._inductor.virtualized import V
 
@@ -132,14 +154,35 @@ def _selecting(act: Callable[[list[tuple[bool, str]], _Tiling], _Tiling]) -> Ite
     def run(self: Any, functions: Sequence[Any], *args: Any, **kwargs: Any) -> _Tiling:
         tiling: _Tiling = select(self, functions, *args, **kwargs)
         is_backward = bool(V.graph.is_backward)
-        names = [(is_backward, name) for one in functions for name in _computed(one)]
-        return act(names, tiling) if names else tiling
+        names = [name for one in functions for name in _computed(one, is_backward=is_backward)]
+
+        def in_vectors() -> _Tiling:
+            with config.patch({"cpp.enable_tiling_heuristics": False}):
+                return select(self, functions, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return act(names, tiling, in_vectors) if names else tiling
 
     with _lock, mock.patch.object(cpp.TilingSelect, "select_tiling", run):
         yield
 
 
-def _computed(function: Any) -> list[str]:
+def ends_as_gradients(copied: fx.Node, node: fx.Node) -> None:
+    """Notes that a copy of a node, which gradients read, ends as that does in plain backward."""
+    copied.meta[_END] = (True, _name_of(node))
+
+
+def ends_as_forward(node: fx.Node) -> None:
+    """Notes that a node of which gradients have copies ends as in plain's forward."""
+    node.meta[_END] = (False, _name_of(node))
+
+
+def _name_of(node: fx.Node) -> str:
+    """Returns the name of a node, or of what it is a copy of, in plain's graphs."""
+    _, name = node.meta.get(_END, (True, node.name))
+    return str(name)
+
+
+def _computed(function: Any, *, is_backward: bool) -> list[tuple[bool, str]]:
     """Returns the names of what a loop computes that may differ, of what it comes from."""
     given = getattr(function, "original_fn", function).args[0]
     body, made = getattr(given, "_body", None), getattr(given, "node", None)
@@ -147,7 +190,7 @@ def _computed(function: Any) -> list[str]:
         return []
     ops = set(body.op_counts)
     return sorted(
-        node.name
+        node.meta.get(_END, (is_backward, node.name))
         for node in made.get_origins()
         if (packet_of(node) in _INEXACT and node.target._opname in ops)
         or (is_reduction(node) and "reduction" in ops)
@@ -163,13 +206,15 @@ def _end_of(tiling: _Tiling) -> str:
     return "few" if count > 0 and masks / count > stats.OVERHEAD_RATIO_THRESHOLD else "part"
 
 
-def _ended(tiling: _Tiling, end: str) -> _Tiling:
+def _ended(tiling: _Tiling, end: str, vectors: _Select) -> _Tiling:
     """Returns the tiling with another end, where it can have that."""
     factors, indices, stats = tiling
-    if end == _end_of(tiling) or not indices:  # loops without vectors can get none here
+    if end == _end_of(tiling):
         return tiling
     if end == "scalar":
         return [], [], stats
+    if not indices:
+        factors, indices, _ = vectors()
     changed = copy.copy(stats)
     changed.non_contig_indexing_op_counter = {}
     changed.mask_op_count = sum(stats.op_counter.values()) + 1 if end == "few" else 0

@@ -10,8 +10,9 @@ gives y together with the gradients of g and u, so that six tensors of one size 
 s' y is computed first, and is free when the gradient of its weight is done; four are left.
 
 `plain_loops`: loops that plain backward computes for gradients, in graphs where the bits of a sum
-depend on what is computed in one kernel with it (`layouts.py`). What is made again besides, for the
-next library call, is then computed on its own.
+depend on what is computed in one kernel with it (`layouts.py`), and where rows end in another way
+than in forward (`tails.py`). What is made again besides, for the next library call, is then
+computed on its own.
 
 `late_operands`: what `sums.py` has joined with a sum that backward makes at its end. The gradient
 of a weight that is tied to an embedding is such a sum, and until it the gradient of all logits
@@ -31,6 +32,7 @@ from elbowroom.compiled.decide import may_run_again
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.layouts import has_rest
 from elbowroom.compiled.sums import joined
+from elbowroom.compiled.tails import ends_as_forward, ends_as_gradients
 
 _SMALL = 1 / 16  # of the bytes that would stand: what may stand in their place
 _LOOPS = (Kind.POINTWISE, Kind.VIEW)
@@ -50,20 +52,32 @@ def own_functions(joint: Joint) -> list[fx.Node]:
     return _copied_for_gradients(slow, joint)
 
 
-def plain_loops(joint: Joint, plain: Step) -> list[fx.Node]:
+def plain_loops(joint: Joint, plain: Step, apart: Collection[str] = ()) -> list[fx.Node]:
     """Gives gradients their own results of the loops that plain backward computes; returns these.
 
-    Only in graphs in which a map leaves a rest of channels (`layouts.py`).
+    All in graphs in which a map leaves a rest of channels (`layouts.py`), else those with the nodes
+    of these names, which end in another way there (`tails.py`): what they are computed from, too,
+    since sin(x) of one element may depend on the others of its vector, and on what fills these.
     """
+    again = [n for n in plain.again if joint.facts[n].kind in _LOOPS]
     maps = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
-    if not joint.is_channels_last or not any(has_rest(n.meta["val"]) for n in maps):
-        return []
-    loops = [n for n in plain.again if joint.facts[n].kind in _LOOPS]
-    return _copied_for_gradients(dict.fromkeys(loops), joint)
+    if joint.is_channels_last and any(has_rest(n.meta["val"]) for n in maps):
+        return _copied_for_gradients(dict.fromkeys(again), joint)
+    known, behind = set(again), set[fx.Node]()
+    for node in sorted(again, key=joint.place.__getitem__):
+        if node.name in apart or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    loops = reached(behind, lambda one: [n for n in one.all_input_nodes if n in known])
+    return _copied_for_gradients(dict.fromkeys(loops), joint, views=True)
 
 
-def _copied_for_gradients(loops: Collection[fx.Node], joint: Joint) -> list[fx.Node]:
-    """Copies loops of forward that gradients read, and those that they are computed from."""
+def _copied_for_gradients(
+    loops: Collection[fx.Node], joint: Joint, *, views: bool = False
+) -> list[fx.Node]:
+    """Copies loops of forward that gradients read, and those that they are computed from.
+
+    views: those of which gradients read views alone, too
+    """
     facts, required = joint.facts, joint.required
     late = {n: [u for u in n.users if u not in required and u in facts] for n in loops}
     firsts = {n: min(map(joint.place.__getitem__, users)) for n, users in late.items() if users}
@@ -71,10 +85,13 @@ def _copied_for_gradients(loops: Collection[fx.Node], joint: Joint) -> list[fx.N
     copies: dict[fx.Node, fx.Node] = {}
     for node in sorted(firsts, key=firsts.__getitem__):
         chain = _sources(node, facts, lambda n: n not in loops)
-        if facts[node].kind is not Kind.VIEW and _may_run_late(chain, joint):
+        if (views or facts[node].kind is not Kind.VIEW) and _may_run_late(chain, joint):
             _copy(chain, nodes[firsts[node]], joint, copies)
             for user in late[node]:
                 user.replace_input_with(node, copies[node])
+    for node in loops:
+        if node in copies:
+            ends_as_forward(node)
     if copies:
         joint.refresh()
     return list(copies.values())
@@ -172,3 +189,4 @@ def _copy(
         if node not in copies:
             with joint.graph.inserting_before(before):
                 copies[node] = joint.graph.node_copy(node, lambda n: copies.get(n, n))
+            ends_as_gradients(copies[node], node)

@@ -22,14 +22,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-from elbowroom.compiled.collect import workspace_of
+import torch
+
+from elbowroom.compiled.collect import in_steps, workspace_of
 from elbowroom.compiled.decision import HeldAtBackward, Loaded, store
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
+# By op, how many of its first operands are maps.
+_MAPS: dict[Any, int] = {
+    torch.ops.aten.convolution.default: 1,
+    torch.ops.aten.convolution_backward.default: 2,
+}
 SURE = 0.8  # of a prediction for plain code: so much it takes at least, and 1 / SURE at most
 
 
@@ -242,6 +249,48 @@ def peak_of(lines: Sequence[Any], graph: Any, held: HeldAtBackward | None) -> in
         return None
 
 
+class _Map(NamedTuple):
+    """A map that a convolution reads, and its order in memory."""
+
+    nbytes: int
+    padded_nbytes: int  # with its channels in steps of those that oneDNN takes
+    is_channels_last: bool
+    is_contiguous: bool
+    is_on_cpu: bool
+
+    @classmethod
+    def of(cls, buffer: Any, graph: Any) -> "_Map":
+        """Reads off a buffer of Inductor's."""
+        size, stride = (
+            [known_hint(graph, n) for n in given]
+            for given in (buffer.get_size(), buffer.get_stride())
+        )
+        found = torch.empty_strided(size, stride, dtype=buffer.get_dtype(), device="meta")
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        padded = found.nbytes * in_steps(size[1]) // max(size[1], 1)
+        return cls(
+            found.nbytes,
+            padded,
+            len(size) not in formats or found.is_contiguous(memory_format=formats[len(size)]),
+            found.is_contiguous(),
+            buffer.get_device().type == "cpu",
+        )
+
+
+def _copied_nbytes(maps: Sequence[_Map]) -> int:
+    """Returns the bytes of the copies that a convolution on a CPU makes of what it reads.
+
+    oneDNN takes maps in channels_last as they are. Others are copied into the graph's order, if
+    they are in none of the two, and from there into oneDNN's. The figures were read off the
+    allocator. maps: the gradient, if it is a backward, and the input
+    """
+    if not all(one.is_on_cpu for one in maps):
+        return 0
+    if maps and maps[-1].is_channels_last:
+        return sum(one.nbytes for one in maps if not one.is_channels_last)
+    return sum(one.padded_nbytes + (0 if one.is_contiguous else one.nbytes) for one in maps)
+
+
 class _Walk:
     """Bytes that stand, line by line."""
 
@@ -310,7 +359,9 @@ class _Walk:
             self._make(buffer)
         op = getattr(line.node, "op_overload", None)
         work = [workspace_of(node) for node in line.node.get_origins() if node.target is op]
-        self.highest = max(self.highest, self.level + max(work, default=0))
+        maps = [_Map.of(one, self._graph) for one in line.node.inputs[: _MAPS.get(op, 0)]]
+        taken = max(work, default=0) + _copied_nbytes(maps)
+        self.highest = max(self.highest, self.level + taken)
 
     def _parts_of(self, lines: Sequence[Any]) -> dict[str, list[Any]]:
         """Returns the buffers that hold parts of what a library call returns, by its name."""
