@@ -429,7 +429,7 @@ class Fitting(SharesSteps):
         self._stop()
         is_inside = self._neighbors.is_inside
         try:
-            self.planner.rehearse_until_planned(forward, undo, is_inside=is_inside)
+            self.planner.rehearse_until_planned(forward, undo, given, is_inside=is_inside)
         except BaseException as error:
             if _is_ours(error):
                 raise
