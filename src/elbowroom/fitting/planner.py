@@ -284,9 +284,9 @@ class Planner(StateView):
 
         A forward that was rehearsed in this step already is not run again.
 
-        given: its inputs. is_inside: backward
-        continues into the waiting graph of another fitted model. Raises BudgetTooSmall where no
-        plan fits. Does nothing where the forward cannot be measured.
+        given: its inputs. is_inside: backward continues into the waiting graph of another fitted
+        model. Raises BudgetTooSmall where no plan fits. Does nothing where the forward cannot be
+        measured.
         """
         if self.forward_profile is None:
             self.forward_profile = rehearse(

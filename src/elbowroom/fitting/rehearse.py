@@ -302,7 +302,7 @@ def _refusal(
     def plain(*, stands: bool) -> tuple[int, int]:
         """Returns what plain autograd needs, and the same with a margin until the update."""
         whole = profile_of(steps(LEAST, stands=stands, inputs=False))
-        step = profile_of(steps(LEAST, stands=stands, inputs=False, updates=False))
+        step = profile_of(steps(LIKELY, stands=stands, inputs=False, updates=False))
         bare, peak = plain_peak(whole), plain_peak(step)
         return bare, max(bare, peak + int(_MARGIN * (peak - step.static)) + gradient_nbytes)
 
