@@ -355,9 +355,7 @@ def chosen_by_forward(
 
 
 def _laid_out_nbytes(planner: "Planner", forward_profile: ForwardProfile) -> int:
-    """Returns the bytes of the largest gradient where recurrent layers make theirs in a layout of
-    their own, which is copied.
-    """
+    """Returns the bytes of a gradient that is copied, as recurrent layers have another layout."""
     if not forward_profile.profile.is_recurrent:
         return 0
     return planner.model_state.largest_gradient_nbytes()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall
@@ -53,6 +53,7 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, Care, bool], ...]] = {
 }
 _warned: "weakref.WeakSet[object]" = weakref.WeakSet()
 _LITTLE = 0.01  # of a budget: what is not worth a sentence
+_DEPTH = 4  # of objects in objects that a forward gives
 _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
 
@@ -88,12 +89,13 @@ def rehearse(
     since = 0 if after is None and is_whole else torch._C._autograd._get_sequence_nr()
     try:
         with FittedSaving(fit, recording.recorder, counts=True, after=after) as saving:
-            out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
+            result = forward()  # which is held, or what it saved for a graph unseen would be gone
+            out = [x for x in _tensors_in(result) if x.requires_grad]
             saving.drop_everything()
             graph = graph_of(out, recording.recorder, since, is_whole=is_whole)
         loss_nbytes, out_nbytes, outs = _loss_nbytes(out), storage_nbytes(out), _addresses(out)
         seen = recording.finish()  # while what forward gives is there: the graph dies with it
-        del out
+        del out, result
     finally:
         recording.close()
     if seen is None:
@@ -114,6 +116,15 @@ def rehearse(
         on(uncounted - stood),
     )
     return forward_profile.given(on(held)) if held else forward_profile
+
+
+def _tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yields the tensors of what a forward gives, those in attributes of objects included."""
+    for one in tree_leaves(value):
+        if isinstance(one, Tensor):
+            yield one
+        elif depth and not isinstance(one, nn.Module | type):
+            yield from _tensors_in(getattr(one, "__dict__", ()), depth - 1)
 
 
 def _addresses(values: Iterable[object]) -> set[int]:
@@ -299,6 +310,7 @@ def _refusal(
         static = plain_profile.static
         tried = static + int(_SURE * (first - static))  # a step is worth it from here on
         best = min(max(refused(in_turns).least_nbytes, tried), first)
+
     def plain(*, stands: bool) -> tuple[int, int]:
         """Returns what plain autograd needs, and the same with a margin until the update."""
         whole = profile_of(steps(LEAST, stands=stands, inputs=False))
