@@ -21,7 +21,7 @@ Order = str  # when gradients go: "before" or "after" forward, "kept", or after 
 
 
 class Blocks(nn.Module):
-    def __init__(self, width: int = 64, depth: int = 3) -> None:
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -134,7 +134,7 @@ def amsgrad(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, 1e-3, amsgrad=True, foreach=False)  # type: ignore[arg-type]
 
 
-def rows(n: int, width: int = 64) -> Callable[[torch.Generator], Tensor]:
+def rows(n: int, width: int = 128) -> Callable[[torch.Generator], Tensor]:
     return lambda draw: torch.randn(n, width, generator=draw)
 
 
@@ -160,14 +160,17 @@ def test_what_a_forward_gives_in_an_object_is_found():
     holds(made, least)
 
 
-@pytest.mark.parametrize("exact", [True, None])
-@pytest.mark.parametrize("gives", [True, False])
-def test_what_is_named_counts_states_that_the_first_step_makes(gives, exact):
+@pytest.mark.parametrize(
+    ("optimizer", "gives", "exact"), [(amsgrad, True, None), (adamw, False, True)]
+)
+def test_what_is_named_counts_states_that_the_first_step_makes(optimizer, gives, exact):
+    """Three of amsgrad, and those of an optimizer that comes late."""
+
     def made() -> Training:
-        return Training(Blocks(), rows(512), amsgrad, "before")
+        return Training(Blocks(), rows(512), optimizer, "before")
 
     plain = plain_nbytes(made)
-    least = named(made, int(0.5 * plain), gives=gives, exact=exact)
+    least = named(made, int(0.385 * plain), gives=gives, exact=exact)
     assert least <= plain
     holds(made, least, gives=gives, exact=exact)
 
@@ -215,7 +218,7 @@ def test_no_more_is_named_than_plain_training_takes(model, inputs):
 
 def test_a_refusal_says_what_gradients_take_that_it_does_not_count():
     def made() -> Training:
-        return Training(Blocks(), rows(64), adamw, "before")
+        return Training(Blocks(), rows(128), adamw, "before")
 
     plain = plain_nbytes(made)
     training = made()
@@ -244,5 +247,5 @@ def test_a_refusal_says_what_it_supposes_of_states(optimizer, said):
     made = None if optimizer is None else optimizer(model.parameters())
     er.fit(model, budget="1 MiB", optimizer=made)
     with pytest.raises(BudgetTooSmall, match=said):
-        model(torch.randn(512, 64))
+        model(torch.randn(512, 128))
     er.release(model)
