@@ -246,6 +246,17 @@ def test_a_refusal_says_what_it_supposes_of_states(optimizer, said):
     model = Blocks()
     made = None if optimizer is None else optimizer(model.parameters())
     er.fit(model, budget="1 MiB", optimizer=made)
-    with pytest.raises(BudgetTooSmall, match=said):
+    with pytest.raises(BudgetTooSmall, match=said) as refused:
         model(torch.randn(512, 128))
     er.release(model)
+    assert "Other fitted models" not in str(refused.value)
+
+
+def test_a_refusal_says_that_other_models_may_share_the_step():
+    first, second = Blocks(), nn.Linear(10, 10)
+    for one in (first, second):
+        er.fit(one, budget="3 MiB")
+    with pytest.raises(BudgetTooSmall, match="Other fitted models are not counted"):
+        first(torch.randn(512, 128))
+    for one in (first, second):
+        er.release(one)

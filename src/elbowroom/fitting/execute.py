@@ -50,7 +50,7 @@ from elbowroom.fitting.observations import (
 )
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
-from elbowroom.fitting.rehearse import Steps, plan_by_forward
+from elbowroom.fitting.rehearse import UNSURE, Steps, plan_by_forward
 from elbowroom.fitting.update_room import update_nbytes
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.reach import ReachMeter, watch_nbytes
@@ -59,7 +59,7 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LEAST, LIKELY, Care, ForwardProfile, with_backward
 from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
 from elbowroom.units import show_nbytes
@@ -337,6 +337,9 @@ def chosen_by_forward(
         found = step_of_parts(parts, lambda part: step_of(planner, part, care, **how))
         return replace(found.with_outputs(planner.state.outputs_nbytes), standing=resident)
 
+    # Estimates of recurrent layers are too high, and plans hold what a given loss saves. So nothing
+    # more is left for the loss, but for a gradient that is made in another layout.
+    is_known = forward_profile.profile.is_recurrent or planner.context.plans_loss
     more = fallbacks_of(planner)
     may_gain = planner.state.may_gain(more)
     goes_on = planner.tries_more and (may_gain or more.blamed_classes)
@@ -348,17 +351,11 @@ def chosen_by_forward(
         measures=not (may_gain or refuses),
         names_least=refuses or not goes_on,
         leaves_room=planner.leaves_room,
-        gradient_nbytes=_laid_out_nbytes(planner, forward_profile),
+        gradient_nbytes=planner.model_state.largest_gradient_nbytes() if is_known else 0,
+        plain_care=LEAST if is_known else UNSURE,
         may_stand=planner.context.step <= 1 and planner.model_state.gradients_last,
     )
     return chosen, step
-
-
-def _laid_out_nbytes(planner: "Planner", forward_profile: ForwardProfile) -> int:
-    """Returns the bytes of a gradient that is copied, as recurrent layers have another layout."""
-    if not forward_profile.profile.is_recurrent:
-        return 0
-    return planner.model_state.largest_gradient_nbytes()
 
 
 def _planned_by_forward(planner: "Planner", forward_profile: ForwardProfile) -> Observation:

@@ -28,6 +28,7 @@ _LITTLE = 0.01  # of a peak: what is saved for backward is not worth moving
 _NO_STATES = (
     " No optimizer is known yet, whose states take more from the second step on: give it to fit."
 )
+_OTHERS = " Other fitted models are not counted, although they may run in the same step."
 _ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
 
@@ -179,8 +180,13 @@ def add_co_resident(error: BudgetTooSmall, co_resident_nbytes: int) -> None:
         )
 
 
-def say_states(error: BudgetTooSmall, optimizers: Collection[Optimizer]) -> None:
-    """Says in the refusal of a first step what it supposes of states that do not exist yet."""
+def say_unknown(
+    error: BudgetTooSmall, optimizers: Collection[Optimizer], *, may_share: bool
+) -> None:
+    """Says in the refusal of a first step what it cannot know of later ones.
+
+    may_share: other fitted models may run in it
+    """
     said = "" if optimizers else _NO_STATES
     for one in optimizers:
         name = type(one).__name__
@@ -189,6 +195,8 @@ def say_states(error: BudgetTooSmall, optimizers: Collection[Optimizer]) -> None
             said += f" The history of {name} counts as full ({pairs} pairs)."
         elif not (one.state or knows_states_of(one)):
             said += f" States of {name}, which do not exist yet, count as two of each parameter."
+    if may_share:
+        said += _OTHERS
     if said:
         error.args = (f"{error}{said}",)
 

@@ -54,6 +54,9 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, Care, bool], ...]] = {
 _warned: "weakref.WeakSet[object]" = weakref.WeakSet()
 _LITTLE = 0.01  # of a budget: what is not worth a sentence
 _DEPTH = 4  # of objects in objects that a forward gives
+# Of a loss outside of forward: cross entropy takes 3 of its input, a mean of squares 4.
+UNSURE = LIKELY._replace(loss=3.5)
+_MORE = 1.25  # times what steps need that begin without gradients, in budgets that are named
 _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
 
@@ -175,6 +178,7 @@ def plan_by_forward(
     names_least: bool = True,
     leaves_room: bool = False,
     gradient_nbytes: int = 0,
+    plain_care: Care = UNSURE,
     may_stand: bool = False,
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
@@ -185,6 +189,7 @@ def plan_by_forward(
     names_least      somebody reads what a refusal says, so the least budget is searched for
     leaves_room      the smallest exact plan is taken if it fits: others share the step
     gradient_nbytes  of a gradient that is made in another layout than it is held in
+    plain_care       of what plain autograd needs: no more is named
     may_stand        no step has shown yet whether gradients stand as the next one begins
 
     Raises BudgetTooSmall where none can be expected to fit.
@@ -212,7 +217,9 @@ def plan_by_forward(
             return smallest
     if not names_least:
         raise unplanned(settings.options.budget_nbytes, steps(LEAST).peak)
-    error = _refusal(steps, states, owner, settings, gradient_nbytes, may_stand=may_stand)
+    error = _refusal(
+        steps, states, owner, settings, gradient_nbytes, plain_care, may_stand=may_stand
+    )
     raise _with_forward(error, steps(LEAST).forward_peak, settings.options.budget_nbytes)
 
 
@@ -258,6 +265,7 @@ def _refusal(
     owner: object,
     settings: PlannerSettings,
     gradient_nbytes: int,
+    plain_care: Care,
     *,
     may_stand: bool,
 ) -> BudgetTooSmall:
@@ -270,8 +278,9 @@ def _refusal(
     made in another layout. What forward was given stood before, and counts in no measurement of a
     CPU: nor does it count in what plain autograd needs.
     Steps of a program that calls zero_grad() after forward, or accumulates, begin with gradients,
-    which the first one does not show. What is named counts them, up to what plain autograd needs
-    without. The optimizer's step is known, and takes no margin.
+    which the first one does not show. What is named counts them if that is no more than plain
+    autograd needs without, nor much more than others need; else it is said. The optimizer's step is
+    known, and takes no margin.
     """
     exact = settings.options.exact
 
@@ -292,11 +301,11 @@ def _refusal(
             least_nbytes=plan.budget,
         )
 
-    def settled(*, stands: bool) -> tuple[int, int, Profile]:
+    def settled(care: Care, *, stands: bool) -> tuple[int, int, Profile]:
         """Returns the least of settled steps, the same with a margin, and the step it is of."""
-        careful = steps(CAREFUL, stands=stands)
+        careful = steps(care, stands=stands)
         least, step = refused(careful).least_nbytes, careful
-        turning = careful if exact else steps(CAREFUL, turns=True, stands=stands)
+        turning = careful if exact else steps(care, turns=True, stands=stands)
         if turning.floor != careful.floor:
             least, step = refused(turning).least_nbytes, turning
             if least <= first:
@@ -314,21 +323,24 @@ def _refusal(
     def plain(*, stands: bool) -> tuple[int, int]:
         """Returns what plain autograd needs, and the same with a margin until the update."""
         whole = profile_of(steps(LEAST, stands=stands, inputs=False))
-        step = profile_of(steps(LIKELY, stands=stands, inputs=False, updates=False))
+        step = profile_of(steps(plain_care, stands=stands, inputs=False, updates=False))
         bare, peak = plain_peak(whole), plain_peak(step)
         return bare, max(bare, peak + int(_MARGIN * (peak - step.static)) + gradient_nbytes)
 
     bare, most = plain(stands=False)
     should_suffice = _SHOULD_SUFFICE.format(show_nbytes(min(best, bare)))
-    least, named, step = settled(stands=may_stand)
-    if not (may_stand and named > bare):
-        if named <= most:
-            return refused(step, named - least, should_suffice)
-        return refused(likely, most - first, should_suffice)
-    later = min(named, plain(stands=True)[1])
-    least, named, step = settled(stands=False)
-    named = max(min(named, most), bare)
-    error = refused(likely, named - first, should_suffice)
+    least, named, step = settled(CAREFUL, stands=False)
+    if not may_stand:
+        later = named
+    else:
+        least_standing, later, standing = settled(MIDDLE, stands=True)
+        if named < later <= min(bare, int(_MORE * named)):
+            return refused(standing, later - least_standing, should_suffice)
+        later = min(later, plain(stands=True)[1])
+    if named <= most:
+        error = refused(step, named - least, should_suffice)
+    else:
+        error, named = refused(likely, most - first, should_suffice), most
     error.args = (f"{error}{_said_of_standing(later, named)}",)
     return error
 

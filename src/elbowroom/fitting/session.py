@@ -38,7 +38,7 @@ from elbowroom.fitting.late_optimizers import watch
 from elbowroom.fitting.messages import warn_not_called
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.refusals import add_co_resident, add_room, say_states
+from elbowroom.fitting.refusals import add_co_resident, add_room, say_unknown
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
@@ -271,7 +271,8 @@ class Fitting(SharesSteps):
             add_room(error, self._neighbors.savings_nbytes, kinds_nbytes, taken_nbytes)
             add_co_resident(error, self.planner.memory.co_resident_nbytes)
             if self.context.step <= 1:
-                say_states(error, self.model_state.optimizers())
+                optimizers, may_share = self.model_state.optimizers(), self.planner.leaves_room
+                say_unknown(error, optimizers, may_share=may_share)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts

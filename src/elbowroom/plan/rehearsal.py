@@ -49,7 +49,7 @@ class Care(NamedTuple):
     ops: float
     workspaces: float
     any_loss: bool
-    loss: int = 3
+    loss: float = 3
 
 
 CAREFUL, MIDDLE, LIKELY = Care(1.25, 0.75, True), Care(1.0, 0.5, True), Care(1.0, 0.5, False)
@@ -188,10 +188,10 @@ def with_backward(
     profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
     graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
-    loss_nbytes = care.loss * forward_profile.loss_nbytes[0]
+    loss_nbytes = int(care.loss * forward_profile.loss_nbytes[0])
     if not care.any_loss:
         graph = replace(graph, roots=graph.last_roots or graph.roots)
-        loss_nbytes = care.loss * forward_profile.loss_nbytes[1]
+        loss_nbytes = int(care.loss * forward_profile.loss_nbytes[1])
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)
