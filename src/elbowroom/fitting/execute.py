@@ -351,7 +351,7 @@ def chosen_by_forward(
         measures=not (may_gain or refuses),
         names_least=refuses or not goes_on,
         leaves_room=planner.leaves_room,
-        gradient_nbytes=planner.model_state.largest_gradient_nbytes() if is_known else 0,
+        gradient_nbytes=planner.model_state.largest_gradient_nbytes(),
         plain_care=LEAST if is_known else UNSURE,
         may_stand=planner.context.step <= 1 and planner.model_state.gradients_last,
     )

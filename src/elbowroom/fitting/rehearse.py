@@ -322,10 +322,13 @@ def _refusal(
 
     def plain(*, stands: bool) -> tuple[int, int]:
         """Returns what plain autograd needs, and the same with a margin until the update."""
-        whole = profile_of(steps(LEAST, stands=stands, inputs=False))
-        step = profile_of(steps(plain_care, stands=stands, inputs=False, updates=False))
-        bare, peak = plain_peak(whole), plain_peak(step)
-        return bare, max(bare, peak + int(_MARGIN * (peak - step.static)) + gradient_nbytes)
+        bare = plain_peak(profile_of(steps(LEAST, stands=stands, inputs=False)))
+        bounds = []
+        for care, inputs in ((LEAST, True), (plain_care, False)):
+            step = profile_of(steps(care, stands=stands, inputs=inputs, updates=False))
+            peak, more = plain_peak(step), 0 if care == UNSURE else gradient_nbytes
+            bounds.append(peak + int(_MARGIN * (peak - step.static)) + more)
+        return bare, max(bare, min(bounds))
 
     bare, most = plain(stands=False)
     should_suffice = _SHOULD_SUFFICE.format(show_nbytes(min(best, bare)))
