@@ -182,6 +182,7 @@ def fit(
     if is_plain:
         fitting.compiled = take_over
         plan_inside(fitting)
+    fitting.context.plans_loss = bool(losses)
     for one in losses:
         cover(one, fitting)
     attach(model, fitting)

@@ -40,6 +40,7 @@ from fit_table.values import (
     ERROR,
     FORGET,
     FRESH,
+    GRADIENTS,
     GUESSED,
     KEEPS,
     KNOWN,
@@ -241,6 +242,13 @@ ROWS = {
         replace(KNOWN, phase=P.VERIFYING, largest=TWO, now=TWO),
         NoPlan(ERROR, MORE),
         replace(FRESH, largest=TWO, now=TWO, only_largest=True),
+        (FORGET,),
+    ),
+    # It named 5.33 MiB of a step without gradients, and refused that for those with them.
+    "no plan fits, and the step that begins has gradients that none before had": Row(
+        replace(KNOWN, phase=P.VERIFYING, memory=GRADIENTS),
+        NoPlan(ERROR, MORE),
+        replace(FRESH, memory=GRADIENTS),
         (FORGET,),
     ),
     "no plan fits while another model learns that ran inside": Row(
@@ -559,6 +567,12 @@ ROWS = {
     "the last resort is not measured": Row(LAST, step(None), {}),
     "the last resort does not fit, nor has a preset been seen to": Row(
         LAST, step(1200), {"phase": P.SETTLED}, (Refuse(MUCH),)
+    ),
+    "the last resort does not fit, and the step that begins has gradients that none had": Row(
+        LAST,
+        replace(step(1200), memory=GRADIENTS),
+        replace(FRESH, memory=GRADIENTS),
+        (above(1200), FORGET),
     ),
     "the last resort does not hold either, but other steps have fit": Row(
         replace(LAST, unexpected=UnexpectedSteps(varies=True)),

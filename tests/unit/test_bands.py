@@ -12,6 +12,7 @@ from torch import nn
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, DataError
 from elbowroom.fitting.model_state import ModelState
+from elbowroom.measure.resident_bytes import expected_nbytes, knows_states_of
 from elbowroom.report import render_profile, step_page
 from elbowroom.report.bands import BEFORE, GRADIENTS, REST, STATES, WEIGHTS, by_category, by_module
 from elbowroom.report.profile import prospects
@@ -217,3 +218,38 @@ def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
         )  # and a few scalars
     assert model_state.unallocated_state_nbytes() == 0
     assert abs(model_state.resident_bytes().states_nbytes - full) <= 64
+
+
+WITH_STATES = [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "settings"), WITH_STATES)
+def test_states_of_torch_s_optimizers_are_known_before_they_are_made(kind, settings, dtype):
+    shapes = (100, 50), (64,), (8, 3, 5, 5)
+    parameters = [nn.Parameter(torch.randn(*shape).to(dtype)) for shape in shapes]
+    optimizer = kind(parameters, lr=0.1, **settings)
+    assert knows_states_of(optimizer)
+    expected = sum(expected_nbytes(optimizer, p) for p in parameters)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    made = [x for state in optimizer.state.values() for x in state.values()]
+    assert sum(x.nbytes for x in made if isinstance(x, torch.Tensor) and x.dim()) == expected

@@ -4,7 +4,7 @@ FitState --transitions--> commands --here--> observations --transitions--> FitSt
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ from elbowroom.fitting.observations import (
 )
 from elbowroom.fitting.options import MemoryState
 from elbowroom.fitting.planner_settings import PlannerSettings
-from elbowroom.fitting.rehearse import Step, plan_by_forward
+from elbowroom.fitting.rehearse import UNSURE, Steps, plan_by_forward
 from elbowroom.fitting.update_room import update_nbytes
 from elbowroom.measure.interval import may_measure
 from elbowroom.measure.reach import ReachMeter, watch_nbytes
@@ -59,7 +59,7 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.parts import step_of_parts
 from elbowroom.plan.presets import choose
 from elbowroom.plan.profile import Profile
-from elbowroom.plan.rehearsal import CAREFUL, LIKELY, Care, ForwardProfile, with_backward
+from elbowroom.plan.rehearsal import CAREFUL, LEAST, LIKELY, Care, ForwardProfile, with_backward
 from elbowroom.plan.remedies import codes_help
 from elbowroom.plan.shares import NoiseShares
 from elbowroom.units import show_nbytes
@@ -271,13 +271,30 @@ def repeatable(planner: "Planner", profile: Profile) -> Profile:
 
 
 def step_of(
-    planner: "Planner", forward_profile: ForwardProfile, care: Care, *, turns: bool = False
+    planner: "Planner",
+    forward_profile: ForwardProfile,
+    care: Care,
+    *,
+    turns: bool = False,
+    stands: bool = False,
+    updates: bool = True,
+    inputs: bool = True,
 ) -> Profile:
-    """Returns the whole step of a rehearsed forward: its backward is an estimate."""
-    born = planner.model_state.unallocated_gradients(), planner.memory.unallocated_state_nbytes
+    """Returns the whole step of a rehearsed forward: its backward is an estimate.
+
+    turns, stands, updates, inputs: see `Steps`
+    """
+    gradients = planner.model_state.unallocated_gradients()
+    states = planner.memory.unallocated_state_nbytes
     forward_profile = replace(forward_profile, profile=repeatable(planner, forward_profile.profile))
-    update = update_nbytes(planner.model_state.optimizers())
-    return with_backward(forward_profile, *born, care, turns=turns, update_nbytes=update)
+    forward_profile = forward_profile if inputs else forward_profile.without_inputs()
+    update = update_nbytes(planner.model_state.optimizers()) if updates else 0
+    if stands:
+        forward_profile = forward_profile.with_co_resident(sum(one.nbytes for one in gradients))
+        gradients = []
+    return with_backward(
+        forward_profile, gradients, states, care, turns=turns, update_nbytes=update
+    )
 
 
 def _chosen(
@@ -305,7 +322,7 @@ def _memory_of(planner: "Planner") -> MemoryState:
 
 def chosen_by_forward(
     planner: "Planner", forward_profile: ForwardProfile, *, refuses: bool = False
-) -> tuple[Chosen, Step]:
+) -> tuple[Chosen, Steps]:
     """Returns a plan for a step whose first forward was rehearsed, and that step by its care.
 
     refuses: a plan that is estimated to exceed the budget is not worth a measurement
@@ -316,16 +333,18 @@ def chosen_by_forward(
     parts, resident = planner.calls.parts(forward_profile), planner.model_state.resident_bytes()
 
     @cache
-    def step(care: Care, *, turns: bool = False) -> Profile:
-        found = step_of_parts(parts, lambda part: step_of(planner, part, care, turns=turns))
+    def step(care: Care, **how: bool) -> Profile:
+        found = step_of_parts(parts, lambda part: step_of(planner, part, care, **how))
         return replace(found.with_outputs(planner.state.outputs_nbytes), standing=resident)
 
+    # Estimates of recurrent layers are too high, and plans hold what a given loss saves. So nothing
+    # more is left for the loss, but for a gradient that is made in another layout.
+    is_known = forward_profile.profile.is_recurrent or planner.context.plans_loss
     more = fallbacks_of(planner)
     may_gain = planner.state.may_gain(more)
     goes_on = planner.tries_more and (may_gain or more.blamed_classes)
     chosen = plan_by_forward(
         step,
-        partial(step, turns=True),
         planner.model_state.states,
         planner,
         settings_of(planner),
@@ -333,6 +352,8 @@ def chosen_by_forward(
         names_least=refuses or not goes_on,
         leaves_room=planner.leaves_room,
         gradient_nbytes=planner.model_state.largest_gradient_nbytes(),
+        plain_care=LEAST if is_known else UNSURE,
+        may_stand=planner.context.step <= 1 and planner.model_state.gradients_last,
     )
     return chosen, step
 

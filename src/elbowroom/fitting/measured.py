@@ -240,6 +240,8 @@ def _last_resort_measured(state: FitState, seen: StepMeasured) -> Step:
         state = _with_transients(replace(state, has_fit=True), seen, seen.peak)
         return _allowing(state, seen, seen.peak), ()
     if state.refuses_last_resort and least is not None:
+        if state.gains_gradients:
+            return state.fresh(), (ForgetScripts(),)
         return state, (Refuse(least),)
     commands: tuple[Command, ...] = ()
     if least is not None and least.peak_nbytes < peak_nbytes:

@@ -167,6 +167,12 @@ class ModelState:
                     owners.setdefault(id(p), []).append(begins + name)
         return [Unallocated(p.nbytes, tuple(owners[id(p)])) for p in unallocated]
 
+    @property
+    def gradients_last(self) -> bool:
+        """True if no optimizer releases gradients within backward."""
+        unallocated = sum(p.nbytes for p in self._trainable() if gradient_of(p) is None)
+        return self.unallocated_gradient_nbytes() == unallocated
+
     def largest_gradient_nbytes(self) -> int:
         """Returns the bytes of the largest gradient, whether it is there or not."""
         return max((p.nbytes for p in self._trainable()), default=0)

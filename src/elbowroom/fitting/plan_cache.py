@@ -73,7 +73,7 @@ class PlanCache:
         but: except for this one
         """
         for bucket in [bucket for bucket, one in self._known.items() if one is not but]:
-            del self._known[bucket]
+            self._known.pop(bucket).is_forgotten = True
         self._given = self._first
 
     def _admit(self, signature: Signature) -> Planner:

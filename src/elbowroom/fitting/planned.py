@@ -162,6 +162,8 @@ def no_plan(state: FitState, seen: NoPlan) -> Step:
     assert profile is not None
     if state.is_scaled:
         return learn_anew(state)
+    if state.gains_gradients:  # the step that begins now needs more than a refusal would name
+        return state.fresh(), (ForgetScripts(),)
     if state.waits_for_others:
         headroom = state.headroom.learned(0)
         return replace(state, phase=Phase.WRITING, plan=None, headroom=headroom), ()

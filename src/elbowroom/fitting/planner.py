@@ -112,6 +112,7 @@ class Planner(StateView):
     tries_more   where no plan of a rehearsal fits, restrictions are relaxed and it is planned again
     leaves_room  other models, of which nothing is known yet, may share this step: it is planned for
                  the least memory
+    is_forgotten  steps need something else now: nothing more is learned from those that have begun
     said    the setting that was logged last, and whether it is exact
     said_last  the last line that a command had logged
     forward_profile  of the first forward of the current step, from a rehearsal; None: there was
@@ -135,7 +136,7 @@ class Planner(StateView):
         self.model_state, self.context = model_state, context
         self.calls = Calls()
         self.meter: NoiseMeter | ReachMeter | None = None
-        self.redoes = self.leaves_room = self.tries_more = False
+        self.redoes = self.leaves_room = self.tries_more = self.is_forgotten = False
         self.said: tuple[str, bool] | None = None
         self.said_last: tuple[Line, dict[str, Any]] | None = None
         self.forward_profile: ForwardProfile | None = None
@@ -276,20 +277,26 @@ class Planner(StateView):
         if self.plan is not None and self.plan.changes_nothing:
             self._tell(NothingToDo())
 
-    def rehearse(self, forward: Callable[[], Any], *, is_inside: bool = False) -> None:
+    def rehearse(
+        self, forward: Callable[[], Any], given: object = (), *, is_inside: bool = False
+    ) -> None:
         """Records a forward that holds nothing, and plans the step from it.
 
-        A forward that was rehearsed in this step already is not run again. is_inside: backward
-        continues into the waiting graph of another fitted model. Raises BudgetTooSmall where no
-        plan fits. Does nothing where the forward cannot be measured.
+        A forward that was rehearsed in this step already is not run again.
+
+        given: its inputs. is_inside: backward continues into the waiting graph of another fitted
+        model. Raises BudgetTooSmall where no plan fits. Does nothing where the forward cannot be
+        measured.
         """
         if self.forward_profile is None:
-            self.forward_profile = rehearse(self, self.model_state, forward, is_inside=is_inside)
+            self.forward_profile = rehearse(
+                self, self.model_state, forward, is_inside=is_inside, inputs=given
+            )
         if self.forward_profile is not None:
             self._tell(ForwardProfiled(self.forward_profile))
 
     def rehearse_until_planned(
-        self, forward: Callable[[], Any], undo: Undo, *, is_inside: bool = False
+        self, forward: Callable[[], Any], undo: Undo, given: object, *, is_inside: bool = False
     ) -> None:
         """Rehearses, and undoes each rehearsal, until a plan fits or none is left to try.
 
@@ -298,7 +305,7 @@ class Planner(StateView):
         while True:
             self.tries_more = True
             try:
-                return self.rehearse(forward, is_inside=is_inside)
+                return self.rehearse(forward, given, is_inside=is_inside)
             except NothingHeld:
                 self._tell(CannotRehearse())  # backward runs inside forward, to compute a force
                 return None
@@ -457,7 +464,7 @@ class Planner(StateView):
 
         memory: the memory as the next one begins. others_learn: see `Neighbors`.
         """
-        knows = self.settled and not self.state.is_blind
+        knows = self.is_forgotten or (self.settled and not self.state.is_blind)
         if knows or not self.calls.is_whole(had_backward=last.backward_began):
             return
         seen = observed(self, last, step, memory.with_co_resident(step.memory.co_resident_nbytes))

@@ -1,9 +1,14 @@
 """Every refusal of a budget by `fit`: what takes the memory, the least budget, and what helps."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
 
 from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.options import FitOptions, MemoryState
+from elbowroom.measure.resident_bytes import knows_states_of
 from elbowroom.plan.make import MORE_NOISE, too_small
 from elbowroom.plan.plan import Plan
 from elbowroom.plan.presets import LOSSY_PRESETS, held_nbytes
@@ -20,6 +25,10 @@ _GENEROUS = 12
 _CARE = 1.25  # times the gradients that the graph tells of
 _RESTORED = 2  # of its largest tensors beside these: restored ones, workspaces, the loss
 _LITTLE = 0.01  # of a peak: what is saved for backward is not worth moving
+_NO_STATES = (
+    " No optimizer is known yet, whose states take more from the second step on: give it to fit."
+)
+_OTHERS = " Other fitted models are not counted, although they may run in the same step."
 _ROOM = 128  # a refusal names a budget that is larger than the measured or estimated peak by 1/128
 
 
@@ -169,6 +178,27 @@ def add_co_resident(error: BudgetTooSmall, co_resident_nbytes: int) -> None:
             f"{error} {taken} of it are graphs that wait for their backward, and other fitted "
             "models; call er.release(model) for one that is not trained any more.",
         )
+
+
+def say_unknown(
+    error: BudgetTooSmall, optimizers: Collection[Optimizer], *, may_share: bool
+) -> None:
+    """Says in the refusal of a first step what it cannot know of later ones.
+
+    may_share: other fitted models may run in it
+    """
+    said = "" if optimizers else _NO_STATES
+    for one in optimizers:
+        name = type(one).__name__
+        if isinstance(one, torch.optim.LBFGS):
+            pairs = one.param_groups[0]["history_size"]
+            said += f" The history of {name} counts as full ({pairs} pairs)."
+        elif not (one.state or knows_states_of(one)):
+            said += f" States of {name}, which do not exist yet, count as two of each parameter."
+    if may_share:
+        said += _OTHERS
+    if said:
+        error.args = (f"{error}{said}",)
 
 
 def _lossy_helps(saving: "FittedSaving", saved_nbytes: int) -> bool:

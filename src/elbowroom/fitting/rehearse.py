@@ -10,10 +10,10 @@ good, although nothing has shown that exact actions do not suffice.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import BudgetTooSmall
@@ -52,6 +52,11 @@ _TRIES: dict[bool | None, tuple[tuple[bool | None, Care, bool], ...]] = {
     False: ((False, CAREFUL, False), (False, CAREFUL, True), (False, LIKELY, True)),
 }
 _warned: "weakref.WeakSet[object]" = weakref.WeakSet()
+_LITTLE = 0.01  # of a budget: what is not worth a sentence
+_DEPTH = 4  # of objects in objects that a forward gives
+# Of a loss outside of forward: cross entropy takes 3 of its input, a mean of squares 4.
+UNSURE = LIKELY._replace(loss=3.5)
+_MORE = 1.25  # times what steps need that begin without gradients, in budgets that are named
 _SURE = 0.7  # of the least by the graph: below that it is refused unmeasured
 _FIRST = 1.05  # of the budget, in a forward that held nothing: above that it is, too
 
@@ -64,6 +69,7 @@ def rehearse(
     *,
     is_inside: bool = False,
     given: object = (),
+    inputs: object = (),
 ) -> ForwardProfile | None:
     """Records a forward that holds nothing, and the graph that it has built.
 
@@ -73,9 +79,12 @@ def rehearse(
     after: that of an earlier forward of the same step, which is left as it is
     is_inside: another fitted model's graph waits, and what backward runs there is that one's
     given: what takes no more memory where the forward saves it, since it stands already
+    inputs: of the first forward of a step
     """
     Background.interrupt()
     stood, held = _addresses(model_state.tensors()), _addresses(tree_leaves(given))
+    # A GPU's counter has them, but the allocator of a CPU tells only what came since.
+    uncounted = _addresses(tree_leaves(inputs)) if model_state.device.type == "cpu" else set()
     recording = Recording.start(model_state.tensors(), model_state.device)
     if recording is None:
         return None
@@ -83,12 +92,13 @@ def rehearse(
     since = 0 if after is None and is_whole else torch._C._autograd._get_sequence_nr()
     try:
         with FittedSaving(fit, recording.recorder, counts=True, after=after) as saving:
-            out = [x for x in tree_leaves(forward()) if isinstance(x, Tensor) and x.requires_grad]
+            result = forward()  # which is held, or what it saved for a graph unseen would be gone
+            out = [x for x in _tensors_in(result) if x.requires_grad]
             saving.drop_everything()
             graph = graph_of(out, recording.recorder, since, is_whole=is_whole)
         loss_nbytes, out_nbytes, outs = _loss_nbytes(out), storage_nbytes(out), _addresses(out)
         seen = recording.finish()  # while what forward gives is there: the graph dies with it
-        del out
+        del out, result
     finally:
         recording.close()
     if seen is None:
@@ -106,8 +116,18 @@ def rehearse(
         on(stood),
         results,
         gone,
+        on(uncounted - stood),
     )
     return forward_profile.given(on(held)) if held else forward_profile
+
+
+def _tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yields the tensors of what a forward gives, those in attributes of objects included."""
+    for one in tree_leaves(value):
+        if isinstance(one, Tensor):
+            yield one
+        elif depth and not isinstance(one, nn.Module | type):
+            yield from _tensors_in(getattr(one, "__dict__", ()), depth - 1)
 
 
 def _addresses(values: Iterable[object]) -> set[int]:
@@ -126,12 +146,30 @@ def _loss_nbytes(outputs: list[Tensor]) -> tuple[int, int]:
     return max(sizes), min(sizes)
 
 
-Step = Callable[[Care], Profile]  # the rehearsed step, with so much care
+class Steps(Protocol):
+    """Makes the rehearsed step."""
+
+    def __call__(
+        self,
+        care: Care,
+        *,
+        turns: bool = False,
+        stands: bool = False,
+        updates: bool = True,
+        inputs: bool = True,
+    ) -> Profile:
+        """Returns the step, estimated with so much care.
+
+        turns: convolutions take turns, as they do once it is settled
+        stands: gradients of the step before stand as it begins
+        updates: it ends with the optimizer's step, whose memory is known; else with backward
+        inputs: what forward was given counts where it is saved, although it stood before
+        """
+        ...
 
 
 def plan_by_forward(
-    steps: Step,
-    in_turns: Step,
+    steps: Steps,
     states: StateFormats,
     owner: object,
     settings: PlannerSettings,
@@ -140,16 +178,19 @@ def plan_by_forward(
     names_least: bool = True,
     leaves_room: bool = False,
     gradient_nbytes: int = 0,
+    plain_care: Care = UNSURE,
+    may_stand: bool = False,
 ) -> Chosen:
     """Returns the first plan that fits, or the smallest, to be measured.
 
-    steps            the rehearsed step, by the care that is taken; it knows what it gave before
-    in_turns         the same, if convolutions take turns, as they do once it is settled
+    steps            the rehearsed step; it knows what it gave before
     owner            the planner it is for
     measures         the smallest is worth a step
     names_least      somebody reads what a refusal says, so the least budget is searched for
     leaves_room      the smallest exact plan is taken if it fits: others share the step
-    gradient_nbytes  of the largest gradient of a parameter
+    gradient_nbytes  of a gradient that is made in another layout than it is held in
+    plain_care       of what plain autograd needs: no more is named
+    may_stand        no step has shown yet whether gradients stand as the next one begins
 
     Raises BudgetTooSmall where none can be expected to fit.
     """
@@ -176,7 +217,9 @@ def plan_by_forward(
             return smallest
     if not names_least:
         raise unplanned(settings.options.budget_nbytes, steps(LEAST).peak)
-    error = _refusal(steps, in_turns, states, owner, settings, gradient_nbytes)
+    error = _refusal(
+        steps, states, owner, settings, gradient_nbytes, plain_care, may_stand=may_stand
+    )
     raise _with_forward(error, steps(LEAST).forward_peak, settings.options.budget_nbytes)
 
 
@@ -217,12 +260,14 @@ def _tries(exact: bool | None) -> Iterator[_Try]:
 
 
 def _refusal(
-    steps: Step,
-    in_turns: Step,
+    steps: Steps,
     states: StateFormats,
     owner: object,
     settings: PlannerSettings,
     gradient_nbytes: int,
+    plain_care: Care,
+    *,
+    may_stand: bool,
 ) -> BudgetTooSmall:
     """Returns a refusal that names a budget that should do; a smaller one may do, too.
 
@@ -230,7 +275,12 @@ def _refusal(
     step is profiled, and runs them whole: it has to fit by the graph at its word.
     Where plans have little to give, care would name more than plain autograd needs. So no more is
     named than that takes by the graph at its word, with room for a gradient of a parameter that is
-    made in another layout, or before it is added to one that is there.
+    made in another layout. What forward was given stood before, and counts in no measurement of a
+    CPU: nor does it count in what plain autograd needs.
+    Steps of a program that calls zero_grad() after forward, or accumulates, begin with gradients,
+    which the first one does not show. What is named counts them if that is no more than plain
+    autograd needs without, nor much more than others need; else it is said. The optimizer's step is
+    known, and takes no margin.
     """
     exact = settings.options.exact
 
@@ -251,19 +301,58 @@ def _refusal(
             least_nbytes=plan.budget,
         )
 
-    likely, careful, turning = steps(LEAST), steps(CAREFUL), in_turns(CAREFUL)
+    def settled(care: Care, *, stands: bool) -> tuple[int, int, Profile]:
+        """Returns the least of settled steps, the same with a margin, and the step it is of."""
+        careful = steps(care, stands=stands)
+        least, step = refused(careful).least_nbytes, careful
+        turning = careful if exact else steps(care, turns=True, stands=stands)
+        if turning.floor != careful.floor:
+            least, step = refused(turning).least_nbytes, turning
+            if least <= first:
+                least, step = first, likely
+        return least, least + int(_MARGIN * (least - careful.static)), step
+
+    likely, in_turns = steps(LEAST), steps(LEAST, turns=True)
     plain_profile = profile_of(likely)
-    first, least, step = refused(likely).least_nbytes, refused(careful).least_nbytes, careful
-    best = first
-    if not exact and turning.floor != careful.floor:
-        settled, static = refused(turning).least_nbytes, plain_profile.static
-        least, step = (settled, turning) if settled > first else (first, likely)
+    best = first = refused(likely).least_nbytes
+    if not exact and in_turns.floor != likely.floor:
+        static = plain_profile.static
         tried = static + int(_SURE * (first - static))  # a step is worth it from here on
-        best = min(max(refused(in_turns(LEAST)).least_nbytes, tried), first)
-    should_suffice = _SHOULD_SUFFICE.format(show_nbytes(best))
-    margin = int(_MARGIN * (least - careful.static))
-    plain = plain_peak(plain_profile)
-    plain += int(_MARGIN * (plain - plain_profile.static)) + gradient_nbytes
-    if plain < least + margin:
-        return refused(likely, plain - first, should_suffice)
-    return refused(step, margin, should_suffice)
+        best = min(max(refused(in_turns).least_nbytes, tried), first)
+
+    def plain(*, stands: bool) -> tuple[int, int]:
+        """Returns what plain autograd needs, and the same with a margin until the update."""
+        bare = plain_peak(profile_of(steps(LEAST, stands=stands, inputs=False)))
+        bounds = []
+        for care, inputs in ((LEAST, True), (plain_care, False)):
+            step = profile_of(steps(care, stands=stands, inputs=inputs, updates=False))
+            peak, more = plain_peak(step), 0 if care == UNSURE else gradient_nbytes
+            bounds.append(peak + int(_MARGIN * (peak - step.static)) + more)
+        return bare, max(bare, min(bounds))
+
+    bare, most = plain(stands=False)
+    should_suffice = _SHOULD_SUFFICE.format(show_nbytes(min(best, bare)))
+    least, named, step = settled(CAREFUL, stands=False)
+    if not may_stand:
+        later = named
+    else:
+        least_standing, later, standing = settled(MIDDLE, stands=True)
+        if named < later <= min(bare, int(_MORE * named)):
+            return refused(standing, later - least_standing, should_suffice)
+        later = min(later, plain(stands=True)[1])
+    if named <= most:
+        error = refused(step, named - least, should_suffice)
+    else:
+        error, named = refused(likely, most - first, should_suffice), most
+    error.args = (f"{error}{_said_of_standing(later, named)}",)
+    return error
+
+
+def _said_of_standing(nbytes: int, named_nbytes: int) -> str:
+    """Returns what a step needs that begins with gradients, if that is much more than is named."""
+    if nbytes - named_nbytes <= _LITTLE * named_nbytes:
+        return ""
+    return (
+        " Where gradients are still there as forward runs (zero_grad() after it, or accumulation), "
+        f"steps need {show_nbytes(nbytes)}."
+    )

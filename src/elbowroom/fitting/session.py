@@ -38,7 +38,7 @@ from elbowroom.fitting.late_optimizers import watch
 from elbowroom.fitting.messages import warn_not_called
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions
-from elbowroom.fitting.refusals import add_co_resident, add_room
+from elbowroom.fitting.refusals import add_co_resident, add_room, say_unknown
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.fitting.shortage import Shortage
 from elbowroom.fitting.signature import Signature, signature_of
@@ -270,6 +270,9 @@ class Fitting(SharesSteps):
             taken_nbytes = self.planner.state.taken_nbytes
             add_room(error, self._neighbors.savings_nbytes, kinds_nbytes, taken_nbytes)
             add_co_resident(error, self.planner.memory.co_resident_nbytes)
+            if self.context.step <= 1:
+                optimizers, may_share = self.model_state.optimizers(), self.planner.leaves_room
+                say_unknown(error, optimizers, may_share=may_share)
             # Without its traceback, whose frames hold tensors.
             self.refusal = BudgetTooSmall(
                 str(error), least_nbytes=error.least_nbytes, parts=error.parts
@@ -429,7 +432,7 @@ class Fitting(SharesSteps):
         self._stop()
         is_inside = self._neighbors.is_inside
         try:
-            self.planner.rehearse_until_planned(forward, undo, is_inside=is_inside)
+            self.planner.rehearse_until_planned(forward, undo, given, is_inside=is_inside)
         except BaseException as error:
             if _is_ours(error):
                 raise

@@ -386,6 +386,15 @@ class FitState:
         return 0 if abs(nbytes) <= _LITTLE * self.options.budget_nbytes else nbytes
 
     @property
+    def gains_gradients(self) -> bool:
+        """True if more gradients stand than in the steps before, and no plan was given.
+
+        What those steps need is no ground to refuse the budget then, since a refusal would name
+        less than is needed from now on.
+        """
+        return self.added_gradient_nbytes > 0 and not self.follows_given
+
+    @property
     def begins_with_less(self) -> bool:
         """True if more gradients, or outputs of earlier forwards, stood in another step."""
         outputs_nbytes = self.outputs_nbytes - self.memory.outputs_nbytes

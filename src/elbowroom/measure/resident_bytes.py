@@ -63,16 +63,49 @@ def gradients_nbytes(trained: Iterable[Tensor], optimizers: Iterable[Optimizer])
 def expected_nbytes(optimizer: Optimizer, p: Tensor) -> int:
     """Bytes of the states that a parameter has, or will have.
 
-    Two fp32 states a parameter, unless the class is known to have others.
+    Two fp32 states a parameter, unless the class is known to have others (`knows_states_of`).
     """
     if isinstance(optimizer, EncodedOptimizer):
         return optimizer.state_nbytes(p)
     if isinstance(optimizer, torch.optim.LBFGS):
         # Directions and steps of its history; the last direction and gradient.
         return int(2 * optimizer.param_groups[0]["history_size"] + 2) * p.nbytes
-    if not isinstance(optimizer, torch.optim.SGD):
+    if isinstance(optimizer, torch.optim.Adafactor):
+        # Of a matrix, or of each that p has in its last two dimensions: its rows and columns.
+        rows = p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.dim() > 1 else 0
+        return (rows or p.numel()) * p.element_size() if p.numel() else 0
+    made = _states_made(optimizer)
+    if made is None:
         return 8 * p.numel()
-    return 4 * p.numel() if optimizer.defaults.get("momentum") else 0
+    always, options = made
+    settings = optimizer.defaults
+    return (always + sum(bool(settings.get(name)) for name in options)) * p.nbytes
+
+
+# Tensors of a parameter's size that PyTorch's optimizers hold for it: always, and by an option.
+_STATES: dict[type[Optimizer], tuple[int, tuple[str, ...]]] = {
+    torch.optim.SGD: (0, ("momentum",)),
+    torch.optim.Adam: (2, ("amsgrad",)),
+    torch.optim.Adamax: (2, ()),
+    torch.optim.NAdam: (2, ()),
+    torch.optim.RAdam: (2, ()),
+    torch.optim.Adadelta: (2, ()),
+    torch.optim.Adagrad: (1, ()),
+    torch.optim.ASGD: (1, ()),
+    torch.optim.RMSprop: (1, ("momentum", "centered")),
+    torch.optim.Rprop: (2, ()),
+}
+
+
+def _states_made(optimizer: Optimizer) -> tuple[int, tuple[str, ...]] | None:
+    known = (_STATES.get(kind) for kind in type(optimizer).__mro__)
+    return next((one for one in known if one is not None), None)
+
+
+def knows_states_of(optimizer: Optimizer) -> bool:
+    """Returns whether it is known which states an optimizer makes, before it has made them."""
+    known = EncodedOptimizer, torch.optim.LBFGS, torch.optim.Adafactor
+    return isinstance(optimizer, known) or _states_made(optimizer) is not None
 
 
 def growing_nbytes(optimizer: Optimizer) -> int:

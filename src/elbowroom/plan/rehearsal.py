@@ -49,7 +49,7 @@ class Care(NamedTuple):
     ops: float
     workspaces: float
     any_loss: bool
-    loss: int = 3
+    loss: float = 3
 
 
 CAREFUL, MIDDLE, LIKELY = Care(1.25, 0.75, True), Care(1.0, 0.5, True), Care(1.0, 0.5, False)
@@ -79,6 +79,7 @@ class ForwardProfile:
     outs         storages, by index, that what forward gives lies in: there until backward
     gone         storages, by index, that nothing held any more as forward ended: those of a branch
                  whose result it does not use
+    inputs       storages, by index, of what forward was given, which no measurement counts
     """
 
     profile: Profile
@@ -88,6 +89,7 @@ class ForwardProfile:
     resident: frozenset[int] = frozenset()
     outs: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
 
     @property
     def left_nbytes(self) -> int:
@@ -127,7 +129,16 @@ class ForwardProfile:
             self.resident.union(i + shift for i in later.resident),
             self.outs.union(i + shift for i in later.outs),
             self.gone.union(i + shift for i in later.gone),
+            self.inputs.union(i + shift for i in later.inputs),
         )
+
+    def without_inputs(self) -> "ForwardProfile":
+        """Returns the same, with inputs that take nothing where they are saved."""
+        storages = (
+            replace(one, nbytes=0) if i in self.inputs else one
+            for i, one in enumerate(self.profile.storages)
+        )
+        return replace(self, profile=replace(self.profile, storages=tuple(storages)))
 
     def given(self, indices: Collection[int]) -> "ForwardProfile":
         """Returns the same, with these storages as inputs that others hold, too."""
@@ -177,10 +188,10 @@ def with_backward(
     profile = forward_profile.profile.shifted(state_nbytes)
     storages, first = profile.storages, len(profile.level)
     graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
-    loss_nbytes = care.loss * forward_profile.loss_nbytes[0]
+    loss_nbytes = int(care.loss * forward_profile.loss_nbytes[0])
     if not care.any_loss:
         graph = replace(graph, roots=graph.last_roots or graph.roots)
-        loss_nbytes = care.loss * forward_profile.loss_nbytes[1]
+        loss_nbytes = int(care.loss * forward_profile.loss_nbytes[1])
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
     small = _small({i: storages[i].nbytes for i in forward_profile.small}, moments)

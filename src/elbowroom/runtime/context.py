@@ -51,6 +51,7 @@ class Context:
     gathers       whether a forward has gathered large rows
     rows_wait     whether large rows that are gathered are made when they are read, in every forward
                   (`gathered.py`)
+    plans_loss      whether a fit was given the loss, so that plans hold what it saves
     has_linears     whether a forward of a fit has run a linear layer
     products_again  whether linear layers may run again for what a plan rebuilds: every second one
                     of a chain
@@ -84,7 +85,7 @@ class Context:
         self.recurrent_layers = self.layer_nbytes = 0
         self.waited_in: set[str] = set()
         self.runs_again = self.gathers = self.rows_wait = False
-        self.has_linears = self.products_again = False
+        self.has_linears = self.products_again = self.plans_loss = False
         self.takes_small = self.drops_codecs = self.finer_levels = False
         self.has_checkpoints = self.opens_checkpoints = False
         self.kept: dict[SiteKey, str] = {}
