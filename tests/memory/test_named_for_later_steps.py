@@ -211,8 +211,9 @@ def test_no_more_is_named_than_plain_training_takes(model, inputs):
 
     plain = plain_nbytes(made)
     least = named(made, int(0.5 * plain))
-    # 1/128 for variation from step to step, and 3 % of what is no weight, gradient or state
-    assert least <= 1.04 * plain
+    # 1/128 for variation from step to step, 3 % of what is no weight, gradient or state, and what
+    # oneDNN takes less with one thread
+    assert least <= 1.05 * plain
     holds(made, least)
 
 
