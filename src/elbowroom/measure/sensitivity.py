@@ -25,6 +25,7 @@ from elbowroom.runtime.consumers import Call
 
 _CONVS = ("conv1d", "conv2d", "conv3d")
 PART = 4096  # elements that are squared at a time where few places are counted
+_BLOCKS = 64  # of a large tensor, one of which is squared at a time: its copy is as much smaller
 _COUNTED = 131072  # elements of a tensor, about, where few places are: not all channels, too
 # op -> where x and the weight stand among its arguments
 _PRODUCTS = {
@@ -219,9 +220,9 @@ def energy(x: Tensor, dim: int | None = None) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float32 if half else None)
         return norm.square()
     # torch's norm along another dimension than the last takes six times as long (CPU).
-    found = []
-    for part in torch.split(x, max(PART // x[0].numel(), 1)):
-        each = max(x.shape[dim] * PART // part.numel(), 1)
+    found, most = [], max(PART, x.numel() // _BLOCKS)
+    for part in torch.split(x, max(most // x[0].numel(), 1)):
+        each = max(x.shape[dim] * most // part.numel(), 1)
         blocks = (block.float() if half else block for block in torch.split(part, each, dim))
         found.append(torch.stack([block.square().sum(dim) for block in blocks]).sum(0))
     return torch.cat(found)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from elbowroom.runtime.consumers import Call
 
 Source: TypeAlias = Slot | Recipe | ExpectedSlot  # sources from which an op can be recomputed
-_EXPANDED = 8  # least size of a result relative to a copy of its source
+EXPANDED = 8  # least size of a result relative to a copy of its source
 # Multiplications of recomputed linear layers, as a share of forward's, which are a third of a
 # step's; they are recomputed until the held bytes are smaller than plain autograd's by the second
 # factor.
@@ -110,12 +110,17 @@ class Sources(Storages):
             return held
         return self._cheapest(origin.recipe, x)
 
-    def operand_or_spare(self, x: Tensor, call: "Call", out: Tensor) -> "Source | None":
-        """Returns the source of x, or a copy of x if it cannot be rebuilt from held tensors."""
+    def operand_or_spare(
+        self, x: Tensor, call: "Call", out: Tensor, times: int = EXPANDED
+    ) -> "Source | None":
+        """Returns the source of x, or a copy of x if it cannot be rebuilt from held tensors.
+
+        times: see `spare`
+        """
         source = self.operand(x, call)
         if isinstance(source, Slot) or (source is not None and can_follow(source)):
             return source
-        return self.spare(x, call.name, out) or source
+        return self.spare(x, call.name, out, times) or source
 
     def is_held(self, y: Tensor) -> bool:
         """Returns whether y is held as a saved tensor, or is a parameter."""
@@ -184,14 +189,16 @@ class Sources(Storages):
         """
         return self._copy(x, op, self._constants, _MAX_CONSTANTS)
 
-    def spare(self, x: Tensor, op: str, out: Tensor) -> Slot | None:
+    def spare(self, x: Tensor, op: str, out: Tensor, times: int = EXPANDED) -> Slot | None:
         """A slot for a copy of x, which no op saves; an op computed a much larger `out` from it.
 
         Examples are rows that are gathered many times, or a bias of two parts: the copy is no
         larger than a code of the result. x is copied when a recipe uses it, because most are never
         used. Only the last few are held until then.
+
+        times: how many times larger than x its storage has to be, at the least
         """
-        if untouchable(x) or storage_nbytes(x) * _EXPANDED > storage_nbytes(out):
+        if untouchable(x) or storage_nbytes(x) * times > storage_nbytes(out):
             return None
         return self._copy(x, op, self._spares, _MAX_SPARES, out)
 

@@ -13,10 +13,12 @@ from elbowroom.runtime.logits import SOFTMAXES, are_logits, may_be_logits, produ
 from elbowroom.runtime.producers.copies import reordered_slot
 from elbowroom.runtime.producers.making import REORDERED, origin_of, view_of
 from elbowroom.runtime.slot import Geometry, Slot
-from elbowroom.runtime.sources import Source, Sources, can_follow
+from elbowroom.runtime.sources import EXPANDED, Source, Sources, can_follow
 from elbowroom.runtime.storage import Origin, is_dense, storage_nbytes, untouchable
 
 _MUCH_LARGER = 4  # least size of a result relative to a constant that is copied to rebuild it
+# Likewise, where a code may take as little, and a copy of which no use is made is one too many.
+_MORE_EXPANDED = 16
 _FEW = 256  # the most elements that a product may sum: the columns of an attention head
 _MAX_PARTS = 8  # that are joined
 # Functions that take as long on a CPU, for each element, as so many multiplications of a linear
@@ -84,7 +86,8 @@ def enlarged(call: Call, out: Tensor, sources: Sources) -> Origin | None:
     make a factor of an error, and several results have that of one element: so where codes add
     errors, nothing is made of one.
     """
-    source = sources.operand_or_spare(call.first, call, out)
+    times = EXPANDED if sources.is_exact else _MORE_EXPANDED
+    source = sources.operand_or_spare(call.first, call, out, times)
     return elementwise(call, out, sources, source=source, of_codes=sources.is_exact)
 
 
