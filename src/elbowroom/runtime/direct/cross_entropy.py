@@ -53,7 +53,7 @@ from elbowroom.runtime.slot import View
 from elbowroom.runtime.storage import WeakStorage, untouchable
 
 _aten: Any = torch.ops.aten
-_MIN_LAUNCHED = 1 << 26  # ... nor more launches
+_MIN_LAUNCHED = 1 << 26  # of logits on a GPU: fewer are not worth more launches
 _NO_CLASS = -(1 << 62)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHANGED = (
