@@ -564,6 +564,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "overlap": lambda x: (torch.softmax(x, 1) * F.one_hot(torch.arange(len(x)), x.shape[1])).sum(),
     "activation": lambda x: F.gelu(x).square().mean(),
     "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+    # These read signs or bounds alone, of the tensor where no bits are held.
+    "leaky_relu": lambda x: F.leaky_relu(x).mean(),
+    "relu6": lambda x: F.relu6(x).mean(),
 }
 
 

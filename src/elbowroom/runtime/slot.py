@@ -514,8 +514,8 @@ class View:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other op reads the values of its slot, and nothing is rebuilt from them."""
-        return self.slot.readers <= 1 and not self.slot.is_source
+        """True if no other op has saved what its slot holds, and nothing is rebuilt from it."""
+        return self.slot.views == 1 and not self.slot.is_source
 
     def restore(self) -> Tensor:
         """Returns the saved tensor again: same shape, dtype, device, strides."""

@@ -31,9 +31,8 @@ def origin_of(
     """
     recipe = None
     if op is not None:
-        seen = Geometry.of(call.first)
-        if source is None:
-            source, seen = call.source(sources)
+        found = call.source(sources) if source is None else (source, Geometry.of(call.first))
+        source, seen = found
         if source is not None:
             recipe = Recipe.of(in_order(op, seen, out), source, seen, out, sources.slot(out))
     return Origin(call.name, has_zeros, recipe)
