@@ -31,16 +31,17 @@ from elbowroom.measure.recorder_notes import (
     UserStorage,
     calling_line,
 )
-from elbowroom.plan import Site
+from elbowroom.plan import Need, Site
 from elbowroom.plan.profile import ModuleCall, Save, Storage, limited_saves
-from elbowroom.plan.site import RECURRENT
+from elbowroom.plan.site import RECURRENT, Formula, Reads
 from elbowroom.runtime import modules
 from elbowroom.runtime.arena import ARENA
 from elbowroom.runtime.arguments import Arguments
 from elbowroom.runtime.checkpoints import is_smooth, loses_gradient, may_carry_error
 from elbowroom.runtime.consumers import Call
-from elbowroom.runtime.direct.attention import plain_nbytes
+from elbowroom.runtime.direct.attention import is_unfused, plain_nbytes
 from elbowroom.runtime.handles import KeepHandle
+from elbowroom.runtime.kept import last_node
 from elbowroom.runtime.nested import tensors_in
 from elbowroom.runtime.recompute import LARGEST_BUFFER, state_nbytes
 from elbowroom.runtime.slot import Slot, View
@@ -73,6 +74,7 @@ class StepRecorder:
         self._alive: deque[UserStorage] = deque()
         self._owned: dict[nn.Module, dict[int, Tensor]] = {}  # until forward has ended
         self._calls = 0  # so many ops have ended
+        self._results: dict[int, StorageNotes] = {}  # of attention, by the op: torch's saves them
         self._read: dict[int, int] = {}  # the last op that was given a tensor, by id
         self._task = -1  # the backward that runs, or ran last
         self._asking = -1  # the op whose backward asks
@@ -132,7 +134,7 @@ class StepRecorder:
             return
         began, self._last = self._last, self._timer.read()
         if call.reruns:
-            self._note_plain(plain_nbytes(call))
+            self._note_plain(call, out)
         if call.rounds and call.name in RECURRENT:
             self._note_why_not("a recurrent layer of it runs again by itself")
         self._note_nodes()
@@ -164,10 +166,33 @@ class StepRecorder:
                 spans |= dict.fromkeys(made.spans)
         return Made(tuple(spans)[:MAX_SPANS], tuple(found))
 
-    def _note_plain(self, nbytes: int) -> None:
-        """Adds bytes that torch's own op saves in a second run of the modules that run now."""
-        for note in self._running:
-            note.made_nbytes += nbytes
+    def _note_plain(self, call: Call, out: Tensor) -> None:
+        """Records what torch's own attention saves, and the node that ran in its place does not.
+
+        A fused one saves its result, in each step in which none of its tensors has a code. One of
+        smaller ops runs in a module's second run alone, which holds as much more.
+        """
+        if is_unfused(call):
+            for note in self._running:
+                note.made_nbytes += plain_nbytes(call)
+            return
+        site = Site(
+            modules.current(),
+            call.name,
+            producer=call.name,
+            shape=out.shape,
+            dtype=out.dtype,
+            nbytes=out.nbytes,
+            need=Need.LOSSY,
+            nth=-1 - len(self._results),  # none that a step has
+            reads=Reads.SIZES,
+            formula=Formula.SUMMED,
+            least_levels=2,
+        )
+        notes = StorageNotes(site.nbytes, self._now, self._now, kept=False, nodes=[last_node()])
+        notes.saves.append(Save(site, "", modules.stack(), self._now, line=calling_line()))
+        self._results[self._calls - 1] = notes
+        self._storages.append(notes)
 
     def _note_rough(self, call: Call, out: Any) -> None:
         """Keeps the modules that run now from starting from a code, if this op tolerates none."""
@@ -265,10 +290,11 @@ class StepRecorder:
         self._resumed = False
         if self.backward is None:
             self.backward = self._now
-        self._storages[index].asked[save] = self._now
-        needs = self._storages[index].needs
-        if not needs or needs[-1] != self._now:
-            needs.append(self._now)
+        self._storages[index].ask(save, self._now)
+        result = self._results.get(call)
+        if result is not None:
+            result.ask(0, self._now)
+            result.freed = self._now
 
     # what it comes to
 

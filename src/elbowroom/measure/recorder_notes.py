@@ -66,6 +66,12 @@ class StorageNotes:
     made_of: set[int] = field(default_factory=set)  # storages, by index
     nodes: list[int] = field(default_factory=list)  # of each save, autograd's number of its node
 
+    def ask(self, save: int, moment: int) -> None:
+        """Notes that backward asks for it in this moment, for one of its saves."""
+        self.asked[save] = moment
+        if not self.needs or self.needs[-1] != moment:
+            self.needs.append(moment)
+
     @property
     def is_lost(self) -> bool:
         """True if nothing can be made of it, since only its signs or its shape are saved."""

@@ -42,7 +42,7 @@ from elbowroom.plan.problem import Option
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.registered import SLOWER, all_settings, expected_nbytes, quicker, weighed
 from elbowroom.plan.restored import MAPS, times_restored, workspace
-from elbowroom.plan.site import NORMS, Formula, Need, Reads, Rebuildable, Rows, Site
+from elbowroom.plan.site import NORMS, RESULT, Formula, Need, Reads, Rebuildable, Rows, Site
 
 KEEP = Preset("keep", KeepAll(), exact=True)
 EXACT_MENU = (Preset("exact", Exact(), exact=True),)
@@ -307,7 +307,7 @@ def _shared(profile: Profile, storage: Storage) -> tuple[int, ...]:
     for save in storage.saves:
         if save.site.consumer == ATTENTION and save.site.module in numbers:
             again = numbers[save.site.module]
-            found |= {again} if save.site.reads is Reads.GRADIENT else {again, again + 1}
+            found |= {again} if save.site.reads in RESULT else {again, again + 1}
     return tuple(sorted(found))
 
 
@@ -461,7 +461,10 @@ def _set_held(
             held.forward_s += seconds_of(profile, "encode", codec, site.nbytes, has_zeros=zeros)
             held.restore_s += seconds_of(profile, "decode", codec, site.nbytes, has_zeros=zeros)
             made_nbytes = profile.made_nbytes.get(id(storage), 0)
-            held.error = 0.0 if codec.lossless else error_of(codec, site, profile, made_nbytes)
+            is_read = site.reads is not Reads.SIZES  # its values, by a node of ours
+            held.error = 0.0
+            if is_read and not codec.lossless:
+                held.error = error_of(codec, site, profile, made_nbytes)
 
 
 def _as_made(preset: Preset, site: Site) -> Site:

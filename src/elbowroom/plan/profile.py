@@ -24,6 +24,7 @@ from elbowroom.plan.resident_bytes import ResidentBytes, resident_bytes_from
 from elbowroom.plan.shares import PREDICTED, NoiseShares, SiteShares
 from elbowroom.plan.site import (
     RECURRENT,
+    RESULT,
     SMALL,
     Formula,
     Need,
@@ -235,7 +236,7 @@ class Profile:
             for save in storage.saves:
                 if save.site.consumer == ATTENTION and save.asked >= 0 and not save.left:
                     seconds, nbytes = found.get(save.site.module, (0.0, 0))
-                    if save.site.reads is Reads.GRADIENT:
+                    if save.site.reads in RESULT:
                         # On a CPU, gradients without forward take 0.7 to 1.3 times torch's own
                         # backward, up to a thousand keys (`kernels/attention.py`).
                         is_free = self.device[0] == "cpu" and save.site.dtype is torch.float32
@@ -258,7 +259,8 @@ class Profile:
             for save in storage.saves
             if save.site.consumer == ATTENTION and save.site.need is Need.LOSSY
         )
-        return reads[Reads.RESTORED] > 3 * reads[Reads.GRADIENT]  # q, k and v, and the result
+        results = sum(reads[one] for one in RESULT)
+        return reads[Reads.RESTORED] > 3 * results  # q, k and v
 
     @cached_property
     def spared(self) -> dict[int, int]:

@@ -112,6 +112,10 @@ class Reads(Enum):
     SIZES = "sizes"  # sizes alone, of a tensor without memory (pooling)
 
 
+# How backward reads attention's result: torch's op, and a node that runs it again from q, k and v.
+RESULT = (Reads.GRADIENT, Reads.SIZES)
+
+
 class Rebuildable(Enum):
     """Tells whether the tensor can be rebuilt from what its producer saves anyway."""
 
