@@ -407,7 +407,8 @@ def test_what_backward_reads_as_it_is_held_is_not_restored(
         with monkeypatch.context() as patch:
             patch.setattr(View, "restore", lambda view: asked.append(view) or restore(view))
             Training(kind).step(following(plan)())
-        return len(asked)
+        # Torch's own cross entropy asks for a shape more than the node in its place.
+        return sum(view.need is not Need.SHAPE for view in asked)
 
     restored()  # the first step under a plan looks at all, the others at what has to do with it
     found = restored()
