@@ -49,6 +49,15 @@ def test_rows_of_which_little_is_left(size: int, few: bool, monkeypatch) -> None
     assert not _leaves_few(torch.empty(16, size, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_rows_of_dtypes_for_which_inductor_has_no_number(dtype: torch.dtype, monkeypatch) -> None:
+    """A model in float64 ran in the eager engine, by a KeyError."""
+    isa = SimpleNamespace(nelements=lambda dtype: {torch.float32: 16}[dtype])
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: isa)
+    assert _leaves_few(torch.empty(16, 33, dtype=dtype))
+    assert not _leaves_few(torch.empty(16, 48, dtype=dtype))
+
+
 def test_what_is_known_of_forward_holds_for_what_backward_computes_again(monkeypatch) -> None:
     tails, seen = Tails(), []
     tails.ends = {(False, "log"): "scalar", (False, "exp"): "part", (True, "exp"): "few"}

@@ -78,7 +78,9 @@ def _leaves_few(x: torch.Tensor) -> bool:
     from torch._inductor import cpu_vec_isa
 
     isa: Any = cpu_vec_isa.pick_vec_isa()
-    width = isa.nelements(dtype=x.dtype) if isa else 1
+    # Other dtypes are taken in as many elements at a time as float32.
+    dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    width = isa.nelements(dtype=dtype) if isa else 1
     inner = [*x.shape[-1:], *(x.shape[1:2] if x.dim() == 4 else ()), x.numel()]
     return any(0 < known_size(size) % width <= width // 2 for size in inner)
 
