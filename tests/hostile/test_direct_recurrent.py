@@ -299,3 +299,22 @@ def test_the_many_small_tensors_of_an_exact_context_are_counted_and_checked():
         net.weight_hh_l0.mul_(2)
     with pytest.raises(RestoreError, match="inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("wants_x", [True, False])
+@pytest.mark.parametrize("stretches", [1, 6])
+@pytest.mark.parametrize(("width", "both"), [(64, False), (512, False), (64, True)])
+def test_the_memory_of_a_backward_that_runs_an_lstm_again_is_known(width, both, stretches, wants_x):
+    """Beside gradients: what is as wide as a wide input, a copy of weights, and joined parts."""
+    net = nn.LSTM(width, 128, bidirectional=both)
+    x = drawn(48, 16, width).requires_grad_(wants_x)
+    zeros = torch.zeros(1 + both, 16, 128)
+    run = own.recurrent(torch.lstm, stretches)
+    for _ in range(2):
+        net.zero_grad()
+        x.grad = None
+        out = run(x, (zeros, zeros), net._flat_weights, True, 1, 0.0, True, both, False)[0]
+        grad, said = torch.ones_like(out), out.grad_fn.workspace_nbytes
+        taken = er.peak(lambda out=out, grad=grad: out.backward(grad))
+    taken -= sum(p.nbytes for p in net.parameters()) + wants_x * x.nbytes
+    assert 0.8 * taken < said < 1.35 * taken

@@ -175,6 +175,28 @@ def test_what_is_named_counts_states_that_the_first_step_makes(optimizer, gives,
     holds(made, least, gives=gives, exact=exact)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, width: int, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(width, 128, layers, batch_first=True)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_what_is_named_counts_the_workspace_of_layers_that_run_again(width):
+    def made() -> Training:
+        draws = lambda draw: torch.randn(16, 48, width, generator=draw)  # noqa: E731
+        return Training(Recurrent(width), draws, adamw, "before")
+
+    plain = plain_nbytes(made)
+    least = named(made, plain // 10)
+    assert least <= 0.95 * plain
+    holds(made, least)
+
+
 def images(draw: torch.Generator) -> Tensor:
     return torch.randn(64, 3, 32, 32, generator=draw)
 

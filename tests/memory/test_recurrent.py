@@ -152,7 +152,9 @@ def test_layers_run_again_one_by_one(kind, share, exact, caplog):
     assert peaks
     assert max(peaks) <= budget
     assert caplog.text.count("one layer after the other; no bit changes") == 1
-    assert "warning" not in caplog.text.lower()
+    # A careful estimate of what layers take as they run again may be above the budget; no step is.
+    warned = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert all("fits by an optimistic estimate only" in one.getMessage() for one in warned)
     assert opener_of(run.model).was_exact
     er.release(run.model)
     torch.manual_seed(1)

@@ -1,5 +1,6 @@
 """The page of a profile: its bands come to the level, its peak is the profile's own."""
 
+import gc
 import json
 import re
 from dataclasses import replace
@@ -7,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, DataError
-from elbowroom.fitting.model_state import ModelState
+from elbowroom.fitting.model_state import ModelState, storage_nbytes
 from elbowroom.measure.resident_bytes import expected_nbytes, knows_states_of
 from elbowroom.report import render_profile, step_page
 from elbowroom.report.bands import BEFORE, GRADIENTS, REST, STATES, WEIGHTS, by_category, by_module
@@ -218,6 +219,37 @@ def test_the_history_of_lbfgs_is_counted_before_and_as_it_grows():
         )  # and a few scalars
     assert model_state.unallocated_state_nbytes() == 0
     assert abs(model_state.resident_bytes().states_nbytes - full) <= 64
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_what_lbfgs_holds_while_forwards_run_in_its_step_is_counted(search):
+    """Its states are there between steps; the rest is found among all tensors that are alive."""
+
+    def alive() -> int:
+        return storage_nbytes(x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter))
+
+    gc.collect()
+    before = alive()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.1, max_iter=4, history_size=2, line_search_fn=search
+    )
+    model_state, beside = ModelState(model, optimizer), []
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+    def closure():
+        optimizer.zero_grad()
+        if len(beside) >= 8:  # the first step has no states until it ends
+            beside.append(alive() - before - x.nbytes - model_state.nbytes)
+        else:
+            beside.append(0)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    assert 0.6 * model_state.passing_nbytes < max(beside) <= 1.02 * model_state.passing_nbytes
 
 
 WITH_STATES = [

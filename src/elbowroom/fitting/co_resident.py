@@ -2,8 +2,9 @@
 
 Fitted models that train alternately (generator and discriminator) share a device. So each counts
 the tensors that graphs of the others, and of its own earlier steps, hold at that moment; and the
-weights, gradients and states of the models that train alternately with it. It does not count a
-model whose training has ended or has not begun.
+weights, gradients and states of the models that train alternately with it; and what an optimizer
+holds that runs forwards in its step (LBFGS). It does not count a model whose training has ended or
+has not begun.
 """
 
 import itertools
@@ -94,6 +95,7 @@ class Neighbors:
         """
         others = list(self._other_models())
         graphs = sum(graph.held_nbytes for one in (self, *others) for graph in one._graphs)
+        graphs += self._model_state.passing_nbytes
         in_turns = [one for one in others if self.takes_turns_with(one)]
         if not in_turns:
             return graphs

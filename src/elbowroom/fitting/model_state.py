@@ -18,6 +18,7 @@ from elbowroom.measure.resident_bytes import (
     gradients_nbytes,
     growing_nbytes,
     parameters_of,
+    passing_nbytes,
     resident_bytes_of,
 )
 from elbowroom.plan.rehearsal import Unallocated
@@ -138,6 +139,11 @@ class ModelState:
             self.unallocated_state_nbytes(),
             gradient_nbytes=storage_nbytes(gradients),
         )
+
+    @property
+    def passing_nbytes(self) -> int:
+        """Bytes that optimizers hold beside their states while forwards run in their step."""
+        return sum(map(passing_nbytes, self._all_optimizers()))
 
     def resident_nbytes(self) -> int:
         """Returns the bytes that are held now, and those of optimizer states to come."""

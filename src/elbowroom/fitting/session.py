@@ -269,7 +269,8 @@ class Fitting(SharesSteps):
             kinds_nbytes = self._plan_cache.least_of_others(self.planner)
             taken_nbytes = self.planner.state.taken_nbytes
             add_room(error, self._neighbors.savings_nbytes, kinds_nbytes, taken_nbytes)
-            add_co_resident(error, self.planner.memory.co_resident_nbytes)
+            others = self.planner.memory.co_resident_nbytes - self.model_state.passing_nbytes
+            add_co_resident(error, others)
             if self.context.step <= 1:
                 optimizers, may_share = self.model_state.optimizers(), self.planner.leaves_room
                 say_unknown(error, optimizers, may_share=may_share)

@@ -116,6 +116,20 @@ def growing_nbytes(optimizer: Optimizer) -> int:
     return max(sum(expected_nbytes(optimizer, p) for p in parameters_of(optimizer)) - held, 0)
 
 
+def passing_nbytes(optimizer: Optimizer) -> int:
+    """Bytes beside states and gradients that an optimizer holds while forwards run in its step.
+
+    LBFGS evaluates the model several times in one step. Meanwhile it holds the gradient, the
+    direction before, and the buffer that the next one was made in. A line search also holds the
+    weights that it begins at, and the gradients of up to four points.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 0
+    group = optimizer.param_groups[0]
+    copies = 8 if group["line_search_fn"] is not None else 3 if group["max_iter"] > 1 else 0
+    return copies * sum(p.nbytes for p in parameters_of(optimizer))
+
+
 def _released(optimizers: Iterable[Optimizer]) -> set[int]:
     """Parameters that an optimizer updates inside backward."""
     releases = [one.released for one in optimizers if isinstance(one, EncodedOptimizer)]

@@ -32,6 +32,11 @@ STRETCHES = 8  # at most: the gates of an eighth of the time are alive at once
 _MIN = 8  # time steps of a stretch: shorter ones lose time in small products
 # How many tensors as large as its output torch's op saves (CPU, measured).
 _GATES = {torch.lstm: 17, torch.gru: 8, torch.rnn_tanh: 2, torch.rnn_relu: 2}
+# How many such tensors a layer's backward takes beside its gradients as it runs again (CPU,
+# measured). oneDNN's LSTM also takes some as wide as the wider one of its input and its output, a
+# copy of its weights, and a gradient of its input that nobody may ask for.
+_AGAIN = {torch.lstm: 15, torch.gru: 10, torch.rnn_tanh: 3, torch.rnn_relu: 3}
+_WIDE = 7
 _ARGUMENTS = 9  # of torch.lstm and its like, in both of their forms
 
 _Tensors = tuple[Tensor, ...]
@@ -118,13 +123,34 @@ def layers_of(call: Call) -> int:
     return int(_arguments(call.args)[4][1])
 
 
+def _backward_nbytes(how: _Layer, x: Tensor, sizes: Tensor | None, tensors: _Tensors) -> int:
+    """Returns the bytes that a layer's backward takes beside the gradients that it returns."""
+    directions = 1 + how.is_bidirectional
+    each = directions * _output_nbytes(x, tensors)
+    weights_nbytes = sum(one.nbytes for one in tensors[how.states :])
+    if sizes is not None:  # oneDNN has no packed ones
+        return _GATES[how.op] * each
+    once, always = _AGAIN[how.op] * each, 0
+    if how.op is torch.lstm:
+        once += _WIDE * max(each, directions * x.nbytes)
+        always = weights_nbytes + (not x.requires_grad) * x.nbytes
+    if how.stretches == 1:
+        return once + always
+    # Gradients of the other stretches wait to be joined, and sums for those of one more.
+    return once // how.stretches + always + x.nbytes + weights_nbytes
+
+
 def _gates_nbytes(op: Any, x: Tensor, states: Sequence[Tensor]) -> int:
     """Returns the bytes of one layer in one direction.
 
     x [time, batch, ...], or [sum of lengths, ...].
     """
-    each = x.numel() // x.shape[-1] * states[0].shape[-1] * x.itemsize
-    return _GATES[op] * each
+    return _GATES[op] * _output_nbytes(x, states)
+
+
+def _output_nbytes(x: Tensor, states: Sequence[Tensor]) -> int:
+    """Returns the bytes of what one layer gives in one direction."""
+    return x.numel() // x.shape[-1] * states[0].shape[-1] * x.itemsize
 
 
 def fits_recurrent(call: Call, x: Tensor) -> bool:
@@ -159,7 +185,7 @@ class _RunAgain(Node):
     ) -> _Tensors:
         ctx.how, ctx.random = how, torch.get_rng_state() if how.drop else None
         ctx.set_materialize_grads(False)
-        ctx.workspace_nbytes = _gates_nbytes(how.op, x, tensors[: how.states]) // how.stretches
+        ctx.workspace_nbytes = _backward_nbytes(how, x, sizes, tensors)
         begun: list[Tensor] = []
         with _as_in_training():
             taken = [_leaf(one, one.requires_grad) for one in tensors]
