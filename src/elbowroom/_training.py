@@ -42,7 +42,7 @@ from elbowroom.plan.solve import WITHOUT_CODES, check_solver
 from elbowroom.runtime.attach import attach, attached, detach, opener_of
 from elbowroom.runtime.compiler import original
 from elbowroom.tools import GrowingBatch, LargestBatch, Log, find_largest
-from elbowroom.tools.grow_batch import check_growing
+from elbowroom.tools.grow_batch import check_growing, warn_unfitted
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -405,7 +405,8 @@ def grow_batch(
     The batch never shrinks. `growing.batch` is the current size, and `growing.grown` says when it
     grew. Raises PlanError for invalid arguments, and UnknownField if the budget cannot be parsed.
     While iterating, it raises the errors of `largest_batch`, except for BudgetTooSmall: then the
-    batch stays as it is, and the logger "elbowroom" says so.
+    batch stays as it is, and the logger "elbowroom" says so. It also says where a batch fits by a
+    plan that no step follows, because the model is not fitted.
     """
     check_model(model, "grow_batch")
     check_min_nbytes(min_nbytes)
@@ -417,7 +418,10 @@ def grow_batch(
     options = FitOptions(budget_nbytes(budget, device_of(model)), exact, None, min_nbytes)
 
     def find(make_batch: Callable[[int], Any]) -> int:
-        return find_largest(model, make_batch, loss, options, optimizer).batch
+        found = find_largest(model, make_batch, loss, options, optimizer)
+        if opener_of(model) is None and not found.plan.changes_nothing:
+            warn_unfitted(found.batch, options.budget_nbytes)
+        return found.batch
 
     return GrowingBatch(
         loader_factory, optimizer, find, batch, rule, most, float(growth), tuple(schedulers)

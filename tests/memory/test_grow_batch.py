@@ -137,6 +137,30 @@ def test_a_checkpoint_goes_on():
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
+def test_a_batch_that_fits_by_a_plan_alone_is_said_of_a_model_that_follows_none(caplog):
+    model, optimizer = make()
+    growing = er.grow_batch(
+        lambda n: DataLoader(data(), batch_size=n, drop_last=True),
+        model,
+        optimizer,
+        batch=64,
+        budget=2 << 20,
+        loss=loss_of,
+        rule="none",
+        min_nbytes=4096,
+    )
+    for _ in range(2):
+        for _ in growing:
+            pass
+    assert "this model is not fitted" in caplog.text
+    assert "call er.fit(model, budget=2097152" in caplog.text
+    caplog.clear()
+    er.fit(model, budget=2 << 20, optimizer=optimizer, min_nbytes=4096)
+    for _ in growing:
+        pass
+    assert "not fitted" not in caplog.text
+
+
 def test_a_training_really_grows_inside_its_budget():
     """By codes the batch becomes larger than plain training could have; the peak keeps to it."""
     model, optimizer = make()

@@ -88,6 +88,38 @@ def test_a_plan_says_what_a_step_takes_with_such_a_codec(monkeypatch):
     assert measured == pytest.approx(plan.peak, rel=0.03)
 
 
+@pytest.mark.parametrize("codec", ["division", "comet", "dither"])
+def test_a_plan_counts_the_copy_that_is_normalized(codec):
+    blocks = [
+        torch.nn.Sequential(
+            torch.nn.LayerNorm(128),
+            torch.nn.Linear(128, 512),
+            torch.nn.GELU(),
+            torch.nn.Linear(512, 128),
+        )
+        for _ in range(4)
+    ]
+    net = torch.nn.Sequential(*blocks)
+    x = torch.randn(8, 128, 128)
+
+    def step(context=None):
+        with context or nullcontext():
+            loss = net(x).square().mean()
+        loss.backward()
+        net.zero_grad()
+
+    step()
+    profile = er.measure(step)
+    with pytest.raises(er.errors.BudgetTooSmall) as refused:
+        er.plan(profile, budget=profile.static, exact=False, codecs=[codec], recompute=False)
+    budget = refused.value.least_nbytes
+    plan = er.plan(profile, budget=budget, exact=False, codecs=[codec], recompute=False)
+    following = er.following(plan)
+    step(following)
+    measured = profile.static + er.peak(lambda: step(following))
+    assert measured == pytest.approx(plan.peak, rel=0.05)
+
+
 def test_a_codec_of_no_floats_has_none():
     @dataclass(frozen=True)
     class Whole(Written):

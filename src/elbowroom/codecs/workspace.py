@@ -2,7 +2,8 @@
 
 A kernel that is written for a code needs next to none. One that is written in tensor operations has
 a temporary for each of these, so that a step which holds 70 KiB in place of 256 may take 704 KiB
-more at the moment at which they are encoded. Plans count that.
+more at the moment at which they are encoded. Plans count that. A codec whose kernels do not
+normalize what they encode takes a normalized copy of the tensor besides (`Codec._encode_mapped`).
 """
 
 from functools import cache
@@ -36,6 +37,11 @@ def workspace_of(codec: Codec) -> Workspace:
     Raises what the codec raises.
     """
     return _OWN.get(codec.id, _NONE) if is_own(type(codec)) else _measured(codec)
+
+
+def normalizes_a_copy(codec: Codec) -> bool:
+    """Returns whether a tensor is copied to encode it in normalized form."""
+    return type(codec)._encode_mapped is Codec._encode_mapped
 
 
 @cache

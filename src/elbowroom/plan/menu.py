@@ -146,6 +146,7 @@ class _StoredForm:
     zeros  that code has a bitmap of them, which serves as bits
     mapped it is rebuilt from a code, element by element
     rows   that were normalized before, each by its own mean and std
+    normalized  by these, or by the statistics of the norm that it is the input of
     travels bytes of the code that are moved over `link`; None: those of the tensor
     """
 
@@ -163,6 +164,7 @@ class _StoredForm:
     codec: Codec | None = None
     zeros: bool = False
     rows: Rows | None = None
+    normalized: bool = False
 
     def serves(self, need: Need) -> bool:
         if need is Need.SHAPE:
@@ -349,7 +351,7 @@ def _taken(storage: Storage, held: _StoredForm) -> tuple[int, int]:
     """Returns the bytes that encoding and decoding take beside tensor and code."""
     if held.codec is None or held.rebuilt:
         return 0, 0
-    return taken_nbytes(held.codec, storage.nbytes)
+    return taken_nbytes(held.codec, storage.nbytes, normalized=held.normalized)
 
 
 def options(
@@ -447,6 +449,8 @@ def _set_held(
             )
             held.value, held.codec = "exact" if codec.lossless else "lossy", codec
             held.rows, held.link, held.travels = rows, "", None
+            is_mapped = rows is not None or site.consumer in NORMS
+            held.normalized = is_mapped and not codec.lossless and facts.error_bound is None
             if rows is not None:
                 held.nbytes += rows.nbytes
                 held.forward_s += look_s(profile, ROWS, site.nbytes)

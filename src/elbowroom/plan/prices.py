@@ -10,7 +10,7 @@ from elbowroom.codecs import Codec, Dither, Sided
 from elbowroom.codecs.dropped import drop
 from elbowroom.codecs.names import setting_name
 from elbowroom.codecs.quality import is_own, quality_of
-from elbowroom.codecs.workspace import workspace_of
+from elbowroom.codecs.workspace import normalizes_a_copy, workspace_of
 from elbowroom.plan.composed import levels_of_upper
 from elbowroom.plan.profile import Profile, Storage
 from elbowroom.plan.site import Need, Site
@@ -45,8 +45,11 @@ def seconds_of(
     return profile.fixed_s.get(fixed, 0.0) + nbytes / rate
 
 
-def taken_nbytes(codec: Codec, nbytes: int) -> tuple[int, int]:
-    """Returns the bytes that encoding and decoding such a tensor take beside it and its code."""
+def taken_nbytes(codec: Codec, nbytes: int, *, normalized: bool) -> tuple[int, int]:
+    """Returns the bytes that encoding and decoding such a tensor take beside it and its code.
+
+    normalized: it is encoded in normalized form
+    """
     try:
         encode, decode = workspace_of(codec)
     except Exception as error:
@@ -54,7 +57,8 @@ def taken_nbytes(codec: Codec, nbytes: int) -> tuple[int, int]:
             raise
         drop(type(codec), f"it fails: {type(error).__name__}: {error}")
         return 0, 0
-    return int(encode * nbytes), int(decode * nbytes)
+    copied = normalized and normalizes_a_copy(codec)
+    return int((encode + copied) * nbytes), int(decode * nbytes)
 
 
 def look_s(profile: Profile, name: str, nbytes: int) -> float:

@@ -1,5 +1,6 @@
 """A batch that grows between epochs, into the room that codes have made.
 
+    er.fit(model, budget="6 GiB", optimizer=optimizer)
     growing = er.grow_batch(loader_factory, model, optimizer, batch=32, budget="6 GiB", loss=loss)
     for epoch in range(epochs):
         for data in growing:        # before the second epoch, and each later one, it may grow
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.units import show_nbytes
 
 RULES: dict[str, Callable[[float], float]] = {
     "none": lambda ratio: 1.0,
@@ -197,6 +199,17 @@ def _size_of(data: Any) -> int:
     raise PlanError(
         "loader_factory(n) must return batches whose first tensor has one row per sample; got "
         f"{type(data).__name__}. It must return at least one batch for every n"
+    )
+
+
+def warn_unfitted(batch: int, budget_nbytes: int) -> None:
+    """Says that a batch fits by a plan alone, which nothing carries out."""
+    _log.warning(
+        "a batch of %d fits %s by a plan, and this model is not fitted, so its steps may take "
+        "more; call er.fit(model, budget=%r, optimizer=optimizer) before",
+        batch,
+        show_nbytes(budget_nbytes),
+        budget_nbytes,
     )
 
 
