@@ -221,7 +221,9 @@ ROWS = {
             "profile": Profile(peak=1000),
             "profiled_at": 0,
             "headroom": Headroom(600, seen_nbytes=450),
-            "attempts": KNOWN.attempts.after(KEEPS, 1000).knowing(Profile(peak=1000)),
+            "attempts": KNOWN.attempts.after(KEEPS, 1000, was_profiled=True).knowing(
+                Profile(peak=1000)
+            ),
         },
         (MAKE,),
     ),
@@ -233,7 +235,7 @@ ROWS = {
             "from_rehearsal": False,
             "margins": Margins(plain_nbytes=0),
             "headroom": Headroom(800),
-            "attempts": Attempts(taken=(Taken(1200, PLAN),)).knowing(Profile()),
+            "attempts": Attempts(taken=(Taken(1200, PLAN, was_profiled=True),)).knowing(Profile()),
         },
         (said(PLAN, 1200), MAKE),
     ),
@@ -245,7 +247,7 @@ ROWS = {
             "tries": 1,
             "from_rehearsal": False,
             "headroom": Headroom(800),
-            "attempts": TRIED.after(OTHER, 1200).knowing(Profile()),
+            "attempts": TRIED.after(OTHER, 1200, was_profiled=True).knowing(Profile()),
         },
         (said(OTHER, 1200), MAKE),
     ),

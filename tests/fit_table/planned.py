@@ -325,11 +325,28 @@ ROWS = {
         {"phase": P.IDLE},
         (Raise(ERROR),),
     ),
-    "no plan fits, but the one that the profiled step followed": Row(
+    "no plan fits, but one that was measured": Row(
         replace(VERIFYING, attempts=Attempts(taken=(Taken(1000, PLAN),))),
         NoPlan(ERROR, MORE),
         {"phase": P.SETTLED},
         (TakePlan(PLAN),),
+    ),
+    # It settled there, and took more than the budget: profiled steps may take less than others.
+    "no plan fits, but the one that the profiled step followed": Row(
+        replace(VERIFYING, attempts=Attempts(taken=(Taken(1000, PLAN, was_profiled=True),))),
+        NoPlan(ERROR, MORE),
+        {},
+        (TakePlan(PLAN),),
+    ),
+    "no plan fits, and the one that the profiled step followed took more in the next": Row(
+        replace(
+            VERIFYING,
+            rounds=1,
+            attempts=Attempts(taken=(Taken(1000, PLAN, was_profiled=True), Taken(1100, PLAN))),
+        ),
+        NoPlan(ERROR, Fallbacks()),
+        {"margins": Margins(plain_nbytes=0)},
+        (MakeSmallest(),),
     ),
     # It was an AssertionError: forwards that climb tell no peak of their plan.
     "no plan is left after forwards that held more than was planned for": Row(

@@ -68,10 +68,14 @@ class Unmade(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Peak of a step that was measured under a plan, and that plan."""
+    """Peak of a step that was measured under a plan, and that plan.
+
+    was_profiled: it ran as steps are profiled, so that others of this plan may take more
+    """
 
     peak_nbytes: int
     chosen: "Chosen"
+    was_profiled: bool = False
 
     def is_of(self, chosen: "Chosen") -> bool:
         """Returns whether the measured plan takes the same actions and state format as `chosen`.
@@ -117,14 +121,19 @@ class Attempts:
         """Returns the attempts with a profiled step. Its smallest plan comes first."""
         return replace(self, known=(KnownStep(profile, from_rehearsal=False), *self.known))
 
-    def after(self, chosen: "Chosen", peak_nbytes: int) -> Self:
+    def after(self, chosen: "Chosen", peak_nbytes: int, *, was_profiled: bool = False) -> Self:
         """Returns the attempts with the measured peak of a step under this plan."""
-        return replace(self, taken=(*self.taken, Taken(peak_nbytes, chosen)))
+        return replace(self, taken=(*self.taken, Taken(peak_nbytes, chosen, was_profiled)))
 
     @property
     def least(self) -> Taken | None:
-        """Measured plan with the lowest peak; None: none was measured."""
-        return min(self.taken, default=None, key=_peak_nbytes)
+        """Measured plan with the lowest peak; None: none was measured.
+
+        Of a plan that was measured again after its profiled step, the later steps count.
+        """
+        again = [one.chosen for one in self.taken if not one.was_profiled]
+        known = (one for one in self.taken if not (one.was_profiled and any(map(one.is_of, again))))
+        return min(known, default=None, key=_peak_nbytes)
 
     @property
     def least_of_smallest(self) -> Taken | None:

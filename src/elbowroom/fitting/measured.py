@@ -143,11 +143,13 @@ def _allowing(
     return replace(state, headroom=state.headroom.fitting(most + slack))
 
 
-def _noted(state: FitState, peak_nbytes: int) -> FitState:
+def _noted(state: FitState, peak_nbytes: int, *, was_profiled: bool = False) -> FitState:
     """Records the peak of a step under the plan."""
-    if state.chosen is None or state.chosen.plan is not state.plan:  # one that was given
+    chosen = state.chosen
+    if chosen is None or chosen.plan is not state.plan:  # one that was given
         return state
-    return replace(state, attempts=state.attempts.after(state.chosen, peak_nbytes))
+    attempts = state.attempts.after(chosen, peak_nbytes, was_profiled=was_profiled)
+    return replace(state, attempts=attempts)
 
 
 def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> Step:
@@ -181,7 +183,7 @@ def _written(state: FitState, seen: StepMeasured) -> Step:
     followed = seen.seen.followed_peak
     lasting = followed if followed > state.options.budget_nbytes else seen.seen.peak
     peak_nbytes = _at_largest(state, seen, lasting)
-    state = _noted(state, peak_nbytes)
+    state = _noted(state, peak_nbytes, was_profiled=True)
     # What stands beside the model may vary: the next plan has room for the most of it.
     co_resident_nbytes = max(seen.co_resident_nbytes, state.max_co_resident_nbytes)
     profile = seen.profile.shifted(co_resident_nbytes - seen.co_resident_nbytes)

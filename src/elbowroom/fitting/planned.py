@@ -226,11 +226,15 @@ def run_layers_again(*, rounds: bool) -> tuple[Command, ...]:
 
 
 def _taken_again(state: FitState) -> Step | None:
-    """Settles on a plan that was measured within the budget; None: none was."""
+    """Settles on a plan that was measured within the budget; None: none was.
+
+    If only its profiled step was, the next one is measured first.
+    """
     least = state.attempts.least
     if least is None or least.peak_nbytes > state.options.budget_nbytes:
         return None
-    return replace(state, phase=Phase.SETTLED), (TakePlan(least.chosen),)
+    phase = Phase.VERIFYING if least.was_profiled else Phase.SETTLED
+    return replace(state, phase=phase, tries=0), (TakePlan(least.chosen),)
 
 
 def go_smaller(state: FitState, fallbacks: Fallbacks) -> Step:
