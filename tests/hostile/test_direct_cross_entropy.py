@@ -302,9 +302,9 @@ def test_kernels_of_another_device_are_tried_with_maps(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         torch, "log_softmax", lambda x, dim: softmax(x.movedim(1, -1), -1).movedim(-1, 1)
     )
-    assert tried(torch.device("cpu"), torch.float64, 7, True)
+    assert tried(torch.device("cpu"), torch.float32, 7, True)
     monkeypatch.setattr(torch, "log_softmax", lambda x, dim: softmax(x, dim) + 1e-3 * x.shape[-1])
-    assert not tried(torch.device("cpu"), torch.float64, 7, True)
+    assert not tried(torch.device("cpu"), torch.float32, 7, True)
 
 
 def test_a_code_of_the_log_probabilities_is_held() -> None:

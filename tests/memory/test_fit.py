@@ -232,7 +232,7 @@ def test_an_exact_budget_between_exact_and_plain_stays_exact():
     er.release(model)
 
 
-@pytest.mark.parametrize(("exact", "budget"), [(None, "700 KiB"), (True, "5.00 MiB")])
+@pytest.mark.parametrize(("exact", "budget"), [(None, "700 KiB"), (True, "4.75 MiB")])
 def test_an_impossible_budget_names_the_least(exact, budget):
     model, optimizer = make()
     er.fit(model, budget=budget, optimizer=optimizer, exact=exact)

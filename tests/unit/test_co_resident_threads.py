@@ -12,7 +12,7 @@ from elbowroom.fitting.co_resident import Neighbors
 class Owned:
     """State of a model that may be read by one thread alone."""
 
-    device = torch.device("cpu")
+    device, passing_nbytes = torch.device("cpu"), 0
 
     def __init__(self, numel: int) -> None:
         self._tensor, self._thread = torch.zeros(numel), threading.get_ident()

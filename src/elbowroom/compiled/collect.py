@@ -222,10 +222,10 @@ def workspace_of(node: fx.Node) -> int:
     if isinstance(source, fx.Node):
         rows, columns, *_ = map(known_size, source.meta["val"].shape)
         each = nbytes_of(source) / max(rows, 1)
-        padded = int(each * in_steps(rows))
+        padded = int(each * _in_steps(rows))
         if times == 1:
             return padded + _SCRATCH
-        turned = int(nbytes_of(source) / max(columns, 1) * in_steps(columns))
+        turned = int(nbytes_of(source) / max(columns, 1) * _in_steps(columns))
         return max(times * padded, turned + _SCRATCH)
     if str(packet) == "elbowroom_graph.encode":
         encoded, order, *_ = node.args
@@ -246,7 +246,7 @@ def workspace_of(node: fx.Node) -> int:
     return 4 * tiles * rows * min(columns, 512) * torch.get_num_threads()
 
 
-def in_steps(channels: int) -> int:
+def _in_steps(channels: int) -> int:
     """Returns the number of channels for which a convolution reorders its weight."""
     return -(-channels // _STEP) * _STEP
 

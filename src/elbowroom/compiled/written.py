@@ -27,8 +27,9 @@ from unittest import mock
 
 import torch
 
-from elbowroom.compiled.collect import in_steps, workspace_of
+from elbowroom.compiled.collect import workspace_of
 from elbowroom.compiled.decision import HeldAtBackward, Loaded, store
+from elbowroom.measure.layouts import filled_nbytes
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
@@ -253,7 +254,7 @@ class _Map(NamedTuple):
     """A map that a convolution reads, and its order in memory."""
 
     nbytes: int
-    padded_nbytes: int  # with its channels in steps of those that oneDNN takes
+    filled_nbytes: int  # of oneDNN's copy
     is_channels_last: bool
     is_contiguous: bool
     is_on_cpu: bool
@@ -267,10 +268,9 @@ class _Map(NamedTuple):
         )
         found = torch.empty_strided(size, stride, dtype=buffer.get_dtype(), device="meta")
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        padded = found.nbytes * in_steps(size[1]) // max(size[1], 1)
         return cls(
             found.nbytes,
-            padded,
+            filled_nbytes(found.nbytes, size[1]),
             len(size) not in formats or found.is_contiguous(memory_format=formats[len(size)]),
             found.is_contiguous(),
             buffer.get_device().type == "cpu",
@@ -288,7 +288,7 @@ def _copied_nbytes(maps: Sequence[_Map]) -> int:
         return 0
     if maps and maps[-1].is_channels_last:
         return sum(one.nbytes for one in maps if not one.is_channels_last)
-    return sum(one.padded_nbytes + (0 if one.is_contiguous else one.nbytes) for one in maps)
+    return sum(one.filled_nbytes + (0 if one.is_contiguous else one.nbytes) for one in maps)
 
 
 class _Walk:
