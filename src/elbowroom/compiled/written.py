@@ -29,10 +29,11 @@ import torch
 
 from elbowroom.compiled.collect import workspace_of
 from elbowroom.compiled.decision import HeldAtBackward, Loaded, store
-from elbowroom.measure.layouts import filled_nbytes
 
 _log = logging.getLogger("elbowroom")
 _lock = threading.RLock()
+# Channels that oneDNN's copies of maps are filled up to (measured; `measure/layouts.py`).
+_BLOCK = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
 # By op, how many of its first operands are maps.
 _MAPS: dict[Any, int] = {
     torch.ops.aten.convolution.default: 1,
@@ -270,7 +271,7 @@ class _Map(NamedTuple):
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         return cls(
             found.nbytes,
-            filled_nbytes(found.nbytes, size[1]),
+            found.nbytes // max(size[1], 1) * -(-size[1] // _BLOCK) * _BLOCK,
             len(size) not in formats or found.is_contiguous(memory_format=formats[len(size)]),
             found.is_contiguous(),
             buffer.get_device().type == "cpu",

@@ -92,11 +92,6 @@ def copied_nbytes(fn: Any) -> int:
     return max(of_weight, *(_maps_nbytes(fn, shape, of) for of in _known()))
 
 
-def filled_nbytes(nbytes: int, channels: int) -> int:
-    """Returns the bytes of the copy that oneDNN makes of maps of so many bytes and channels."""
-    return max(_blocked(nbytes, channels, of.block) for of in _known())
-
-
 def _known() -> Iterable[_Layouts]:
     """Returns the layouts of this CPU's instruction set; all, if they are not known."""
     capability = torch.backends.cpu.get_cpu_capability()
