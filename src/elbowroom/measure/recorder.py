@@ -184,7 +184,7 @@ class StepRecorder:
             dtype=out.dtype,
             nbytes=out.nbytes,
             need=Need.LOSSY,
-            nth=-1 - len(self._results),  # none that a step has
+            nth=-1 - len(self._results),  # no save of the step has it
             reads=Reads.SIZES,
             formula=Formula.SUMMED,
             least_levels=2,

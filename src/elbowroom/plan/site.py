@@ -109,10 +109,11 @@ class Reads(Enum):
     GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
     PLACE = "place"  # the tensor, decoded or rebuilt to where the gradient will be (products)
     ROWS = "rows"  # the tensor, some rows at a time: the gradient takes its place (cross entropy)
-    SIZES = "sizes"  # sizes alone, of a tensor without memory (pooling)
+    SIZES = "sizes"  # no values: sizes alone (pooling), or nothing (`RESULT`)
 
 
-# How backward reads attention's result: torch's op, and a node that runs it again from q, k and v.
+# How a profile says that attention's result is read: by torch's own backward, which needs it, and
+# where a node of ours runs attention again from q, k and v, and needs nothing of it.
 RESULT = (Reads.GRADIENT, Reads.SIZES)
 
 
@@ -191,7 +192,8 @@ class Site:
     """Facts of one save.
 
     why     says, where `need` is EXACT, which rule made it so; the ledger shows it
-    nth     how many tensors this op of this module has saved before, in this step
+    nth     how many tensors this op of this module has saved before, in this step; negative: the
+            result of an attention, which torch's op saves, and ours, which ran, does not
     reads   what its backward reads, unless the tensor itself is kept
     formula how the saving op's derivative uses the value
     curved  an op whose formula is fine reads what is made of it; or, of what such an op saves: what
