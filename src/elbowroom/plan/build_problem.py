@@ -138,8 +138,11 @@ def _with_regions(built: BuiltProblem, profile: Profile) -> BuiltProblem:
     for i in built.storages:
         floor -= profiled_level(profile.storages[i], len(floor), at_start=True)
     at = {storage: item for item, storage in enumerate(built.storages)}
-    calls = _candidates(profile, at)
-    regions = tuple(_region(profile, call, at, base, floor, exact=built.exact) for call in calls)
+    saved = _SavedIn.of(profile)
+    calls = _candidates(profile, saved, at)
+    regions = tuple(
+        _region(profile, call, saved, at, base, floor, exact=built.exact) for call in calls
+    )
     return replace(
         built,
         problem=replace(built.problem, regions=_nested(regions)),
@@ -247,46 +250,70 @@ def _item(
     )
 
 
-def _candidates(profile: Profile, at: dict[int, int]) -> list[ModuleCall]:
+@dataclass(frozen=True)
+class _SavedIn:
+    """What ops inside of modules save, by the module's name: one pass for all calls of a profile.
+
+    alone   storages, by index, that no op outside saves
+    asked   the first moment at which backward asks for anything that an op inside has saved
+    remade  storages, by index, that could be rebuilt, of whatever module
+    """
+
+    alone: dict[str, list[int]]
+    asked: dict[str, int]
+    remade: tuple[int, ...]
+
+    @classmethod
+    def of(cls, profile: Profile) -> "_SavedIn":
+        alone: dict[str, list[int]] = {}
+        asked: dict[str, int] = {}
+        remade = []
+        for i, storage in enumerate(profile.storages):
+            first, *others = (save.modules for save in storage.saves)
+            for name in dict.fromkeys(first):
+                if all(name in modules for modules in others):
+                    alone.setdefault(name, []).append(i)
+            for save in storage.saves:
+                for name in save.modules if save.asked >= 0 else ():
+                    asked[name] = min(save.asked, asked.get(name, save.asked))
+            if any(save.site.rebuildable is not Rebuildable.NO for save in storage.saves):
+                remade.append(i)
+        return cls(alone, asked, tuple(remade))
+
+    def inside(self, profile: Profile, call: ModuleCall) -> list[int]:
+        """Returns what only ops inside the call save, and what does not come from outside."""
+        return [
+            i
+            for i in self.alone.get(call.name, ())
+            if call.first <= profile.storages[i].born <= call.last and i not in call.inputs
+        ]
+
+
+def _candidates(profile: Profile, saved: _SavedIn, at: dict[int, int]) -> list[ModuleCall]:
     """Calls that could run again, and for which that frees something."""
     found = []
     for call in profile.modules:
-        inside = _inside(profile, call)
+        inside = () if call.why_not else saved.inside(profile, call)
         nbytes = sum(profile.storages[i].nbytes for i in inside if i in at)
-        if not call.why_not and nbytes >= _SMALLEST_REGION:
+        if nbytes >= _SMALLEST_REGION:
             found.append(call)
     return found
-
-
-def _inside(profile: Profile, call: ModuleCall) -> list[int]:
-    """Storages that only ops inside the call save, and that do not come from outside."""
-    return [
-        i
-        for i, storage in enumerate(profile.storages)
-        if call.first <= storage.born <= call.last
-        and i not in call.inputs
-        and all(call.name in save.modules for save in storage.saves)
-    ]
 
 
 def _region(
     profile: Profile,
     call: ModuleCall,
+    saved: _SavedIn,
     at: dict[int, int],
     base: Bytes,
     floor: Bytes,
     *,
     exact: bool,
 ) -> Region:
-    storages = [i for i in _inside(profile, call) if i in at]
+    inside = saved.inside(profile, call)
+    storages = [i for i in inside if i in at]
     inner = [profile.storages[i] for i in storages]
-    asked = [
-        save.asked
-        for storage in profile.storages
-        for save in storage.saves
-        if call.name in save.modules and save.asked >= 0
-    ]
-    start = min(asked, default=profile.backward)
+    start = saved.asked.get(call.name, profile.backward)
     within = sum(call.first < one.first and one.last <= call.last for one in profile.modules)
     besides_s = (_SECOND_RUN + _EACH_MODULE * within) * profile.fixed_s.get(RESTORE, 0.0)
     # The second forward is over before the op that has asked for it begins.
@@ -301,7 +328,7 @@ def _region(
         inputs=tuple(
             dict.fromkeys(
                 at[i]
-                for i in (*call.inputs, *call.sources, *_made_inside(profile, call))
+                for i in (*call.inputs, *call.sources, *_made_inside(profile, call, saved, inside))
                 if i in at
             )
         ),
@@ -322,20 +349,20 @@ def _rows_nbytes(profile: Profile, call: ModuleCall, at: dict[int, int]) -> int:
     return sum(site.rows.nbytes for site in sites if site.rows is not None)
 
 
-def _made_inside(profile: Profile, call: ModuleCall) -> list[int]:
+def _made_inside(
+    profile: Profile, call: ModuleCall, saved: _SavedIn, inside: Collection[int]
+) -> list[int]:
     """Returns what is made inside the call and saved outside: no producer can rebuild it.
 
     Or it would be made of what is inside. As an input of the region, it is held by an option that
     needs neither.
     """
-    inside = set(_inside(profile, call))
-    return [
-        i
-        for i, storage in enumerate(profile.storages)
-        if (call.name in storage.made_in or inside.intersection(storage.made_of))
-        and i not in inside
-        and any(save.site.rebuildable is not Rebuildable.NO for save in storage.saves)
-    ]
+    inside = set(inside)
+
+    def is_made(storage: Storage) -> bool:
+        return call.name in storage.made_in or not inside.isdisjoint(storage.made_of)
+
+    return [i for i in saved.remade if i not in inside and is_made(profile.storages[i])]
 
 
 def _workspace(call: ModuleCall, inner: Sequence[Storage], base: Bytes, floor: Bytes) -> int:

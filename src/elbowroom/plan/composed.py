@@ -65,16 +65,17 @@ def is_no_worse(one: Option, other: Option, storage: Storage, *, slower: float =
 
     slower: times the other's seconds, which count as equal
     """
-    first, second = (
-        (
-            option.nbytes,
-            0 if not option.link else storage.nbytes if option.travels is None else option.travels,
-            option.cost_s,
-            option.variance,
-        )
-        for option in (one, other)
+
+    def travels(option: Option) -> int:
+        whole = storage.nbytes if option.travels is None else option.travels
+        return whole if option.link else 0
+
+    return (
+        one.nbytes <= other.nbytes
+        and one.variance <= other.variance
+        and one.cost_s <= other.cost_s * slower
+        and travels(one) <= travels(other)
     )
-    return all(a <= b * by for a, b, by in zip(first, second, (1, 1, slower, 1), strict=True))
 
 
 def levels_of_upper(codec: Sided) -> float:

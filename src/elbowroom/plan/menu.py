@@ -315,13 +315,9 @@ def _shared(profile: Profile, storage: Storage) -> tuple[int, ...]:
 
 def _direct_needs(storage: Storage, held: _StoredForm, *, exact: bool) -> dict[int, list[Reads]]:
     """The moments of backward at which only ops ask for it that read what is held, and how."""
-    asked = {
-        need: [save.site.reads for save in storage.saves if save.asked == need]
-        for need in storage.needs
-    }
     return {
         need: reads
-        for need, reads in asked.items()
+        for need, reads in storage.readings.items()
         if reads and not any(held.restores(one, exact=exact) for one in reads)
     }
 

@@ -303,6 +303,7 @@ def at_least(codec: Codec, levels: int) -> Codec:
     return _with_levels(codec, levels, apart=levels > LEVELS[0])
 
 
+@lru_cache(1024)
 def _with_levels(codec: Codec, levels: int, *, apart: bool) -> Codec:
     """The codec, or a setting of it with about the error of so many levels of dither.
 

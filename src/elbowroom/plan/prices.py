@@ -5,6 +5,7 @@ they are asked for, if they can be; noise that was not measured is estimated by 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from elbowroom.codecs import Codec, Dither, Sided
 from elbowroom.codecs.dropped import drop
@@ -66,6 +67,7 @@ def look_s(profile: Profile, name: str, nbytes: int) -> float:
     return profile.fixed_s.get(name, 0.0) + nbytes / profile.rates.get(name, _UNMEASURED)
 
 
+@lru_cache(1024)
 def rate_name(verb: str, codec: Codec) -> str:
     """Returns the name of a rate in a profile: "encode dither, 4 levels".
 

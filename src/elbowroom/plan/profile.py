@@ -110,6 +110,15 @@ class Storage:
     saves: tuple[Save, ...]
     made_of: tuple[int, ...] = ()
 
+    @cached_property
+    def readings(self) -> dict[int, list[Reads]]:
+        """How the ops read it that ask for it last at a moment, by each of its needs."""
+        found: dict[int, list[Reads]] = {need: [] for need in self.needs}
+        for save in self.saves:
+            if save.asked in found:
+                found[save.asked].append(save.site.reads)
+        return found
+
     @property
     def restored(self) -> tuple[int, ...]:
         """The needs at which the restored storage takes memory of its own, if it is not kept.
@@ -302,8 +311,8 @@ class Profile:
         level = list(self.level)
         for storage in self.storages:
             for need in storage.restored if storage.held and not storage.kept else ():
-                reads = (save.site.reads for save in storage.saves if save.asked == need)
-                level[need] -= storage.nbytes * all(one is Reads.BITS for one in reads)
+                are_bits = all(one is Reads.BITS for one in storage.readings[need])
+                level[need] -= storage.nbytes * are_bits
         return max(level, default=self.static)
 
     def peak_with(self, state_nbytes: int) -> int:

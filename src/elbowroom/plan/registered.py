@@ -244,6 +244,7 @@ def by_error(settings: Sequence[Codec], *, maps: bool = True) -> list[Codec]:
     return sorted(settings, key=lambda codec: quality_of(codec, maps=maps).error)
 
 
+@lru_cache(4096)  # layers of a kind, and each estimate of a step, ask for the same
 def expected_nbytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, facts: Facts) -> int:
     """Returns the bytes of a code, or an upper bound that nearly always holds.
 

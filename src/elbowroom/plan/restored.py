@@ -50,8 +50,8 @@ def spared(profile: Profile, storage: Storage) -> dict[int, int]:
     part waits to be copied. Decoded samples are freed before that, and take no more.
     """
     found = {}
-    for need in storage.needs:
-        if [save.site.reads for save in storage.saves if save.asked == need] == [Reads.SAMPLES]:
+    for need, reads in storage.readings.items():
+        if reads == [Reads.SAMPLES]:
             share = _share(storage, need)
             part = share * storage.nbytes
             found[need] = round((1 - share) * workspace(profile, storage, need) - part)
