@@ -1,17 +1,18 @@
 """The default solver.
 
 Plain autograd is returned if it fits, and `rounding` solves problems of many options, over which
-greedy walks take longest. For other problems, these are tried in turn until one is so near the
-bound of the linear relaxation (`is_near`) that a search could hardly gain more:
+greedy walks take longest. For other problems, these are tried in turn until the cheapest so far is
+so near the bound of the linear relaxation (`is_near`) that a search could hardly gain more:
 
-    1. `greedy`, which includes `uniform`
-    2. a search over the items in which the relaxation and greedy differ; the cheaper of 1 and 2
-    3. `milp` over all items; the cheapest of the three
+    1. the rounded relaxation: with codes to choose from it is near as a rule, and takes a third of
+       the time of greedy; of exact actions alone it seldom is, and is left out
+    2. `greedy`, which includes `uniform`
+    3. a search over the items in which the relaxation and greedy differ
+    4. `milp` over all items
 
-If the step is an estimate, gains that are smaller than its errors are not searched for. Then the
-rounded relaxation comes first, which takes a third of the time of greedy, and the cheaper of it and
-greedy is final. The whole search takes as long as a step or two of a small model, and gained 0.2 %
-of a step where it was measured.
+If the step is an estimate, gains that are smaller than its errors are not searched for, and 1 and 2
+are all. The whole search takes as long as a step or two of a small model, and gained 0.2 % of a
+step where it was measured.
 """
 
 from elbowroom.plan.problem import Choice, Problem, keep_all
@@ -21,29 +22,30 @@ from elbowroom.plan.solve.milp import GAP, relaxed, whole
 from elbowroom.plan.solve.rounding import LIMIT_S, is_near, rounded, rounding
 
 FEW = 1000
+_EXACT = 3  # options of an item that is kept, made smaller without an error, or moved
 _NODES = 200
 
 
 def auto(problem: Problem, limits: Limits) -> Choice | None:
-    """Returns a choice that is never worse than uniform; up to FEW options, nor than greedy.
+    """Returns a choice that is worse than uniform, or greedy, by as much as `is_near` allows.
 
-    For an estimated step it may be worse by as much as `is_near` allows. None if nothing fits.
+    Of more than FEW options, worse than greedy by more. None if nothing fits.
     """
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
-    if sum(len(item.options) for item in problem.items) > FEW:
+    options = sum(len(item.options) for item in problem.items)
+    if options > FEW:
         return rounding(problem, limits)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
         return from_boundaries(problem, limits)
-    if problem.is_rough:
-        best = rounded(relaxation)
-        if not is_near(relaxation, best):
-            best = cheapest_of(problem, [greedy(problem, limits), best])
-    else:
-        best = walked = greedy(problem, limits)
-        if not is_near(relaxation, best):
-            best = cheapest_of(problem, [walked, rounded(relaxation, walked)])
+    has_codes = options > _EXACT * len(problem.items)
+    best = rounded(relaxation) if has_codes or problem.is_rough else None
+    if not is_near(relaxation, best):
+        walked = greedy(problem, limits)
+        best = cheapest_of(problem, [walked, best])
+        if not (problem.is_rough or is_near(relaxation, best)):
+            best = cheapest_of(problem, [best, rounded(relaxation, walked)])
     if not (is_near(relaxation, best) or (problem.is_rough and best is not None)):
         moments = set(relaxation.moments)
         searched = whole(relaxation.model, moments, gap=GAP, nodes=_NODES, limit_s=LIMIT_S)
