@@ -16,9 +16,10 @@ All registered codecs are weighed by their bytes, their error and their seconds 
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from math import inf, prod
+from typing import NamedTuple
 
 from elbowroom.codecs import BitMask, Codec, Dither, Sided
 from elbowroom.codecs.names import setting_name, setting_named
@@ -137,9 +138,8 @@ class Menu:
         return total_s if is_known else inf
 
 
-@dataclass
-class _StoredForm:
-    """The form in which the runtime would hold one storage so far.
+class _StoredForm(NamedTuple):
+    """The form in which the runtime would hold one storage, after the sites so far.
 
     value  "" for nothing, "exact", "lossy"
     codec  of the code that the value comes from, if it does
@@ -252,7 +252,7 @@ def _held_by(profile: Profile, storage: Storage, preset: Preset, *, is_gated: bo
     held = _StoredForm()
     for save in storage.saves:
         if not save.left and not (held.serves(save.site.need) and held.is_fine_for(save.site)):
-            _set_held(held, preset, save.site, storage, profile, is_gated=is_gated)
+            held = _served(held, preset, save.site, storage, profile, is_gated=is_gated)
     return held
 
 
@@ -402,7 +402,7 @@ def action_name(preset: Preset, storage: Storage) -> str:
     return " + ".join(names)
 
 
-def _set_held(
+def _served(
     held: _StoredForm,
     preset: Preset,
     site: Site,
@@ -410,61 +410,100 @@ def _set_held(
     profile: Profile,
     *,
     is_gated: bool,
-) -> None:
+) -> _StoredForm:
+    """Returns the form that serves one more site, by the preset's action for it."""
     site = _as_made(preset, site)
     match preset.policy(site):
-        case Keep():
-            held.value, held.nbytes, held.restore_s, held.error = "exact", storage.nbytes, 0.0, 0.0
-            held.codec, held.link, held.travels = None, "", None
         case Offload(tier):
-            held.value, held.nbytes, held.error, held.link = "exact", 0, 0.0, tier or ""
-            held.travels = None
-            _add_travel(held, storage.nbytes, profile)
+            there = held._replace(value="exact", nbytes=0, error=0.0, link=tier or "", travels=None)
+            return _moved(there, storage.nbytes, profile)
         case Rebuild() if site.need is Need.SHAPE:
-            held.shape = True
+            return held._replace(shape=True)
         case Rebuild():
-            held.value = "exact" if site.need is Need.EXACT or preset.exact else "lossy"
-            again_s = storage.producer_s + profile.fixed_s.get(RESTORE, 0.0)
-            held.nbytes, held.restore_s, held.rebuilt = 0, again_s, True
-            held.codec, held.mapped = None, held.value == "lossy" and site.producer in MAPS
-            held.link, held.travels = "", None
-        case Encode(codec) if site.need is Need.MASK:
-            held.bits_nbytes = -(-prod(site.shape) // 8)
-            held.forward_s += seconds_of(profile, "encode", codec, site.nbytes)
-            held.restore_s += seconds_of(profile, "decode", codec, site.nbytes)
-        case Encode(codec, facts, moved=moved) as action:
-            if is_gated and isinstance(action.gated, Sided):
-                codec = action.gated
-            rows = None if site.consumer in NORMS else site.rows
-            if rows is not None:
-                codec, rows = coded_rows(rows, codec, by_size=site.by_size)
-            held.nbytes = (
-                nbytes_with_mask(codec, prod(site.shape))
-                if isinstance(codec, Sided) and is_gated
-                else expected_nbytes(codec, site.shape, site.dtype, facts)
+            is_exact = site.need is Need.EXACT or preset.exact
+            return held._replace(
+                value="exact" if is_exact else "lossy",
+                nbytes=0,
+                restore_s=storage.producer_s + profile.fixed_s.get(RESTORE, 0.0),
+                rebuilt=True,
+                mapped=not is_exact and site.producer in MAPS,
+                codec=None,
+                link="",
+                travels=None,
             )
-            held.value, held.codec = "exact" if codec.lossless else "lossy", codec
-            held.rows, held.link, held.travels = rows, "", None
-            is_mapped = rows is not None or site.consumer in NORMS
-            held.normalized = is_mapped and not codec.lossless and facts.error_bound is None
-            if rows is not None:
-                held.nbytes += rows.nbytes
-                held.forward_s += look_s(profile, ROWS, site.nbytes)
-            if moved is not None and moved.tier is not None:
-                largest = codec.largest_nbytes(site.shape, site.dtype, facts)
-                held.link, held.travels = moved.tier, min(held.nbytes, largest)
-                held.nbytes -= held.travels
-                _add_travel(held, held.travels, profile)
-            if facts.has_zeros and codec.keeps_zeros:
-                held.bits_nbytes, held.zeros = 0, True
-            zeros = facts.has_zeros
-            held.forward_s += seconds_of(profile, "encode", codec, site.nbytes, has_zeros=zeros)
-            held.restore_s += seconds_of(profile, "decode", codec, site.nbytes, has_zeros=zeros)
+        case Encode(codec) if site.need is Need.MASK:
+            bits = held._replace(bits_nbytes=-(-prod(site.shape) // 8))
+            return _coded(bits, codec, site, profile, has_zeros=False)
+        case Encode() as action:
             made_nbytes = profile.made_nbytes.get(id(storage), 0)
-            is_read = site.reads is not Reads.SIZES  # its values, by a node of ours
-            held.error = 0.0
-            if is_read and not codec.lossless:
-                held.error = error_of(codec, site, profile, made_nbytes)
+            return _encoded(held, action, site, profile, made_nbytes, is_gated=is_gated)
+    return held._replace(  # it is kept
+        value="exact",
+        nbytes=storage.nbytes,
+        restore_s=0.0,
+        error=0.0,
+        codec=None,
+        link="",
+        travels=None,
+    )
+
+
+def _encoded(
+    held: _StoredForm,
+    action: Encode,
+    site: Site,
+    profile: Profile,
+    made_nbytes: int,
+    *,
+    is_gated: bool,
+) -> _StoredForm:
+    """Returns the form in which values have a code. made_nbytes: as in `error_of`."""
+    facts, codec = action.facts, action.codec
+    if is_gated and isinstance(action.gated, Sided):
+        codec = action.gated
+    rows = None if site.consumer in NORMS else site.rows
+    if rows is not None:
+        codec, rows = coded_rows(rows, codec, by_size=site.by_size)
+    is_mapped = rows is not None or site.consumer in NORMS
+    nbytes = (
+        nbytes_with_mask(codec, prod(site.shape))
+        if isinstance(codec, Sided) and is_gated
+        else expected_nbytes(codec, site.shape, site.dtype, facts)
+    )
+    has_bitmap = facts.has_zeros and codec.keeps_zeros  # which serves as bits, too
+    is_read = site.reads is not Reads.SIZES  # its values, by a node of ours
+    held = held._replace(
+        value="exact" if codec.lossless else "lossy",
+        nbytes=nbytes if rows is None else nbytes + rows.nbytes,
+        bits_nbytes=0 if has_bitmap else held.bits_nbytes,
+        forward_s=held.forward_s + (0.0 if rows is None else look_s(profile, ROWS, site.nbytes)),
+        error=error_of(codec, site, profile, made_nbytes)
+        if is_read and not codec.lossless
+        else 0.0,
+        codec=codec,
+        zeros=held.zeros or has_bitmap,
+        rows=rows,
+        normalized=is_mapped and not codec.lossless and facts.error_bound is None,
+        link="",
+        travels=None,
+    )
+    tier = None if action.moved is None else action.moved.tier
+    if tier is not None:
+        travels = min(held.nbytes, codec.largest_nbytes(site.shape, site.dtype, facts))
+        there = held._replace(nbytes=held.nbytes - travels, link=tier, travels=travels)
+        held = _moved(there, travels, profile)
+    return _coded(held, codec, site, profile, has_zeros=facts.has_zeros)
+
+
+def _coded(
+    held: _StoredForm, codec: Codec, site: Site, profile: Profile, *, has_zeros: bool
+) -> _StoredForm:
+    """Counts the seconds in which a site's tensor is encoded and decoded."""
+    encode_s, decode_s = (
+        seconds_of(profile, verb, codec, site.nbytes, has_zeros=has_zeros)
+        for verb in ("encode", "decode")
+    )
+    return held._replace(forward_s=held.forward_s + encode_s, restore_s=held.restore_s + decode_s)
 
 
 def _as_made(preset: Preset, site: Site) -> Site:
@@ -478,14 +517,15 @@ def _as_made(preset: Preset, site: Site) -> Site:
     return site
 
 
-def _add_travel(held: _StoredForm, nbytes: int, profile: Profile) -> None:
-    """Counts the time of a transfer: on a CPU, threads that copy take theirs from the step.
+def _moved(held: _StoredForm, nbytes: int, profile: Profile) -> _StoredForm:
+    """Counts the seconds of a transfer: on a CPU, threads that copy take theirs from the step.
 
     A profile of an older version has only the rates of the link, by the wall clock.
     """
-    if profile.device[0] == "cpu":
-        held.forward_s += _copy_s(profile, f"out {held.link}", nbytes)
-        held.restore_s += _copy_s(profile, f"in {held.link}", nbytes)
+    if profile.device[0] != "cpu":
+        return held
+    out_s, in_s = (_copy_s(profile, f"{way} {held.link}", nbytes) for way in ("out", "in"))
+    return held._replace(forward_s=held.forward_s + out_s, restore_s=held.restore_s + in_s)
 
 
 def _copy_s(profile: Profile, way: str, nbytes: int) -> float:
