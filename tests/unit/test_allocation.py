@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elbowroom as er
-from elbowroom.adaptive.base import ladder_of, variants_of
+from elbowroom.adaptive.base import ladder_of
 from elbowroom.errors import PlanError
 from elbowroom.plan.allocation import CodeChoice, cheapest, quietest
 
@@ -70,7 +70,7 @@ def test_what_is_sensitive_stays_mild():
 @pytest.mark.parametrize("name", ["dither", "group", "division", "comet", "fdsr"])
 def test_ladders_hold_the_codec_and_run_from_mild_to_lean(name):
     codec = er.codec(name)
-    ladder = variants_of(codec)
+    ladder = codec.ladder()
     assert codec in ladder
     assert len(set(ladder)) == len(ladder) > 2
     if name != "comet":  # its size depends on the data
@@ -102,4 +102,4 @@ def test_a_setting_between_two_rungs_stands_between_them(name, fields):
 
 def test_a_codec_with_one_setting_has_no_ladder():
     with pytest.raises(PlanError, match="no ladder of settings"):
-        variants_of(er.codec("cast"))
+        ladder_of(er.codec("cast"))

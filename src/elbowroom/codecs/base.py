@@ -224,6 +224,13 @@ class Codec(ABC):
         """
         return (cls(),)
 
+    def ladder(self) -> tuple["Codec", ...]:
+        """Returns the settings along which controllers move a tensor, the mildest first.
+
+        Fields that say no precision are as in this codec. (): it has one setting, by default.
+        """
+        return ()
+
     @property
     def stated_error(self) -> float | None:
         """Upper bound of the squared error on normal data, relative to its square; None: no bound.

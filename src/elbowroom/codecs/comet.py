@@ -75,6 +75,9 @@ class Comet(Codec):
     def settings(cls) -> tuple[Codec, ...]:
         return tuple(cls(bound=bound) for bound in (1e-3, 1e-2, 5e-2))
 
+    def ladder(self) -> tuple[Codec, ...]:
+        return tuple(replace(self, bound=self.bound * 2.0**k) for k in range(-6, 5))
+
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         bound, facts = facts.error_bound, replace(facts, maps=Maps.of(shape, stride))
         if bound is not None and not _usable(bound):

@@ -13,7 +13,7 @@ the other values are coded: 1 + density * (log2 levels + 16 / group_size) bits, 
 bitmap is ReLU's mask. Why the size may depend on the data here: docs/log.md, "compaction".
 """
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -74,6 +74,9 @@ class Dither(Codec):
     @classmethod
     def settings(cls) -> tuple[Codec, ...]:
         return tuple(cls(levels=levels) for levels in LEVELS)
+
+    def ladder(self) -> tuple[Codec, ...]:
+        return tuple(replace(self, levels=n) for n in (256, 64, 32, 16, 12, 8, 6, 4, 3, 2))
 
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         codes, each = packed_nbytes(self.levels, n), groups(n, self.group_size)

@@ -71,6 +71,9 @@ class Division(Codec):
             for bits in (8, 6, 4, 3, 2)
         )
 
+    def ladder(self) -> tuple[Codec, ...]:
+        return tuple(replace(self, bits=bits) for bits in (8, 6, 4, 3, 2, 1))
+
     def _seen(self, shape: tuple[int, ...], stride: tuple[int, ...], facts: Facts) -> Facts:
         # The size follows from the shape: the strides tell only in which order the maps lie.
         # A sequence shorter than a block would cost more for means and ranges than for codes.

@@ -70,6 +70,19 @@ class Fdsr(Codec):
     def settings(cls) -> tuple[Codec, ...]:
         return VARIANTS
 
+    def ladder(self) -> tuple[Codec, ...]:
+        """An unbiased codec stays so.
+
+        Above the biased settings stand the unbiased ones of less error, so that the default has
+        milder ones to go to: from 2.3 bits on.
+        """
+        finer = VARIANTS[_LESS_THAN_BIASED:] if self.rounding == "nearest" else ()
+        return tuple(
+            replace(one, block=self.block, min_numel=self.min_numel)
+            for one in reversed(VARIANTS)
+            if one.reuse == self.reuse and (one.rounding == self.rounding or one in finer)
+        )
+
     def _levels(self, bands: str) -> list[int]:
         """Levels by band, the last one repeated."""
         words = bands.split("/") if isinstance(bands, str) else [""]
@@ -142,3 +155,4 @@ VARIANTS: tuple[Fdsr, ...] = (
     Fdsr("4/1.6/1.6/1.6/1.6/1.6/1.6/1", rounding="dither"),
     *(Fdsr(bands, rounding="dither") for bands in ("4/1.6", "5/2", "5/2.67", "6/4")),
 )
+_LESS_THAN_BIASED = 6  # of these, the first unbiased one of less error than all biased ones

@@ -11,7 +11,7 @@ noisy zeros: a tensor that also serves ReLU's backward needs a bitmap beside it.
 bits + 32 / group_size bits an element.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -50,6 +50,9 @@ class Group(Codec):
     def settings(cls) -> tuple[Codec, ...]:
         # Not 1: its error is 7 to 12 times the tensor's own square.
         return tuple(cls(bits=bits) for bits in (8, 6, 4, 3, 2))
+
+    def ladder(self) -> tuple[Codec, ...]:
+        return tuple(replace(self, bits=bits) for bits in (8, 6, 5, 4, 3, 2, 1))
 
     def _layout(self, n: int, dtype: torch.dtype, facts: Facts) -> Layout:
         codes = Expected(torch.uint8, (packed_nbytes(1 << self.bits, n),))
