@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall, PlanError
+from elbowroom.fitting import Fitting
 from elbowroom.fitting.loss import may_be_loss
 from elbowroom.plan.make import plain_peak
 from elbowroom.runtime.attach import opener_of
+from elbowroom.tools import Discovery
 
 WORDS, WIDTH = 1000, 32
 Step = Callable[[], Tensor]
@@ -241,6 +243,72 @@ def test_what_might_be_a_loss_is_told_from_what_holds_parameters() -> None:
     assert not may_be_loss(nn.Linear(2, 2))
     assert not may_be_loss(_Hiding())
     assert not may_be_loss(nn.Sequential(nn.ReLU(), _Hiding()))
+
+
+@pytest.mark.parametrize("by_turns", [True, False])
+def test_parts_of_a_model_that_is_frozen_by_turns_are_no_losses(*, by_turns: bool) -> None:
+    """`elbowroom run` meets the discriminator of a GAN while the generator learns."""
+    judge, met = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(), nn.Linear(4, 1)), []
+
+    def is_loss(module: nn.Module) -> bool:
+        if may_be_loss(module):
+            met.append(module)
+        return False
+
+    models: list[nn.Module] = []
+    criterion, x = nn.MSELoss(), torch.ones(2, 4, requires_grad=True)
+    with Discovery(models.append, loss=is_loss):
+        kept = torch.optim.SGD(judge.parameters(), lr=0.1) if by_turns else None
+        judge.requires_grad_(requires_grad=False)
+        criterion(judge(x), torch.ones(2, 1))
+        judge.requires_grad_()
+        judge(x)
+        del kept
+    assert met == ([criterion] if by_turns else [judge[1], criterion])
+    assert models == ([judge] if by_turns else [])
+
+
+def test_a_call_inside_a_forward_is_a_part_of_it() -> None:
+    criterion = nn.MSELoss()
+
+    class Judged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.hidden = nn.Linear(4, 4), [criterion]
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.hidden[0](self.layer(x), x)
+            return loss
+
+    model, other = Judged(), nn.Linear(4, 4)
+    for one in (model, other):
+        er.fit(one, budget="1 GiB", loss=criterion)
+    fitting = opener_of(other)
+    assert isinstance(fitting, Fitting)
+    went_on = []
+    fitting.run_more = lambda *given: went_on.append(given)  # type: ignore[assignment]
+    x = torch.ones(2, 4)
+    (other(x).sum() + model(x)).backward()
+    assert not went_on
+    for one in (model, other):
+        er.release(one)
+
+
+def test_volumes_are_planned_with_a_loss_outside(caplog: pytest.LogCaptureFixture) -> None:
+    """The first convolution's input is held by nobody that a later forward can ask."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 1, 24, 24, 24), torch.randn(2, 2, 24, 24, 24)
+
+    def block(given: int, stride: int) -> nn.Module:
+        return nn.Sequential(nn.Conv3d(given, 8, 3, stride, 1), nn.BatchNorm3d(8), nn.ReLU())
+
+    down = nn.Sequential(block(1, 2), block(8, 1))
+    model, loss = nn.Sequential(down, block(8, 1), nn.ConvTranspose3d(8, 2, 2, 2)), nn.MSELoss()
+    budget = int(0.8 * er.peak(lambda: loss(model(x), y).backward()))
+    model.zero_grad()
+    er.fit(model, budget=budget, exact=True, loss=loss, min_nbytes=4096)
+    training(model, loss, x, y)()
+    assert "could not be planned" not in caplog.text
 
 
 class _Trained(nn.Module):

@@ -93,6 +93,16 @@ known = pytest.mark.skipif(
 avx2 = pytest.mark.skipif(not CAPABILITY.startswith("AVX2"), reason="measured with AVX2")
 
 
+def layer_of(case: tuple[int, int, int, dict[str, Any]]) -> tuple[nn.Module, torch.Tensor]:
+    """Returns the layer of a case, and its input."""
+    channels, made, side, settings = case
+    settings = {"kernel_size": 3, "padding": 1} | settings
+    maps, is_transposed = settings.pop("maps", 2), settings.pop("transposed", False)
+    samples = settings.pop("samples", 8)
+    layer = (TRANSPOSED if is_transposed else LAYERS)[maps](channels, made, **settings)
+    return layer, torch.randn(samples, channels, *[side] * maps, dtype=layer.weight.dtype)
+
+
 def taken(
     case: tuple[int, int, int, dict[str, Any]],
     *,
@@ -101,12 +111,7 @@ def taken(
     weight_lies: bool = False,
 ) -> tuple[int, int]:
     """Returns the bytes beside gradients that a backward takes, and those that are counted."""
-    channels, made, side, settings = case
-    settings = {"kernel_size": 3, "padding": 1} | settings
-    maps, is_transposed = settings.pop("maps", 2), settings.pop("transposed", False)
-    samples = settings.pop("samples", 8)
-    layer = (TRANSPOSED if is_transposed else LAYERS)[maps](channels, made, **settings)
-    x = torch.randn(samples, channels, *[side] * maps, dtype=layer.weight.dtype)
+    layer, x = layer_of(case)
     if channels_last:
         x = x.to(memory_format=torch.channels_last)
     if weight_lies:
@@ -141,6 +146,20 @@ def test_what_is_copied_for_the_gradient_of_the_weight_alone_is_counted(case):
 def test_windows_that_are_written_out_are_counted(case, input_needs):
     took, counted = taken(WINDOWS[case], input_needs=input_needs)
     assert 0.97 * took <= counted <= 1.1 * took + WEIGHT
+
+
+@pytest.mark.parametrize("case", CASES | WINDOWS)
+def test_inputs_that_nothing_shows_are_known_by_what_was_made_of_them(case):
+    layer, x = layer_of((CASES | WINDOWS)[case])
+    y = layer(x)
+    channels, *sides = layouts._input_shape(y.grad_fn)[1:]
+    assert channels == x.shape[1]
+    stride = max(layer.stride)
+    assert all(0 <= real - side < stride for real, side in zip(x.shape[2:], sides, strict=True))
+    with er.saving(KeepAll()):
+        seen = layer(x)
+    assert 0.8 * copied_nbytes(seen.grad_fn) <= copied_nbytes(y.grad_fn)
+    assert copied_nbytes(y.grad_fn) <= copied_nbytes(seen.grad_fn)
 
 
 @avx2

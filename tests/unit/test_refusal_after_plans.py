@@ -9,7 +9,7 @@ from elbowroom.fitting.attempts import Attempts, Taken
 from elbowroom.fitting.commands import Refuse, RefusePresets
 from elbowroom.fitting.observations import ForwardEnded
 from elbowroom.fitting.phase import Phase
-from elbowroom.fitting.refusals import refusal
+from elbowroom.fitting.refusals import measured_refusal, refusal
 from elbowroom.fitting.state import FitState
 from elbowroom.fitting.transitions import advance
 from elbowroom.units import budget_argument
@@ -48,3 +48,18 @@ def test_a_budget_is_said_to_be_below_what_a_step_needs_only_if_it_is(budget_nby
     assert error.least_nbytes > budget_nbytes
     assert error.least_nbytes == {90: 100, 130: 160, 170: 171}[budget_nbytes]
     assert f"give {budget_argument(error.least_nbytes)}" in str(error)
+
+
+@pytest.mark.parametrize("held_nbytes", [20, 60])
+@pytest.mark.parametrize("static_nbytes", [70, 110])
+def test_the_parts_of_a_measured_peak_add_up_to_it(static_nbytes, held_nbytes):
+    """A GAN was told that 39.3 MiB are 4.26 of weights, 15.6 of gradients and 25.2 of saved."""
+    options = SimpleNamespace(budget_nbytes=90, offload=None, noise=None)
+    model_state, memory = (
+        SimpleNamespace(weight_nbytes=40),
+        SimpleNamespace(static_nbytes=static_nbytes),
+    )
+    plan = SimpleNamespace(held_nbytes=held_nbytes, exact=True)
+    error = measured_refusal(options, model_state, memory, plan, 100, "")
+    assert sum(error.parts.values()) == error.least_nbytes == 100
+    assert min(error.parts.values()) >= 0

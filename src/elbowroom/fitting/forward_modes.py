@@ -106,7 +106,8 @@ class ForwardModes(MeasuredSteps):
         except BudgetTooSmall:
             undo.back()
             raise error from None
-        warn_unplanned(self.options, error)
+        if self._is_first(f"{type(error).__name__}: {error}"):
+            warn_unplanned(self.options, error)
         return out
 
     def _replayed(

@@ -5,8 +5,9 @@
     loss = criterion(model(x), y)
 
 A call of the loss while the saved tensors of the model's forward wait for backward counts as one
-more forward of the same step (`calls.py`). Any other call runs plainly, because it belongs to no
-step. If models share a loss, as in a GAN, a call belongs to the model whose forward ran last.
+more forward of the same step (`calls.py`). A call inside a forward is a part of that. Any other
+call runs plainly, because it belongs to no step. If models share a loss, as in a GAN, a call
+belongs to the model whose forward ran last.
 """
 
 import weakref
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elbowroom.errors import PlanError
-from elbowroom.runtime.attach import Given, attach, attached, detach, opener_of
+from elbowroom.runtime.attach import Given, attach, attached, detach, is_within, opener_of
 
 
 class Stepping(Protocol):
@@ -48,7 +49,7 @@ class _LossCalls:
             detach(model)
         waiting = [one for one in self.fittings if one.may_go_on]
         runs_again = torch._C._current_graph_task_id() != -1  # in backward, from a checkpoint
-        if runs_again or not waiting:
+        if runs_again or is_within() or not waiting:
             return forward()
         return max(waiting, key=lambda one: one.ran_at).run_more(model, forward, given)
 

@@ -105,9 +105,13 @@ def measured_refusal(
 
     least_nbytes: the measured peak under `plan`, which took the least memory
     lossy_helps: what to allow in place of exact=True; "" if that does not help
+
+    Where models share a step, the plan holds the tensors of one forward when those of another have
+    gone, and gradients go between two updates: no part is more than the peak leaves for it.
     """
-    weight_nbytes, saved = model_state.weight_nbytes, plan.held_nbytes
-    resident = memory.static_nbytes - weight_nbytes
+    weight_nbytes = model_state.weight_nbytes
+    resident = min(memory.static_nbytes, least_nbytes) - weight_nbytes
+    saved = min(plan.held_nbytes, least_nbytes - weight_nbytes - resident)
     parts = {
         "weights": weight_nbytes,
         "gradients and optimizer states": resident,

@@ -4,7 +4,7 @@ One measurement runs at a time, from a step's first forward to the next step.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -113,7 +113,7 @@ class MeasuredSteps:
         self._opened: FittedSaving | ReplayedForward | None = None  # the last context
         self._neighbors = Neighbors(model_state)
         self._outputs = PreviousOutputs()
-        self._said: set[Callable[..., None]] = set()  # lines that are logged once
+        self._said: set[Hashable] = set()  # lines that are logged once
         self._skips_measuring = False  # the next step is measured of a model that runs inside
         self._extra: Counter[Extra] = Counter()  # how many there were
         self._foreign = ForeignHooks()
@@ -266,7 +266,7 @@ class MeasuredSteps:
         self._extra[extra] += 1
         return True
 
-    def _is_first(self, line: Callable[..., None]) -> bool:
+    def _is_first(self, line: Hashable) -> bool:
         """Returns whether a line that is logged once is still to be logged."""
         is_first = line not in self._said
         self._said.add(line)

@@ -75,8 +75,10 @@ def copied_nbytes(fn: Any) -> int:
         return 0
     made, view = fn._input_metadata[0], _saved_input(fn)
     (given, nth), (weight, which) = fn.next_functions[:2]
-    shape = made.shape if view is None else view.geometry.shape
-    shape = shape if given is None else given._input_metadata[nth].shape
+    if given is not None:
+        shape = given._input_metadata[nth].shape
+    else:
+        shape = _input_shape(fn) if view is None else view.geometry.shape
     of_weight = 0 if weight is None else _nbytes(weight._input_metadata[which].shape, made)
     x, y = _nbytes(shape, made), _nbytes(made.shape, made)
     if made.device.type != "cpu":
@@ -90,6 +92,27 @@ def copied_nbytes(fn: Any) -> int:
     if not _copies_maps(fn):
         return of_weight
     return max(of_weight, *(_maps_nbytes(fn, shape, of) for of in _known()))
+
+
+def _input_shape(fn: Any) -> tuple[int, ...]:
+    """Returns the smallest shape of an input that gives the result, where no tensor shows it.
+
+    Pixels that strides leave over at the end are not counted.
+    """
+    made, (weight, which) = fn._input_metadata[0].shape, fn.next_functions[1]
+    if weight is None:
+        return tuple(made)
+    kernel, is_up = weight._input_metadata[which].shape, fn._saved_transposed
+
+    def side(out: int, pixels: int, stride: int, padding: int, dilation: int, more: int) -> int:
+        reach = dilation * (pixels - 1)
+        if is_up:
+            return (out - more - 1 - reach + 2 * padding) // stride + 1
+        return (out - 1) * stride + reach + 1 - 2 * padding
+
+    how = fn._saved_stride, fn._saved_padding, fn._saved_dilation, fn._saved_output_padding
+    channels = kernel[0] if is_up else kernel[1] * fn._saved_groups
+    return made[0], channels, *map(side, made[2:], kernel[2:], *how)
 
 
 def _known() -> Iterable[_Layouts]:

@@ -133,6 +133,11 @@ def called() -> nn.Module | None:
     return _thread.open[-1] if _thread.open else None
 
 
+def is_within() -> bool:
+    """Returns whether the attached module that is called runs inside a call of another one."""
+    return len(_thread.open) > 1
+
+
 def attached() -> list[tuple[nn.Module, Around]]:
     """All attached models."""
     return list(_attached.items())

@@ -59,6 +59,7 @@ class Discovery:
         self.called: nn.Module | None = None
         self.differentiated = ""
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of models that were frozen
         self._plain_init = Optimizer.__init__
 
     def __enter__(self) -> Self:
@@ -134,7 +135,7 @@ class Discovery:
         trainable = [p for p in model.parameters() if p.requires_grad]
         if not trainable:
             # If it is none, what is called inside may yet have some, kept in a plain list.
-            return self._loss is not None and self._loss(model)
+            return self._loss is not None and model not in self._parts and self._is_loss(model)
         if not model.training:
             return True
         if any(is_lazy(p) for p in trainable):
@@ -153,6 +154,18 @@ class Discovery:
             self.called = module
             self._found(model)
         return True
+
+    def _is_loss(self, module: nn.Module) -> bool:
+        """Returns whether a module without trained parameters was attached as a loss.
+
+        A model that is frozen by turns, as a discriminator while the generator learns, is none, and
+        nor are its parts.
+        """
+        if self.optimizers_of(module):
+            self._parts.update(module.modules())
+            return False
+        assert self._loss is not None
+        return self._loss(module)
 
 
 def _by_func(model: nn.Module) -> str:
