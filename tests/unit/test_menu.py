@@ -271,6 +271,15 @@ def test_a_judged_setting_leaves_no_tensor_behind() -> None:
     assert curve.nbytes[-1] == 0
 
 
+def test_a_setting_is_judged_in_little_memory() -> None:
+    """A plan asks in the middle of a step: a first step took 3.45 of a budget of 3.4 MiB so."""
+    measured.cache_clear()
+    measured(Group(bits=7), maps=True)  # compiles
+    measured.cache_clear()
+    curve = memory_curve(lambda: measured(Group(bits=7), maps=True))
+    assert curve.peak_nbytes < 5 * 2**20  # the tensor, two codes and what they are decoded to
+
+
 def test_settings_of_the_ladder_are_recorded() -> None:
     of_presets = {Group(bits=4, group_size=32), Group(bits=5)}  # of products, and of maps
     assert {setting_name(codec) for codec in of_presets} <= set(_RECORDED)

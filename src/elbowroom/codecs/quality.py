@@ -28,6 +28,7 @@ DESTROYED = "its decode changes the code, which backward may read again"
 MAPS, ROWS = (4, 16, 64, 64), (64, 1024)
 _TIMES = 2  # the error of a codec that its form for graphs may have
 _ALIGNMENT = 256  # bytes that a buffer may have beyond what it holds
+_PIECE = 1 << 14  # elements that are compared at a time
 _ODD = (3, 1667)  # no multiple of any group
 _AT_ONE = 1.85  # the error of a dither of two levels; of n levels it is this / (n - 1)^2
 _OF_ZEROS = 0.57  # the same for outputs of a ReLU: zeros are exact, and ranges half as wide
@@ -87,16 +88,29 @@ def measured(codec: Codec, *, maps: bool) -> Quality:
     with unset_fake_temporarily(), torch.no_grad():
         x = normal(MAPS if maps else ROWS).to(dtypes_of(codec)[0])
         codes = [codec.encode(x, seed) for seed in (1, 2)]
-        x = x.double()
-        one, other = (code.decode().double() - x for code in codes)
-        error = float((one.square().mean() + other.square().mean()) / 2)
-        correlation = float((one * other).mean()) / max(error, 1e-30)
-        sums = (one + other) / 2
-        shift, stretch = float(sums.mean()), float((sums * x).mean() / x.square().mean())
+        # Piece by piece: a plan asks in the middle of a step, whose memory is counted.
+        decoded = [code.decode() for code in codes]
+        held = [torch.split(one.flatten(), _PIECE) for one in (x, *decoded)]
+        found = (
+            torch.stack([_sums(*pieces) for pieces in zip(*held, strict=True)]).sum(0) / x.numel()
+        )
+        squares, product, shift, along, square = found.tolist()
+        error = squares / 2
+        correlation = product / max(error, 1e-30)
+        stretch = along / square
         limit = max(_OFF, _SIGMAS * sqrt(error / (2 * x.numel())))
         is_off = max(abs(shift), abs(stretch)) > limit
         unbiased = error == 0 or (correlation < _CORRELATED and not is_off)
         return Quality(8 * codes[0].nbytes / x.numel(), error, unbiased)
+
+
+def _sums(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Returns sums over a piece: the squares of both errors, their product, and what is biased."""
+    x, one, other = x.double(), one.double(), other.double()
+    one, other = one - x, other - x
+    mean = (one + other) / 2
+    each = (one.square() + other.square(), one * other, mean, mean * x, x.square())
+    return torch.stack([values.sum() for values in each])
 
 
 def dtypes_of(codec: Codec | type[Codec]) -> tuple[torch.dtype, ...]:
