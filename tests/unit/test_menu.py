@@ -15,11 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.codecs import Codec, Dither, Facts, Group, codecs, register, registry, workspace
+from elbowroom.codecs import (
+    Cast,
+    Codec,
+    Dither,
+    Facts,
+    Group,
+    codecs,
+    register,
+    registry,
+    workspace,
+)
 from elbowroom.codecs.base import FLOATS, Buffers, Encoded, Expected, Layout
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.codecs.quality import _RECORDED, broken_promise, measured, quality_of
 from elbowroom.errors import BudgetTooSmall, DataError, PlanError, UnknownCodec
+from elbowroom.kernels.layout import GROUP_SIZES
 from elbowroom.measure import memory_curve
 from elbowroom.measure.rates import Rates, rates
 from elbowroom.plan import registered
@@ -27,7 +38,7 @@ from elbowroom.plan.build_problem import build_problem
 from elbowroom.plan.make import make_plan
 from elbowroom.plan.menu import preset_named
 from elbowroom.plan.plan import ExplainedLine
-from elbowroom.plan.precision_floor import at_precision_floor
+from elbowroom.plan.precision_floor import LEVELS, _with_levels, at_least, at_precision_floor
 from elbowroom.plan.prices import levels_of
 from elbowroom.plan.profile import Profile
 from elbowroom.plan.registered import all_settings, quicker, settings_of, weighed
@@ -286,7 +297,19 @@ def test_settings_of_the_ladder_are_recorded() -> None:
 
 
 def test_every_setting_of_ours_is_recorded() -> None:
-    assert {setting_name(codec) for codec in all_settings()} <= set(_RECORDED)
+    """Floors and rows make others of them. Each that is not recorded is judged inside of a step."""
+    ours = all_settings()
+    floors = (at_least(codec, levels) for codec in ours for levels in (*LEVELS, 2 * LEVELS[-1]))
+    milder = {*ours, *floors, *(_with_levels(codec, 16, apart=True) for codec in ours)}
+    of_rows = {
+        replace(codec, group_size=size)
+        for codec in milder
+        if isinstance(codec, Group) or (isinstance(codec, Cast) and codec.to.startswith("fp8"))
+        for size in GROUP_SIZES
+        if size <= codec.group_size
+    }
+    asked = {setting_name(codec) for codec in milder | of_rows if not isinstance(codec, Dither)}
+    assert asked <= set(_RECORDED)
 
 
 # --- what is weighed

@@ -303,7 +303,6 @@ def at_least(codec: Codec, levels: int) -> Codec:
     return _with_levels(codec, levels, apart=levels > LEVELS[0])
 
 
-@lru_cache(1024)
 def _with_levels(codec: Codec, levels: int, *, apart: bool) -> Codec:
     """The codec, or a setting of it with about the error of so many levels of dither.
 
@@ -317,7 +316,7 @@ def _with_levels(codec: Codec, levels: int, *, apart: bool) -> Codec:
         codec = replace(codec, group_size=_GROUP)
     match codec:
         case Dither():
-            return replace(codec, levels=max(codec.levels, levels))
+            return codec if codec.levels >= levels else replace(codec, levels=levels)
         case Group() | Division() if bits <= _MAX_BITS:
             return replace(codec, bits=max(codec.bits, bits))
         case Comet() if codec.relative:
