@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elbowroom as er
-from elbowroom.fitting.replayed import ReplayedForward
+from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.runtime.attach import opener_of
 from elbowroom.runtime.replay.generalize import generalized
 from elbowroom.runtime.replay.saving_context import SavingContext, forget_all
@@ -318,3 +318,51 @@ def test_texts_of_other_lengths_replay_one_script(exact: bool) -> None:
     assert sum(replayed[10:]) >= 28
     assert len([one for one in opener_of(net).planner.scripts.all if one.sizes]) == 1
     er.release(net)
+
+
+class FitsExperts(nn.Module):
+    """Of few rows or many: what some of these experts save is about as large as is planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts(F.relu)
+        self.router = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = int(torch.randint(150, 350, (), generator=self.router))
+        second = int(torch.randint(150, 350, (), generator=self.router))
+        loss: Tensor = self.experts(x, (first, second, len(x) - first - second))
+        return loss
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_a_fit_follows_steps_whose_experts_get_more_or_fewer_rows_than_planned(share, monkeypatch):
+    """Their tensors are between a half and twice of the least that is planned, 64 KiB."""
+
+    def train(steps: int, budget: int | None = None) -> tuple[list[Tensor], Any]:
+        model = FitsExperts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if budget is not None:
+            er.fit(model, budget=budget, optimizer=optimizer, exact=True)
+        for step in range(steps):
+            torch.manual_seed(step)
+            model(torch.randn(768, WIDTH)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], model
+
+    train(1)
+    peak = er.peak(lambda: train(1))
+    seen: list[bool] = []
+    end = ReplayedSaving.__exit__
+
+    def leave(self: Any, *args: Any) -> None:
+        end(self, *args)
+        seen.append(self.diverged)
+
+    monkeypatch.setattr(ReplayedSaving, "__exit__", leave)
+    weights, model = train(40, int(share * peak))
+    assert opener_of(model).planner.settled
+    assert seen[-12:].count(True) <= 2
+    assert len(seen) >= 24
+    assert same(weights, train(40)[0])

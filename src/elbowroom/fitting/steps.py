@@ -102,7 +102,7 @@ class MeasuredSteps:
     def __init__(self, model_state: ModelState, options: FitOptions) -> None:
         self.model_state, self.options = model_state, options
         self.context = Context(keeps_bits=options.exact is not False)
-        self.context.drops_codecs = True
+        self.context.drops_codecs, self.context.taken = True, set()
         self.planner = Planner(options, model_state, self.context)
         self.peak_nbytes: int | None = None
         self.peak_setting = ""

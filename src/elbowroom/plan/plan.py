@@ -166,8 +166,12 @@ class Plan:
         )
 
     def _preset_for(self, site: Site, known: PlanEntry | None) -> Preset | None:
-        """Returns the setting that decides for a site; None for a site that is not in the plan."""
-        if known and site.nbytes <= known.nbytes and f"torch.{known.dtype}" == str(site.dtype):
+        """Returns the setting that decides for a site; None for a site that is not in the plan.
+
+        Experts get other numbers of tokens in each step. A tensor of more than twice the planned
+        bytes is another one.
+        """
+        if known and site.nbytes <= 2 * known.nbytes and f"torch.{known.dtype}" == str(site.dtype):
             return preset_named(known.preset)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only

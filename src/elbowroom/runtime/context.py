@@ -61,6 +61,8 @@ class Context:
     has_checkpoints    whether a forward of a fit has come to a checkpoint of the user's
     opens_checkpoints  whether these are opened, in every forward (`opened_checkpoints.py`)
     takes_small   whether a fit also plans tensors below its min_nbytes
+    taken         sites of a fit that had storages of about its min_nbytes (`left_alone`); None: in
+                  other contexts that is a strict limit
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
     """
@@ -91,6 +93,7 @@ class Context:
         self.kept: dict[SiteKey, str] = {}
         self.held_raw: set[str] = set()
         self.survivors: set[SiteName] = set()
+        self.taken: set[SiteName] | None = None
         self._learned = 0
         self._remembered: dict[Hashable, Any] = {}
         self._lock = threading.Lock()

@@ -63,7 +63,7 @@ from elbowroom.runtime.redrawn import Redrawn
 from elbowroom.runtime.replay.tracer import Tracer
 from elbowroom.runtime.saturated import WHY, part_of
 from elbowroom.runtime.serving import Serving
-from elbowroom.runtime.sites import Request, classify, left_alone, site_of
+from elbowroom.runtime.sites import STEADY, Request, classify, left_alone, site_of
 from elbowroom.runtime.slot import CountedSlot, Geometry, Slot, View
 from elbowroom.runtime.sources import Sources
 from elbowroom.runtime.storage import (
@@ -135,6 +135,7 @@ class Packer(NodeChoice, ModuleCalls):
         self.observer = observer
         self.min_nbytes = min_nbytes
         self.context = context
+        self._least = min_nbytes, context.taken  # as `left_alone` asks for them
         self.ledger: Ledger = Ledger() if after is None else after.ledger
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
@@ -300,7 +301,8 @@ class Packer(NodeChoice, ModuleCalls):
         The function that is returned decides on its results, once their recipes are known.
         """
         saved, call.deferred = call.deferred, []
-        wanted = [one for one, x in saved if storage_nbytes(x) >= self.min_nbytes]
+        least = self.min_nbytes if self.context.taken is None else self.min_nbytes // STEADY
+        wanted = [one for one, x in saved if storage_nbytes(x) >= least]
         readers = readers_of(call, out, wanted) if wanted else {}
         made = {x.untyped_storage()._cdata for x in tensors_in(out) if is_touchable(x)}
         results: list[Callable[[], None]] = []
@@ -392,7 +394,7 @@ class Packer(NodeChoice, ModuleCalls):
         need = request.reading.need
         if call is not None and request.reading.formula in FINE:
             self._note_fine(None if origin is None else origin.root(), call)
-        why = None if self.recorder is None else left_alone(request, self.min_nbytes)
+        why = None if self.recorder is None else left_alone(request, *self._least)
         self._serving.serve(request, why)
         slot.promise(need, name.consumer)
         view = View(slot, geometry, need)

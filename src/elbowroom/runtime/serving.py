@@ -170,7 +170,7 @@ class Serving:
             if slot.waits and request.reading.need is Need.LOSSY:
                 self.waiting.reads(slot, self._site(request)[0])
             return
-        why = left_alone(request, self._min_nbytes) if why is None else why
+        why = left_alone(request, self._min_nbytes, self._context.taken) if why is None else why
         if not why:
             self._act(request)
             return

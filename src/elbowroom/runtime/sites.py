@@ -43,6 +43,7 @@ from elbowroom.runtime.storage import Origin, is_made_of_parameters, is_paramete
 
 MADE_OF_PARAMETERS = "made of parameters only"
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
+STEADY = 4  # times smaller, a storage of a site is still treated as the ones before it
 
 
 class Request(NamedTuple):
@@ -235,11 +236,19 @@ def _with_rows_last(seen: Geometry, dims: tuple[int, ...]) -> Geometry | None:
     return Geometry((*rows[0], prod(shape[d] for d in dims)), (*rows[1], stride[last]), offset)
 
 
-def left_alone(request: Request, min_nbytes: int) -> str:
-    """Returns why this storage is kept whatever the policy says, or ""."""
+def left_alone(request: Request, min_nbytes: int, taken: set[SiteName] | None = None) -> str:
+    """Returns why this storage is kept whatever the policy says, or "".
+
+    taken: the sites that had a storage of about `min_nbytes`. A smaller one is not left alone
+    there, down to a fourth: experts get other numbers of tokens in each step, and if some of these
+    were left alone, no step would follow the script of another one.
+    """
     slot, x, call, need = request.slot, request.x, request.call, request.reading.need
-    if slot.entry.before_nbytes < max(min_nbytes, _HARD_MIN_NBYTES):
-        return SMALL
+    if (nbytes := slot.entry.before_nbytes) < max(min_nbytes, _HARD_MIN_NBYTES):
+        if taken is None or request.name not in taken or nbytes < min_nbytes // STEADY:
+            return SMALL
+    elif taken is not None and nbytes < STEADY * min_nbytes:
+        taken.add(request.name)
     if slot.is_window:
         return "a window onto a larger storage"
     if is_running_copy(x, call):
