@@ -11,7 +11,7 @@ from elbowroom.fitting.options import FitOptions
 from elbowroom.measure.meter import NoiseMeter
 from elbowroom.measure.reach import ReachMeter
 from elbowroom.plan.action import Action
-from elbowroom.plan.plan import Plan
+from elbowroom.plan.plan import FITTED, Plan
 from elbowroom.plan.presets import Preset, SavedStorage, choose, site_nbytes
 from elbowroom.plan.rehearsal import SAFE, USUAL
 from elbowroom.plan.site import Site, SiteName
@@ -333,4 +333,4 @@ class FittedSaving(Saving):
         if (self.impossible or self.too_much) and not self._is_dropped:
             self.drop_everything()
         plan = self._plan
-        return self.setting.policy(site) if plan is None else plan(site)
+        return self.setting.policy(site) if plan is None else plan.action_for(site, FITTED)

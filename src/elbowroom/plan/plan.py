@@ -40,6 +40,9 @@ VERSION = 1
 _COLUMNS = ("module", "op", "shape", "bytes", "held", "action", "seconds", "error", "why")
 _NUMBERS = ("bytes", "held", "seconds", "error")
 _SHORTEST_S = 1e-6
+# Times the planned bytes that a tensor may have in a fit: experts get other numbers of tokens in
+# each step. Of another batch a fit makes another plan.
+FITTED = 2
 # Equal to `Site.name`, and read without a call of a Python function.
 _name_of: Callable[[Site], Any] = attrgetter(*SiteName._fields)
 
@@ -121,10 +124,13 @@ class Plan:
     def __hash__(self) -> int:
         return hash((self.budget, self.peak, self.solver, self.recompute))  # sites is a dict
 
-    def action_for(self, site: Site) -> Action:
-        """Returns the action for the tensor that this site saves."""
+    def action_for(self, site: Site, times: int = 1) -> Action:
+        """Returns the action for the tensor that this site saves.
+
+        times: the planned bytes that it may have; a larger one is another, and gets an exact action
+        """
         known = self.sites.get(_name_of(site))
-        preset = self._preset_for(site, known)
+        preset = self._preset_for(site, known, times)
         if preset is None:
             self.unknown_sites[site.name] += 1
         return _action_by(preset, site, known)
@@ -132,9 +138,9 @@ class Plan:
     __call__ = action_for  # a plan is a policy
 
     def look_up(self, site: Site) -> Action:
-        """Returns the action for this site, without counting unknown sites in `unknown_sites`."""
+        """Returns the action for this site in a fit; counts none in `unknown_sites`."""
         known = self.sites.get(_name_of(site))
-        return _action_by(self._preset_for(site, known), site, known)
+        return _action_by(self._preset_for(site, known, FITTED), site, known)
 
     def is_shared(self, name: SiteName) -> bool:
         """Returns whether the tensor of this site, once restored, waits for its next reader."""
@@ -165,13 +171,9 @@ class Plan:
             if "float" in known.dtype and not preset_named(known.preset).exact
         )
 
-    def _preset_for(self, site: Site, known: PlanEntry | None) -> Preset | None:
-        """Returns the setting that decides for a site; None for a site that is not in the plan.
-
-        Experts get other numbers of tokens in each step. A tensor of more than twice the planned
-        bytes is another one.
-        """
-        if known and site.nbytes <= 2 * known.nbytes and f"torch.{known.dtype}" == str(site.dtype):
+    def _preset_for(self, site: Site, known: PlanEntry | None, by: int) -> Preset | None:
+        """Returns the setting that decides for a site; None for a site that is not in the plan."""
+        if known and site.nbytes <= by * known.nbytes and f"torch.{known.dtype}" == str(site.dtype):
             return preset_named(known.preset)
         if site.consumer == RECOMPUTE and site.module in self.recompute and known is None:
             return EXACT_MENU[0]  # an input that is saved for the second run only
