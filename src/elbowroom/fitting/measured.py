@@ -346,8 +346,7 @@ def _correct_given(state: FitState, peak_nbytes: int, *, unknown_sites: bool) ->
     assert plan is not None
     near = peak_nbytes <= _NEARLY * state.options.budget_nbytes
     writable = plan.exact and not (plan.recompute or unknown_sites)
-    # A first step, without states of the optimizer, may have been within it: that was settled on.
-    if near and writable and state.phase in (Phase.GIVEN, Phase.SETTLED):
+    if near and writable and state.phase is Phase.GIVEN:
         return replace(state, phase=Phase.CORRECTING, given=None, from_rehearsal=True), ()
     return _drop_given(state)
 

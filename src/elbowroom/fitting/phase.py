@@ -83,7 +83,5 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
     ),
     Phase.WATCHING: frozenset({Phase.VERIFYING, Phase.SMALLEST, Phase.SETTLED, Phase.GUESSING}),
     Phase.LAST_RESORT: frozenset({Phase.SETTLED, Phase.VERIFYING, Phase.GUESSING}),
-    Phase.SETTLED: frozenset(
-        {Phase.VERIFYING, Phase.GIVEN, Phase.CORRECTING, Phase.WRITING, Phase.GUESSING}
-    ),
+    Phase.SETTLED: frozenset({Phase.VERIFYING, Phase.GIVEN, Phase.WRITING, Phase.GUESSING}),
 }
