@@ -95,6 +95,7 @@ HIGH = chosen(Plan("high", peak=1150))  # predicted above the budget, and follow
 AGAIN = chosen(Plan("again", recompute=frozenset({"block"})))
 LOSSY = chosen(Plan("lossy", exact=False, is_lossy=True))
 KEEPS = chosen(Plan("keeps", changes_nothing=True))
+WHOLE = chosen(Plan("whole", profiled_peak=1101))  # a profiled step reads nothing as it is held
 GIVEN, WATCHED = Plan("given"), Plan("watched", exact=False, is_lossy=True, watched=4)
 LIMITED = FitOptions(1000, noise=0.1)
 ERROR = BudgetTooSmall("no plan fits", least_nbytes=1100)

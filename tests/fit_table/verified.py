@@ -39,6 +39,7 @@ from fit_table.values import (
     VERIFYING,
     WATCHED,
     WATCHING,
+    WHOLE,
     Call,
     P,
     Row,
@@ -425,6 +426,12 @@ ROWS = {
         step(1050),
         FRESH,
         (said(AGAIN, 1050), say(Line.GIVEN, plan=AGAIN.plan), FORGET),
+    ),
+    "the given plan is a little too large, and a profiled step would be much larger": Row(
+        replace(GIVENS, plan=WHOLE.plan, given=WHOLE.plan),
+        step(1050),
+        FRESH,
+        (said(WHOLE, 1050), say(Line.GIVEN, plan=WHOLE.plan), FORGET),
     ),
     "the given plan does not know the step": Row(
         GIVENS, step(900, unknown_sites=True), FRESH, (said_given(900), DROPPED, FORGET)

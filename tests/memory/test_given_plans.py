@@ -243,9 +243,10 @@ def test_an_exact_plan_that_is_a_little_above_is_corrected(
     assert peak is not None
     budget = int(0.985 * peak)
     with caplog.at_level(logging.WARNING, "elbowroom"):
-        fitting = trained(budget, replace(plan, peak=min(plan.peak, budget)), 10)
-    # In a process that has run many tests it is dropped for another one at times; why is not known.
-    assert "above the budget" in caplog.text
+        # Which plan is cheapest goes by measured seconds; of some, a profiled step takes far more.
+        near = replace(plan, peak=min(plan.peak, budget), profiled_peak=budget)
+        fitting = trained(budget, near, 7)
+    assert "another one is made" not in caplog.text
     assert fitting.planner.profile is not None
     assert fitting.peak_nbytes is not None
     assert fitting.peak_nbytes <= budget

@@ -340,12 +340,13 @@ def _correct_given(state: FitState, peak_nbytes: int, *, unknown_sites: bool) ->
     """Profiles a step of a given plan that is a little above the budget, or drops the plan.
 
     A lossy plan is dropped, because a profiled step needs more memory (convolutions run on the
-    whole batch); so is a plan that recomputes modules, because such a step cannot be profiled.
+    whole batch); so is one whose step cannot be profiled, or not anywhere near the budget
+    (`may_be_profiled`).
     """
     plan = state.plan
     assert plan is not None
     near = peak_nbytes <= _NEARLY * state.options.budget_nbytes
-    writable = plan.exact and not (plan.recompute or unknown_sites)
+    writable = plan.exact and state.may_be_profiled and not unknown_sites
     if near and writable and state.phase is Phase.GIVEN:
         return replace(state, phase=Phase.CORRECTING, given=None, from_rehearsal=True), ()
     return _drop_given(state)
