@@ -227,7 +227,7 @@ class Codec(ABC):
     def ladder(self) -> tuple["Codec", ...]:
         """Returns the settings along which controllers move a tensor, the mildest first.
 
-        Fields that say no precision are as in this codec. (): it has one setting, by default.
+        Fields that do not set the precision are as in this codec. By default a codec has no ladder.
         """
         return ()
 

@@ -71,10 +71,10 @@ class Fdsr(Codec):
         return VARIANTS
 
     def ladder(self) -> tuple[Codec, ...]:
-        """An unbiased codec stays so.
+        """Returns the settings of this rounding, with `block` and `min_numel` as they are.
 
         Above the biased settings stand the unbiased ones of less error, so that the default has
-        milder ones to go to: from 2.3 bits on.
+        milder ones to go to: from 2.3 bits on. An unbiased codec stays unbiased.
         """
         finer = VARIANTS[_LESS_THAN_BIASED:] if self.rounding == "nearest" else ()
         return tuple(

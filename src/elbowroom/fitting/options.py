@@ -26,7 +26,8 @@ class FitOptions:
     offload  where plans may move tensors to: "file", "host", or None
     noise    the most that codes may add to the gradient's variance, as a share of that of
              mini-batches; None: as much as the budget asks for
-    min_nbytes  storages smaller than that are kept as they are, unless no plan fits then
+    min_nbytes  storages smaller than that are kept as they are, unless no plan fits then; of what
+             an op has saved larger ones of, in an earlier step, those below a fourth of it
     codecs   the settings of codes that plans may take; None: all that are registered
     solver   the name of the solver that makes the plans
     """

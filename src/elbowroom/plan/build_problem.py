@@ -252,7 +252,7 @@ def _item(
 
 @dataclass(frozen=True)
 class _SavedIn:
-    """What ops inside of modules save, by the module's name: one pass for all calls of a profile.
+    """Says what ops inside of modules save, by the module's name: one pass for all of a profile.
 
     alone   storages, by index, that no op outside saves
     asked   the first moment at which backward asks for anything that an op inside has saved

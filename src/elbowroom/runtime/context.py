@@ -61,8 +61,8 @@ class Context:
     has_checkpoints    whether a forward of a fit has come to a checkpoint of the user's
     opens_checkpoints  whether these are opened, in every forward (`opened_checkpoints.py`)
     takes_small   whether a fit also plans tensors below its min_nbytes
-    taken         sites of a fit that had storages of about its min_nbytes (`left_alone`); None: in
-                  other contexts that is a strict limit
+    taken         sites of a fit that have saved storages of its min_nbytes, or some times that
+                  (`left_alone`); None: min_nbytes is a strict limit, as it is outside of fits
     drops_codecs  whether a codec of another package that fails or lies is dropped, and its tensors
                   kept; otherwise what it raises is raised
     """

@@ -43,7 +43,7 @@ from elbowroom.runtime.storage import Origin, is_made_of_parameters, is_paramete
 
 MADE_OF_PARAMETERS = "made of parameters only"
 _HARD_MIN_NBYTES = 16  # scalars gain nothing
-STEADY = 4  # times smaller, a storage of a site is still treated as the ones before it
+STEADY = 4  # times smaller than `min_nbytes`, a storage may be examined as larger ones before it
 
 
 class Request(NamedTuple):

@@ -22,24 +22,22 @@ from elbowroom.plan.solve.milp import GAP, relaxed, whole
 from elbowroom.plan.solve.rounding import LIMIT_S, is_near, rounded, rounding
 
 FEW = 1000
-_EXACT = 3  # options of an item that is kept, made smaller without an error, or moved
 _NODES = 200
 
 
 def auto(problem: Problem, limits: Limits) -> Choice | None:
-    """Returns a choice that is worse than uniform, or greedy, by as much as `is_near` allows.
+    """Returns a choice that is worse than uniform or greedy by no more than `is_near` allows.
 
-    Of more than FEW options, worse than greedy by more. None if nothing fits.
+    With more than FEW options, greedy may be better by more than that. None if nothing fits.
     """
     if fits(problem, keep_all(problem), limits):
         return keep_all(problem)
-    options = sum(len(item.options) for item in problem.items)
-    if options > FEW:
+    if sum(len(item.options) for item in problem.items) > FEW:
         return rounding(problem, limits)
     relaxation = relaxed(problem, limits)
     if relaxation is None:
         return from_boundaries(problem, limits)
-    has_codes = options > _EXACT * len(problem.items)
+    has_codes = any(not one.exact for item in problem.items for one in item.options)
     best = rounded(relaxation) if has_codes or problem.is_rough else None
     if not is_near(relaxation, best):
         walked = greedy(problem, limits)
