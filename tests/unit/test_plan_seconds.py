@@ -411,8 +411,36 @@ def test_a_code_with_a_bitmap_of_zeros_has_a_price_of_its_own(profiled: Profile)
     assert seconds_of(older, "decode", dither, 10**6, has_zeros=True) == 1.5
     known = rates("cpu")
     assert {"encode dither of zeros", "decode dither of zeros"} <= known.keys()
-    assert 0 < known.fixed_s["copy out file"] < 0.1
-    assert 0 < known.fixed_s["copy in file"] < 0.1
+
+
+def test_a_tensor_that_moves_to_a_file_has_a_fixed_time_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a move that takes 2 ms and 10 ns a byte beside other work, both are found."""
+    module = sys.modules["elbowroom.measure.rates"]
+    begun = Rates(torch.device("cpu"))
+    begun.has_links = False
+    links = {"out file": 1e9, "copy out file": 1e9, "in file": 1e9, "copy in file": 1e7}
+
+    def seconds(device: torch.device, elements: int) -> tuple[float, float]:
+        return 0.002 + 4 * elements / 1e8, 0.001 + 4 * elements / 1e8
+
+    monkeypatch.setattr(module, "_begun", lambda device_type: begun)
+    monkeypatch.setattr(module, "_links", lambda device: links)
+    monkeypatch.setattr(module, "_beside_work", seconds)
+    found = rates("cpu", lossy=False)
+    assert found["copy out file"] == pytest.approx(1e8)
+    assert found.fixed_s["copy out file"] == pytest.approx(0.002)
+    assert found["copy in file"] == 1e7, "the slower of the two: what it takes alone"
+    assert found.fixed_s["copy in file"] == 0.0, "never below zero"
+
+
+def test_what_moving_takes_is_measured_on_this_machine() -> None:
+    """The clock is coarse and the machine may be busy, so that a fixed part of zero is possible."""
+    known = rates("cpu")
+    for way in ("out", "in"):
+        assert 0 <= known.fixed_s[f"copy {way} file"] < 0.1
+        assert known[f"copy {way} file"] > 0
 
 
 def test_a_profile_keeps_fixed_seconds_in_its_file(profiled: Profile, tmp_path: Any) -> None:
