@@ -29,6 +29,7 @@ from elbowroom.fitting.observations import (
     ForwardEnded,
     ForwardProfiled,
     GivenHeld,
+    HeldMore,
     LargerKnown,
     LayersHeldTooMuch,
     ModelJoined,
@@ -398,6 +399,26 @@ ROWS = {
             "unexpected": UnexpectedSteps(count=4, is_last=False),
         },
         (say(Line.LARGER_STEP, held_nbytes=0, learns=False),),
+    ),
+    "a settled forward that held much more is measured": Row(
+        replace(SETTLED, rounds=2, tries=3, unexpected=UnexpectedSteps(lower=2)),
+        HeldMore(800),
+        {
+            "phase": P.VERIFYING,
+            "rounds": 0,
+            "tries": 0,
+            "unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800),
+        },
+    ),
+    "where nothing is planned, it is profiled": Row(
+        replace(SETTLED, plan=None, unexpected=UnexpectedSteps(surpassed=1)),
+        HeldMore(800),
+        {"phase": P.WRITING, "unexpected": UnexpectedSteps(surpassed=2, held_nbytes=800)},
+    ),
+    "of a given plan it is compared with that": Row(
+        replace(SETTLED, plan=GIVEN, given=GIVEN),
+        HeldMore(800),
+        {"phase": P.GIVEN, "unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800)},
     ),
     "divergences that were said": Row(
         replace(SETTLED, unexpected=UnexpectedSteps(count=4)),

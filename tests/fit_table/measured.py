@@ -52,7 +52,7 @@ ROWS = {
     "a preset that fits though others should not": Row(
         FRESH,
         step(900),
-        {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(500, seen_nbytes=550)},
+        {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(500, None, 550, 450)},
     ),
     "a lossy preset is not taken: a plan may do with exact ones": Row(
         FRESH,
@@ -63,7 +63,7 @@ ROWS = {
     "a preset takes the whole budget": Row(
         FRESH,
         step(1000),
-        {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
+        {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(600, None, 450, 450)},
     ),
     "a preset that does not fit with the states that it has made": Row(
         FRESH,
@@ -153,6 +153,22 @@ ROWS = {
         step(None),
         {"unexpected": UnexpectedSteps(nbytes=880)},
     ),
+    # A settled step has held more than this one, which held 450 with what was resident.
+    "a step that holds less than the one that waits to be measured": Row(
+        replace(VERIFYING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=800, lower=2)),
+        step(700),
+        {"unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800, lower=3)},
+    ),
+    "the ninth of those that do": Row(
+        replace(WRITING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=800, lower=8)),
+        step(None),
+        {"unexpected": UnexpectedSteps(surpassed=1)},
+    ),
+    "a step that holds about as much": Row(
+        replace(WRITING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=455, lower=2)),
+        step(None),
+        {"unexpected": UnexpectedSteps(surpassed=1)},
+    ),
     # A step is written down.
     "a step at a preset is written down, and is within the budget": Row(
         WRITING,
@@ -164,7 +180,7 @@ ROWS = {
             "profiled": ONE,
             "profiled_at": 1,
             "has_fit": True,
-            "headroom": Headroom(550, seen_nbytes=500),
+            "headroom": Headroom(550, None, 500, 450),
             "attempts": Attempts().knowing(Profile(peak=950)),
         },
         (MAKE,),
@@ -220,7 +236,7 @@ ROWS = {
             "has_fit": True,
             "profile": Profile(peak=1000),
             "profiled_at": 0,
-            "headroom": Headroom(600, seen_nbytes=450),
+            "headroom": Headroom(600, None, 450, 450),
             "attempts": KNOWN.attempts.after(KEEPS, 1000, was_profiled=True).knowing(
                 Profile(peak=1000)
             ),

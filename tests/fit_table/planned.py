@@ -152,7 +152,7 @@ ROWS = {
             "preset": 0,
             "tries": 1,
             "has_fit": True,
-            "headroom": Headroom(600, None, 450),
+            "headroom": Headroom(600, None, 450, 450),
             "attempts": KNOWN.attempts.after(KEEPS, 1000),
         },
         (said(KEEPS, 1000),),
@@ -457,7 +457,7 @@ ROWS = {
             "tries": 1,
             "has_fit": True,
             "watched": Watched(is_done=True),
-            "headroom": Headroom(500, None, 550),
+            "headroom": Headroom(500, None, 550, 450),
             "attempts": KNOWN.attempts.after(LOSSY, 900),
         },
         (said(LOSSY, 900), MakeRoomToWatch(20 + 60)),
@@ -579,7 +579,7 @@ ROWS = {
     "the last resort fits, and its forwards may hold what they have held": Row(
         LAST,
         step(1000),
-        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, seen_nbytes=450)},
+        {"phase": P.SETTLED, "has_fit": True, "headroom": Headroom(600, None, 450, 450)},
     ),
     "the last resort is not measured": Row(LAST, step(None), {}),
     "the last resort does not fit, nor has a preset been seen to": Row(

@@ -28,7 +28,6 @@ MEASURED = Headroom(transient_nbytes=50, guess_nbytes=70, seen_nbytes=9)
         (Headroom().learned(-3), -3, None, 0),  # what is held may stand anyway, as inputs do
         (MEASURED.learned(80), 80, 70, 0),
         (MEASURED.grown(1.5), 75, 70, 0),  # what was seen was seen of a smaller call
-        (MEASURED.fitting(900), 50, 70, 900),
         (MEASURED.forgotten(), None, 70, 0),  # a guess stays
         (Headroom().inherited(MEASURED), None, 50, 0),
         (MEASURED.inherited(Headroom()), 50, None, 9),
@@ -36,6 +35,7 @@ MEASURED = Headroom(transient_nbytes=50, guess_nbytes=70, seen_nbytes=9)
 )
 def test_what_is_known_of_transients(after, transient, guess, seen):
     assert after == Headroom(transient, guess, seen)
+    assert MEASURED.fitting(800, 100) == Headroom(50, 70, 900, 800)
     assert (MEASURED.transient_nbytes, MEASURED.guess_nbytes, MEASURED.seen_nbytes) == (50, 70, 9)
 
 
@@ -78,6 +78,20 @@ def test_what_a_forward_may_hold(known, memory, allowed, surely):
 )
 def test_when_what_a_forward_has_held_exceeds_the_budget(known, most, exceeded):
     assert known.is_exceeded(OPTIONS, MEMORY, most) is exceeded
+
+
+@pytest.mark.parametrize(
+    ("held", "left", "most", "surpassed"),
+    [
+        (800, 100, 550, False),  # 300 are resident: half of what was left
+        (800, 100, 551, True),
+        (800, 0, 515, False),  # what is held may vary by 1/64
+        (800, 0, 516, True),
+    ],
+)
+def test_when_a_forward_holds_so_much_more_than_the_measured_one(held, left, most, surpassed):
+    assert Headroom(50).fitting(held, left).is_surpassed(OPTIONS, MEMORY, most) is surpassed
+    assert not Headroom(50).is_surpassed(OPTIONS, MEMORY, most), "no step was measured"
 
 
 def test_a_refusal_names_more_than_the_budget_that_a_forward_was_above():

@@ -24,11 +24,13 @@ class Headroom:
                       what it holds was there before, and is no part of its peak (its inputs)
     guess_nbytes      at most so many, as long as that is None; None: there is no such guess
     seen_nbytes       what a measured step within the budget has left room for; 0: none has
+    held_nbytes       what that step held at most, beside what was resident before it, included
     """
 
     transient_nbytes: int | None = None
     guess_nbytes: int | None = None
     seen_nbytes: int = 0
+    held_nbytes: int = 0
 
     def inherited(self, larger: Self) -> Self:
         """Returns a bound: transients are at most those of a larger kind of forward."""
@@ -41,19 +43,19 @@ class Headroom:
 
     def forgotten(self) -> Self:
         """Returns the headroom without measurements; a guess is kept."""
-        return replace(self, transient_nbytes=None, seen_nbytes=0)
+        return replace(self, transient_nbytes=None, seen_nbytes=0, held_nbytes=0)
 
     def learned(self, rest_nbytes: float) -> Self:
         """Returns the headroom with so many bytes for the transients."""
-        return replace(self, transient_nbytes=int(rest_nbytes), seen_nbytes=0)
+        return replace(self, transient_nbytes=int(rest_nbytes), seen_nbytes=0, held_nbytes=0)
 
-    def fitting(self, max_nbytes: int) -> Self:
+    def fitting(self, held_nbytes: int, left_nbytes: int) -> Self:
         """Returns the headroom that allows what a measured forward held: it was within the budget.
 
-        max_nbytes: the sum of the bytes resident before it, the most that it held, and the rest
+        held_nbytes: the bytes resident before it, and the most that it held; left_nbytes: the rest
         of the budget
         """
-        return replace(self, seen_nbytes=max_nbytes)
+        return replace(self, seen_nbytes=held_nbytes + left_nbytes, held_nbytes=held_nbytes)
 
     def allowed_nbytes(
         self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None", guessed_nbytes: int
@@ -78,6 +80,18 @@ class Headroom:
         inputs_nbytes = max(-self.transient_nbytes, 0)
         most = max(options.budget_nbytes + inputs_nbytes, self.seen_nbytes)
         return memory.static_nbytes + max_nbytes > most + _VARIES * options.budget_nbytes
+
+    def is_surpassed(self, options: "FitOptions", memory: "MemoryState", max_nbytes: int) -> bool:
+        """Returns whether a forward held so much more than the measured one that it may not fit.
+
+        That is where it holds half as much more as the measured step has left: what stands beside
+        held tensors may be more, too.
+        """
+        if not self.held_nbytes:
+            return False
+        more = memory.static_nbytes + max_nbytes - self.held_nbytes
+        left = self.seen_nbytes - self.held_nbytes
+        return more > max(left // 2, _VARIES * options.budget_nbytes)
 
     def surely_allowed_nbytes(
         self, options: "FitOptions", memory: "MemoryState", plan: "Plan | None"

@@ -389,6 +389,15 @@ def say_setting(
     )
 
 
+def say_settings_vary(options: FitOptions) -> None:
+    """Logs that the setting of forwards will change again and again, so that it is not logged."""
+    _log.info(
+        "budget %s: the setting of saved tensors changes from step to step, since steps take "
+        "different paths; this is not logged any more (er.summary(model) shows the last step's)",
+        show_nbytes(options.budget_nbytes),
+    )
+
+
 def say_states(
     options: FitOptions,
     state: str,

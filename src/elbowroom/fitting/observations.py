@@ -137,6 +137,16 @@ class UnexpectedStep:
 
 
 @dataclass(frozen=True)
+class HeldMore:
+    """Observation: a settled forward held much more than the one that was measured.
+
+    held_nbytes: the most that it held, and what was resident before it
+    """
+
+    held_nbytes: int
+
+
+@dataclass(frozen=True)
 class LayersHeldTooMuch:
     """Observation: recurrent layers would hold too much in a forward that was never profiled."""
 
@@ -340,6 +350,7 @@ Observation = (
     | NotRepeatable
     | CodesWithdrawn
     | UnexpectedStep
+    | HeldMore
     | LayersHeldTooMuch
     | RowsTakeTooMuch
     | NoPlanLeft

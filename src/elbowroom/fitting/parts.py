@@ -17,6 +17,9 @@ class UnexpectedSteps:
     is_last  the current step is one, and is learned from
     nbytes   bytes that the last one saved, in plain autograd
     smaller  measured steps since then that saved less, and were not learned from
+    surpassed   how many settled steps held much more than the measured one
+    held_nbytes  of the last one, and what was resident; 0: such a step was measured
+    lower    measured steps since then that held less, and were not learned from
     varies   one step was within the budget, and another one, unlike it, was not
     """
 
@@ -25,6 +28,9 @@ class UnexpectedSteps:
     nbytes: int = 0
     smaller: int = 0
     varies: bool = False
+    surpassed: int = 0
+    held_nbytes: int = 0
+    lower: int = 0
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ from elbowroom.fitting.observations import (
     CoResidentBytes,
     ForwardEnded,
     ForwardProfiled,
+    HeldMore,
     LargerKnown,
     LayersHeldTooMuch,
     ModelJoined,
@@ -114,6 +115,7 @@ class Planner(StateView):
                  the least memory
     is_forgotten  steps need something else now: nothing more is learned from those that have begun
     said    the setting that was logged last, and whether it is exact
+    settings_said  how many settings were logged
     said_last  the last line that a command had logged
     forward_profile  of the first forward of the current step, from a rehearsal; None: there was
             none, or it would record something else now
@@ -138,6 +140,7 @@ class Planner(StateView):
         self.meter: NoiseMeter | ReachMeter | None = None
         self.redoes = self.leaves_room = self.tries_more = self.is_forgotten = False
         self.said: tuple[str, bool] | None = None
+        self.settings_said = 0
         self.said_last: tuple[Line, dict[str, Any]] | None = None
         self.forward_profile: ForwardProfile | None = None
         self._untested = 0  # forwards in which recomputed modules are tested (`repeats.py`)
@@ -442,6 +445,8 @@ class Planner(StateView):
         ledger = saving.ledger
         if self.state.holds_too_much(ledger.max_nbytes):
             saving.diverge()
+        elif self.state.may_surpass(ledger.max_nbytes):
+            self._tell(HeldMore(self.memory.static_nbytes + ledger.max_nbytes))
         self._tell(ForwardEnded(saving.preset, saving.impossible, saving, ledger.before_nbytes))
         tracer = saving.tracer
         if tracer is None:

@@ -23,6 +23,7 @@ _MAX_SKIPPED = 8  # steps with fewer gradients or outputs, until one is measured
 _LITTLE = 0.01  # of the budget: a difference of gradients below this is ignored
 _MANY_SMALL = 0.05  # of the budget: if tensors below min_nbytes hold more, they may be planned, too
 _AS_MUCH = 0.9  # of the bytes that an unexpected step saved: a step with as many is learned from
+_MAX_SURPASSED = 4  # times that settled steps are measured again since one held much more
 _MAX_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _ANY = 1 << 62  # bytes
@@ -363,6 +364,12 @@ class FitState:
             return False
         return self.headroom.is_exceeded(self.options, self.memory, max_nbytes)
 
+    def may_surpass(self, max_nbytes: int) -> bool:
+        """Returns whether a settled forward held so much that a step like it is to be measured."""
+        if not self.settled or self.unexpected.surpassed >= _MAX_SURPASSED:
+            return False
+        return self.headroom.is_surpassed(self.options, self.memory, max_nbytes)
+
     def saves_less(self, before_nbytes: int) -> bool:
         """Returns whether a step saved less than the one that made learning begin anew.
 
@@ -378,6 +385,16 @@ class FitState:
         if self.settled or self.unexpected.smaller >= _MAX_SMALLER:
             return False
         return self.saves_less(before_nbytes)
+
+    def waits_to_hold(self, held_nbytes: int) -> bool:
+        """Returns whether a measured step tells nothing: a settled one has held much more.
+
+        Steps may alternate. After several in a row that held less, the next one is learned from.
+        """
+        unexpected = self.unexpected
+        if unexpected.lower >= _MAX_SMALLER:
+            return False
+        return held_nbytes < unexpected.held_nbytes - _LITTLE * self.options.budget_nbytes
 
     @property
     def added_gradient_nbytes(self) -> int:

@@ -17,7 +17,13 @@ from elbowroom.fitting.co_resident import Neighbors
 from elbowroom.fitting.foreign_hooks import ForeignHooks
 from elbowroom.fitting.forward import FittedSaving
 from elbowroom.fitting.measurement import Measurement
-from elbowroom.fitting.messages import say_setting, warn_blind, warn_inside, warn_later
+from elbowroom.fitting.messages import (
+    say_setting,
+    say_settings_vary,
+    warn_blind,
+    warn_inside,
+    warn_later,
+)
 from elbowroom.fitting.model_state import ModelState
 from elbowroom.fitting.options import FitOptions, MemoryState
 from elbowroom.fitting.planner import Planner
@@ -69,6 +75,7 @@ def foresee(
 
 
 _AMPLE = 0.25  # of the budget
+_MOST_SETTINGS = 8  # lines about the setting of a kind of forward: learning takes six at most
 HOOKS = "hooks"  # the setting of a step in which the program's own hooks hold what is saved
 
 
@@ -350,20 +357,26 @@ class MeasuredSteps:
         self._stop()  # the model was freed during a measurement: the profiler must be stopped
 
     def _say(self, chosen: Preset, *, rounds: bool) -> None:
-        """Logs one line when the setting of a kind of forward changes.
+        """Logs one line when the setting of a kind of forward changes, some times at most.
 
-        rounds: see `say_setting`.
+        A program that takes another path in each step may change it in each. rounds: see
+        `say_setting`.
         """
-        if self.planner.said == (chosen.name, chosen.exact):
+        planner = self.planner
+        if planner.said == (chosen.name, chosen.exact) or planner.settings_said > _MOST_SETTINGS:
             return
-        self.planner.said = chosen.name, chosen.exact
+        planner.said = chosen.name, chosen.exact
+        planner.settings_said += 1
+        if planner.settings_said > _MOST_SETTINGS:
+            say_settings_vary(self.options)
+            return
         say_setting(
             self.options,
             chosen,
             rounds=rounds,
             was_lossy=say_setting in self._said,
-            estimated=self.planner.state.is_estimated,
-            given=self.planner.state.follows_given,
+            estimated=planner.state.is_estimated,
+            given=planner.state.follows_given,
         )
         if not (chosen.exact or rounds):
             self._said.add(say_setting)

@@ -32,6 +32,7 @@ from elbowroom.fitting.observations import (
     ForwardEnded,
     ForwardProfiled,
     GivenHeld,
+    HeldMore,
     LargerKnown,
     LayersHeldTooMuch,
     ModelJoined,
@@ -104,6 +105,8 @@ def advance(state: FitState, seen: Observation) -> Step:
             return _codes_withdrawn(state, profile)
         case UnexpectedStep(held_nbytes):
             return _diverged(state, held_nbytes)
+        case HeldMore(held_nbytes):
+            return _held_more(state, held_nbytes)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state, seen.fallbacks)
         case RowsTakeTooMuch():
@@ -294,6 +297,18 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     line = say(Line.LARGER_STEP, held_nbytes=held_nbytes, learns=learns)
     said = () if count > _MAX_UNEXPECTED + 1 else (line,)
     return state.with_unexpected(count=count, is_last=learns, nbytes=0, smaller=0), said
+
+
+def _held_more(state: FitState, held_nbytes: int) -> Step:
+    """Measures a step like this one: it took another path, and may be above the budget.
+
+    Where nothing was planned it is profiled, so that there can be a plan.
+    """
+    count = state.unexpected.surpassed + 1
+    state = state.with_unexpected(surpassed=count, held_nbytes=held_nbytes, lower=0)
+    phase = Phase.WRITING if state.plan is None else Phase.VERIFYING
+    phase = Phase.GIVEN if state.follows_given else phase
+    return replace(state, phase=phase, rounds=0, tries=0), ()
 
 
 def _layers_held_too_much(state: FitState, fallbacks: Fallbacks) -> Step:
