@@ -140,10 +140,14 @@ class UnexpectedStep:
 class HeldMore:
     """Observation: a settled forward held much more than the one that was measured.
 
-    held_nbytes: the most that it held, and what was resident before it
+    Or other modules will run again in its backward, which hold then what they save.
+
+    held_nbytes  the most that it held, and what was resident before it
+    ran_again    modules whose forward runs again
     """
 
     held_nbytes: int
+    ran_again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,7 @@ class StepMeasured:
     preset          that it ended at
     before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
     max_nbytes   the most that was held
+    ran_again    modules whose forward ran again in its backward
     unknown_sites     it saved tensors that are not in the plan
     watched       enough steps have been watched
     may_measure   steps can be measured here
@@ -220,6 +225,7 @@ class StepMeasured:
     before_nbytes: int = 0
     after_nbytes: int = 0
     max_nbytes: int = 0
+    ran_again: frozenset[str] = frozenset()
     unknown_sites: bool = False
     watched: bool = False
     may_measure: bool = True

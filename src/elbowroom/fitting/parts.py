@@ -17,8 +17,10 @@ class UnexpectedSteps:
     is_last  the current step is one, and is learned from
     nbytes   bytes that the last one saved, in plain autograd
     smaller  measured steps since then that saved less, and were not learned from
-    surpassed   how many settled steps held much more than the measured one
+    ran_again  modules that ran again in measured steps within the budget
+    surpassed   how many settled steps held much more than these, or ran other modules again
     held_nbytes  of the last one, and what was resident; 0: such a step was measured
+    others   modules that ran again in the last one, and in no measured step
     lower    measured steps since then that held less, and were not learned from
     varies   one step was within the budget, and another one, unlike it, was not
     """
@@ -28,8 +30,10 @@ class UnexpectedSteps:
     nbytes: int = 0
     smaller: int = 0
     varies: bool = False
+    ran_again: frozenset[str] = frozenset()
     surpassed: int = 0
     held_nbytes: int = 0
+    others: frozenset[str] = frozenset()
     lower: int = 0
 
 

@@ -82,6 +82,7 @@ def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
     profiled_at = state.profiled_at if profile is state.profile else None
     state = replace(state, chosen=seen.chosen, memory=seen.memory)
     state = replace(state, profile=profile, profiled_at=profiled_at)
+    state = state.with_unexpected(ran_again=frozenset())
     return begun(state, seen.chosen.plan)
 
 

@@ -9,6 +9,8 @@ from elbowroom.fitting.parts import Margins, UnexpectedSteps, Watched
 from elbowroom.fitting.phase import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from elbowroom.fitting.attempts import Chosen
     from elbowroom.fitting.observations import Fallbacks
     from elbowroom.fitting.options import FitOptions, MemoryState
@@ -364,11 +366,16 @@ class FitState:
             return False
         return self.headroom.is_exceeded(self.options, self.memory, max_nbytes)
 
-    def may_surpass(self, max_nbytes: int) -> bool:
-        """Returns whether a settled forward held so much that a step like it is to be measured."""
-        if not self.settled or self.unexpected.surpassed >= _MAX_SURPASSED:
+    def may_surpass(self, max_nbytes: int, ran_again: "AbstractSet[str]") -> bool:
+        """Returns whether a settled forward held so much that a step like it is to be measured.
+
+        So is one in whose backward other modules run again, which hold then what they save.
+        """
+        unexpected, headroom = self.unexpected, self.headroom
+        if not (self.settled and headroom.held_nbytes) or unexpected.surpassed >= _MAX_SURPASSED:
             return False
-        return self.headroom.is_surpassed(self.options, self.memory, max_nbytes)
+        is_higher = headroom.is_surpassed(self.options, self.memory, max_nbytes)
+        return is_higher or not ran_again <= unexpected.ran_again
 
     def saves_less(self, before_nbytes: int) -> bool:
         """Returns whether a step saved less than the one that made learning begin anew.
@@ -386,7 +393,7 @@ class FitState:
             return False
         return self.saves_less(before_nbytes)
 
-    def waits_to_hold(self, held_nbytes: int) -> bool:
+    def waits_to_hold(self, held_nbytes: int, ran_again: frozenset[str]) -> bool:
         """Returns whether a measured step tells nothing: a settled one has held much more.
 
         Steps may alternate. After several in a row that held less, the next one is learned from.
@@ -394,7 +401,8 @@ class FitState:
         unexpected = self.unexpected
         if unexpected.lower >= _MAX_SMALLER:
             return False
-        return held_nbytes < unexpected.held_nbytes - _LITTLE * self.options.budget_nbytes
+        least_nbytes = unexpected.held_nbytes - _LITTLE * self.options.budget_nbytes
+        return held_nbytes < least_nbytes or not unexpected.others <= ran_again
 
     @property
     def added_gradient_nbytes(self) -> int:

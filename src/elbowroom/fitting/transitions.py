@@ -106,7 +106,7 @@ def advance(state: FitState, seen: Observation) -> Step:
         case UnexpectedStep(held_nbytes):
             return _diverged(state, held_nbytes)
         case HeldMore(held_nbytes):
-            return _held_more(state, held_nbytes)
+            return _held_more(state, held_nbytes, seen.ran_again)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state, seen.fallbacks)
         case RowsTakeTooMuch():
@@ -299,13 +299,14 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     return state.with_unexpected(count=count, is_last=learns, nbytes=0, smaller=0), said
 
 
-def _held_more(state: FitState, held_nbytes: int) -> Step:
+def _held_more(state: FitState, held_nbytes: int, ran_again: frozenset[str]) -> Step:
     """Measures a step like this one: it took another path, and may be above the budget.
 
     Where nothing was planned it is profiled, so that there can be a plan.
     """
-    count = state.unexpected.surpassed + 1
-    state = state.with_unexpected(surpassed=count, held_nbytes=held_nbytes, lower=0)
+    before = state.unexpected
+    others, count = ran_again - before.ran_again, before.surpassed + 1
+    state = state.with_unexpected(surpassed=count, held_nbytes=held_nbytes, others=others, lower=0)
     phase = Phase.WRITING if state.plan is None else Phase.VERIFYING
     phase = Phase.GIVEN if state.follows_given else phase
     return replace(state, phase=phase, rounds=0, tries=0), ()

@@ -36,11 +36,13 @@ class ModuleCalls(ABC):
     """Base class of contexts, with what they do as a module is called.
 
     recompute  names of modules whose forward runs again in backward
+    ran_again  those that were called
     """
 
     context: Context
     recorder: Recorder | None
     recompute: Container[str]
+    ran_again: set[str]
     min_nbytes: int
     _consumers: Consumers | None
     _listener: Listener
@@ -97,6 +99,7 @@ class ModuleCalls(ABC):
         try:
             given = args, kwargs, arguments, begin, ended, self._reading
             out = recomputed(module, call, *given, is_exact=self.is_exact())
+            self.ran_again.add(name)
         finally:
             begin()
         if bits and (why := why_another(module, out, bits)):
