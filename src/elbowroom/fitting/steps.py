@@ -69,6 +69,7 @@ def foresee(
 
 
 _AMPLE = 0.25  # of the budget
+_OTHER_NBYTES = 32 << 20  # by which a process may grow in a forward for other reasons, as Python's
 HOOKS = "hooks"  # the setting of a step in which the program's own hooks hold what is saved
 
 
@@ -301,6 +302,12 @@ class MeasuredSteps:
         """True if steps are so small that they need not be compared with each other."""
         highest = self.highest_nbytes
         return highest is not None and highest <= _AMPLE * self.options.budget_nbytes
+
+    def _note_held(self, nbytes: int) -> None:
+        """Learns again if a forward in which nothing was examined holds more than any step took."""
+        if nbytes > max(_AMPLE * self.options.budget_nbytes, _OTHER_NBYTES):
+            self.planner.forget_scripts()
+            self.planner.diverge(nbytes)
 
     def foreseen(self) -> list[Foreseen]:
         """Returns what a step like the last one would take at each setting, by its forward alone.
