@@ -409,26 +409,40 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.skipif(not in_use_nbytes(torch.device("cpu")), reason="it tells no memory")
-def test_a_forward_without_hooks_that_grows_is_said_in_the_same_step(caplog) -> None:
+def test_a_forward_without_hooks_that_grows_is_said_in_the_next_step(caplog) -> None:
     """It held 100 MiB of a budget of 16, and up to 256 such steps passed without a word."""
     net = Repeated()
     er.fit(net, budget=16 << 20)
     try:
-        for _ in range(12):
+        for _ in range(16):
             net(torch.randn(256, 64)).backward()
+        assert opener_of(net).planner.settled
         caplog.clear()
-        for _ in range(4):
+        for net.times in (400, 400, 1):
             net(torch.randn(256, 64)).backward()
-        assert not caplog.text
-        net.times = 400
-        loss = net(torch.randn(256, 64))
         assert caplog.text.count("more than was planned") == 1
-        del loss
-        net.times = 1
-        for _ in range(8):
+        for _ in range(12):
             net(torch.randn(256, 64)).backward()
         assert opener_of(net).planner.settled
         assert caplog.text.count("more than was planned") == 1
+    finally:
+        er.release(net)
+
+
+def test_memory_that_the_program_takes_has_one_forward_examined(caplog) -> None:
+    net = Repeated()
+    er.fit(net, budget=16 << 20)
+    taken = []
+    try:
+        for step in range(20):
+            net(torch.randn(256, 64)).backward()
+            if step == 15:
+                scripts = opener_of(net).planner.scripts
+                taken.append(torch.ones(64 << 18))
+                caplog.clear()
+        assert opener_of(net).planner.scripts is not scripts
+        assert opener_of(net).planner.settled
+        assert not caplog.text
     finally:
         er.release(net)
 
@@ -446,3 +460,5 @@ def test_a_forked_process_reads_its_own_memory() -> None:
         os._exit(not block)
     os.waitpid(child, 0)
     assert int(os.read(read, 64)) > 32 << 20
+    os.close(read)
+    os.close(write)

@@ -120,11 +120,10 @@ class ForwardModes(MeasuredSteps):
         known = ReplayedForward(self.planner, script, after)
         self._opened = known
         if script.does_nothing and self._has_ample_room and _innermost_hooks(True) is None:
-            since, device = torch._C._autograd._get_sequence_nr(), self.model_state.device
-            before_nbytes = in_use_nbytes(device)
+            since = torch._C._autograd._get_sequence_nr()
             out = forward()
             self.planner.has_run(torch._C._autograd._get_sequence_nr() - since)
-            self._note_held(in_use_nbytes(device) - before_nbytes)
+            self._note_in_use(in_use_nbytes(self.model_state.device))
         else:
             with ReplayedSaving(self.planner, script, after) as saving:
                 out = forward()
