@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import elbowroom as er
 from elbowroom.errors import BudgetTooSmall
@@ -164,3 +165,69 @@ def test_what_nothing_is_done_for_may_be_above_the_budget_but_not_in_silence(cap
     er.release(model)
     with pytest.raises(BudgetTooSmall):  # without the hooks it is refused
         train(contextlib.nullcontext, budget=100 << 10)
+
+
+def _pair() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    return net, torch.randn(128, 64)
+
+
+def _halved():
+    return saved_tensors_hooks(lambda x: x.half(), lambda x: x.float())
+
+
+def _coded():
+    return er.saving("dither", levels=4, min_nbytes=0)
+
+
+@pytest.mark.parametrize("around", [_halved, _coded])
+@pytest.mark.parametrize("policy", ["exact", "keep"])
+def test_hooks_around_a_context_get_nothing_of_a_replayed_step(policy, around):
+    """What it only keeps went to them from the second step on: exact gradients had an error."""
+    net, x = _pair()
+    weights = torch.linspace(0, 1, 64)
+    expected = torch.autograd.grad((net(x) * weights).sum(), net.parameters())
+    for _ in range(4):
+        with around(), er.saving(policy, min_nbytes=0):
+            y = net(x)
+        got = torch.autograd.grad((y * weights).sum(), net.parameters())
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("budget", ["64 MiB", "400 KiB"])  # nothing to do: no hooks, or all kept
+def test_hooks_around_a_fitted_model_get_nothing_once_it_has_settled(budget):
+    net, x = _pair()
+    weights = torch.linspace(0, 1, 64)
+    expected = torch.autograd.grad((net(x) * weights).sum(), net.parameters())
+    er.fit(net, budget=budget, exact=True, min_nbytes=0)
+    for _ in range(12):
+        net.zero_grad()
+        (net(x) * weights).sum().backward()
+    for _ in range(3):
+        with _coded():
+            y = net(x)
+        got = torch.autograd.grad((y * weights).sum(), net.parameters())
+        assert all(map(torch.equal, got, expected))
+
+
+class Longer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.more = _pair()[0], False
+
+    def forward(self, x):
+        y = self.net(x)
+        return y.sin() * y if self.more else y
+
+
+@pytest.mark.parametrize("budget", ["64 MiB", "400 KiB"])
+def test_a_checkpoint_around_a_fitted_model_whose_forward_changes(budget):
+    """The checkpoint held what the followed part kept, and its second run, examined, saved none."""
+    net, (_, x) = Longer(), _pair()
+    x.requires_grad_()
+    er.fit(net, budget=budget, exact=True, min_nbytes=0)
+    for step in range(16):
+        net.more = step > 12
+        net.zero_grad()
+        checkpoint(net, x, use_reentrant=False).sum().backward()

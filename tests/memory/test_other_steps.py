@@ -1,6 +1,7 @@
 """fit: steps that are longer than those before, forwards that are examined step after step."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from elbowroom.errors import BudgetTooSmall
 from elbowroom.fitting.model_state import storage_nbytes
 from elbowroom.fitting.replayed import ReplayedForward
 from elbowroom.measure import peak
+from elbowroom.measure.in_use import in_use_nbytes
 from elbowroom.runtime.attach import opener_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -457,3 +459,70 @@ def test_a_step_of_another_path_that_holds_more_is_measured_too(exact, caplog) -
     assert above, "a step was above it, or nothing is tested"
     assert exact or highest <= 1.02 * budget, "codes would have held it"
     assert len(settings) <= 10, settings
+
+
+class Repeated(nn.Module):
+    """Repeats its rows by a number that neither its inputs nor its nodes show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.times = nn.Linear(64, 64), nn.Linear(64, 64), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.first(x.repeat(self.times, 1)))).square().mean()
+
+
+@pytest.mark.skipif(not in_use_nbytes(torch.device("cpu")), reason="it tells no memory")
+def test_a_forward_without_hooks_that_grows_is_said_in_the_next_step(caplog) -> None:
+    """It held 100 MiB of a budget of 16, and up to 256 such steps passed without a word."""
+    net = Repeated()
+    er.fit(net, budget=16 << 20)
+    try:
+        for _ in range(16):
+            net(torch.randn(256, 64)).backward()
+        assert opener_of(net).planner.settled
+        caplog.clear()
+        for net.times in (400, 400, 1):
+            net(torch.randn(256, 64)).backward()
+        assert caplog.text.count("more than was planned") == 1
+        for _ in range(12):
+            net(torch.randn(256, 64)).backward()
+        assert opener_of(net).planner.settled
+        assert caplog.text.count("more than was planned") == 1
+    finally:
+        er.release(net)
+
+
+def test_memory_that_the_program_takes_has_one_forward_examined(caplog) -> None:
+    net = Repeated()
+    er.fit(net, budget=16 << 20)
+    taken = []
+    try:
+        for step in range(20):
+            net(torch.randn(256, 64)).backward()
+            if step == 15:
+                scripts = opener_of(net).planner.scripts
+                taken.append(torch.ones(64 << 18))
+                caplog.clear()
+        assert opener_of(net).planner.scripts is not scripts
+        assert opener_of(net).planner.settled
+        assert not caplog.text
+    finally:
+        er.release(net)
+
+
+@pytest.mark.skipif(not in_use_nbytes(torch.device("cpu")), reason="it tells no memory")
+def test_a_forked_process_reads_its_own_memory() -> None:
+    cpu = torch.device("cpu")
+    in_use_nbytes(cpu)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        before_nbytes = in_use_nbytes(cpu)
+        block = os.urandom(64 << 20)
+        os.write(write, str(in_use_nbytes(cpu) - before_nbytes).encode())
+        os._exit(not block)
+    os.waitpid(child, 0)
+    assert int(os.read(read, 64)) > 32 << 20
+    os.close(read)
+    os.close(write)

@@ -26,10 +26,13 @@ from elbowroom.fitting.planner import Planner
 from elbowroom.fitting.replayed import ReplayedForward, ReplayedSaving
 from elbowroom.fitting.steps import MeasuredSteps
 from elbowroom.measure.graph import graph_of
+from elbowroom.measure.in_use import in_use_nbytes
 from elbowroom.measure.interval import may_measure
 from elbowroom.plan.backward import run
 from elbowroom.runtime.replay.script import Script
 from elbowroom.runtime.undo import Undo
+
+_innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class ForwardModes(MeasuredSteps):
@@ -116,10 +119,11 @@ class ForwardModes(MeasuredSteps):
         """Runs a forward by its script; if it differs from the script, examines the rest."""
         known = ReplayedForward(self.planner, script, after)
         self._opened = known
-        if script.does_nothing and self._has_ample_room:
+        if script.does_nothing and self._has_ample_room and _innermost_hooks(True) is None:
             since = torch._C._autograd._get_sequence_nr()
             out = forward()
             self.planner.has_run(torch._C._autograd._get_sequence_nr() - since)
+            self._note_in_use(in_use_nbytes(self.model_state.device))
         else:
             with ReplayedSaving(self.planner, script, after) as saving:
                 out = forward()

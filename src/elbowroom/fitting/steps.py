@@ -76,6 +76,9 @@ def foresee(
 
 _AMPLE = 0.25  # of the budget
 _MOST_SETTINGS = 8  # lines about the setting of a kind of forward: learning takes six at most
+
+
+_OTHER_NBYTES = 32 << 20  # less than this a process takes for Python itself
 HOOKS = "hooks"  # the setting of a step in which the program's own hooks hold what is saved
 
 
@@ -124,6 +127,7 @@ class MeasuredSteps:
         self._skips_measuring = False  # the next step is measured of a model that runs inside
         self._extra: Counter[Extra] = Counter()  # how many there were
         self._foreign = ForeignHooks()
+        self._in_use_nbytes = inf  # at the end of forwards in which nothing was examined, at least
 
     def _context(
         self, *, may_climb: bool = True, after: FittedSaving | None = None
@@ -308,6 +312,17 @@ class MeasuredSteps:
         """True if steps are so small that they need not be compared with each other."""
         highest = self.highest_nbytes
         return highest is not None and highest <= _AMPLE * self.options.budget_nbytes
+
+    def _note_in_use(self, nbytes: int) -> None:
+        """Has the next forward examined if much more is in use after this one than after others.
+
+        It tells what it holds, if that is why. The program may have taken the memory as well.
+        """
+        least_nbytes = self._in_use_nbytes
+        if nbytes - least_nbytes > max(_AMPLE * self.options.budget_nbytes, _OTHER_NBYTES):
+            self.planner.forget_scripts()
+            least_nbytes = nbytes
+        self._in_use_nbytes = min(least_nbytes, nbytes)
 
     def foreseen(self) -> list[Foreseen]:
         """Returns what a step like the last one would take at each setting, by its forward alone.

@@ -168,6 +168,7 @@ class Replay(ReplayedModuleCalls, Observing):
         self._numel = 0  # of all that was saved
         self._open: ExitStack | None = None
         self._hook: Any = None
+        self._only_hook: Any = None  # the same; None: with it off, hooks around it would be asked
         self._outside = 0  # modules that were called around the model
         self._calls: Interception | None = None
 
@@ -179,6 +180,7 @@ class Replay(ReplayedModuleCalls, Observing):
         with ExitStack() as opening:
             opening.enter_context(eagerly())
             self._hook = self._pack  # one object, which tells whether it is innermost
+            self._only_hook = self._hook if _innermost_hooks(True) is None else None
             opening.enter_context(OwnHooks(self._hook, unpack))
             super().__enter__()  # type: ignore[no-untyped-call]
             opening.callback(super().__exit__, None, None, None)
@@ -223,7 +225,7 @@ class Replay(ReplayedModuleCalls, Observing):
                 late(self)
             self.record.fingerprints.take()
         self.slots, self.sources, self.noted, self.places = [], [], [], Places(0)
-        self._hook = None  # which refers to this
+        self._hook = self._only_hook = None  # which refer to this
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if here.alive:
@@ -238,7 +240,7 @@ class Replay(ReplayedModuleCalls, Observing):
                 self._at = at + 1
                 if act.kept_numel and self._holds is None:
                     pair = _innermost_hooks(True)
-                    if pair is not None and pair[0] is self._hook:
+                    if pair is not None and pair[0] is self._only_hook:
                         # Autograd keeps all that it saves by itself, without a call of a hook.
                         _pop_hooks()
                         try:
