@@ -1,5 +1,6 @@
 """What follows from a step that begins, a forward that ends, and a rehearsal."""
 
+from collections import Counter
 from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts
@@ -408,6 +409,19 @@ ROWS = {
             "rounds": 0,
             "tries": 0,
             "unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800),
+        },
+    ),
+    "so is one that runs a module again which saves more": Row(
+        replace(SETTLED, unexpected=UnexpectedSteps(ran_again=Counter(a=2, b=3))),
+        HeldMore(400, Counter(a=2, b=4, c=1)),
+        {
+            "phase": P.VERIFYING,
+            "unexpected": UnexpectedSteps(
+                ran_again=Counter(a=2, b=3),
+                surpassed=1,
+                held_nbytes=400,
+                others=Counter(b=4, c=1),
+            ),
         },
     ),
     "where nothing is planned, it is profiled": Row(

@@ -1,5 +1,6 @@
 """What follows from a step at a preset that was measured, or from one that was written down."""
 
+from collections import Counter
 from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts, Taken
@@ -158,6 +159,16 @@ ROWS = {
         replace(VERIFYING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=800, lower=2)),
         step(700),
         {"unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800, lower=3)},
+    ),
+    "a step in which those modules save less": Row(
+        replace(VERIFYING, unexpected=UnexpectedSteps(held_nbytes=400, others=Counter(b=4))),
+        step(700, ran_again=Counter(a=9, b=3)),
+        {"unexpected": UnexpectedSteps(held_nbytes=400, others=Counter(b=4), lower=1)},
+    ),
+    "a step in which they save as much": Row(
+        replace(WRITING, unexpected=UnexpectedSteps(held_nbytes=400, others=Counter(b=4))),
+        step(None, ran_again=Counter(b=4)),
+        {"unexpected": UnexpectedSteps()},
     ),
     "the ninth of those that do": Row(
         replace(WRITING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=800, lower=8)),

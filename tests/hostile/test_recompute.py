@@ -980,3 +980,28 @@ def test_a_state_that_is_set_is_read_anew_although_its_memory_is_the_same() -> N
         assert generators._is_at(np.random, waits)
     finally:
         np.random.set_state(kept)
+
+
+class Deepening(nn.Module):
+    """A chain of layers of which it runs some only."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.depth]:
+            x = layer(x).tanh()
+        return x
+
+
+def test_a_context_counts_what_the_modules_save_that_run_again() -> None:
+    """The most of a call, since a module's tensors are freed before another one runs again."""
+    net = nn.Sequential(Deepening(1), nn.Linear(4, 4), Deepening(3))
+    x = torch.randn(2, 4, requires_grad=True)
+    with recomputing("0", "2") as saving:
+        net(x).sum().backward()
+    shallow, deep = saving.ran_again["0"], saving.ran_again["2"]
+    assert saving.ran_again.keys() == {"0", "2"}
+    assert deep == 3 * shallow > 0

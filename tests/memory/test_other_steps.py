@@ -1,6 +1,8 @@
 """fit: steps that are longer than those before, forwards that are examined step after step."""
 
+import importlib
 import logging
+import mmap
 import os
 
 import pytest
@@ -478,7 +480,7 @@ def test_a_forward_without_hooks_that_grows_is_said_in_the_next_step(caplog) -> 
     net = Repeated()
     er.fit(net, budget=16 << 20)
     try:
-        for _ in range(16):
+        for _ in range(24):
             net(torch.randn(256, 64)).backward()
         assert opener_of(net).planner.settled
         caplog.clear()
@@ -493,18 +495,23 @@ def test_a_forward_without_hooks_that_grows_is_said_in_the_next_step(caplog) -> 
         er.release(net)
 
 
-def test_memory_that_the_program_takes_has_one_forward_examined(caplog) -> None:
+def test_memory_that_the_program_takes_has_one_forward_examined(caplog, monkeypatch) -> None:
+    in_use = [100 << 20]
+    module = importlib.import_module("elbowroom.fitting.forward_modes")
+    monkeypatch.setattr(module, "in_use_nbytes", lambda device: in_use[0])
     net = Repeated()
     er.fit(net, budget=16 << 20)
-    taken = []
     try:
-        for step in range(20):
+        for _ in range(24):
             net(torch.randn(256, 64)).backward()
-            if step == 15:
-                scripts = opener_of(net).planner.scripts
-                taken.append(torch.ones(64 << 18))
-                caplog.clear()
-        assert opener_of(net).planner.scripts is not scripts
+        scripts, in_use[0] = opener_of(net).planner.scripts, 164 << 20
+        caplog.clear()
+        net(torch.randn(256, 64)).backward()
+        forgot = opener_of(net).planner.scripts
+        assert forgot is not scripts
+        for _ in range(4):
+            net(torch.randn(256, 64)).backward()
+        assert opener_of(net).planner.scripts is forgot, "once"
         assert opener_of(net).planner.settled
         assert not caplog.text
     finally:
@@ -519,9 +526,10 @@ def test_a_forked_process_reads_its_own_memory() -> None:
     child = os.fork()
     if not child:
         before_nbytes = in_use_nbytes(cpu)
-        block = os.urandom(64 << 20)
+        pages = mmap.mmap(-1, 64 << 20)  # malloc may give memory that it has kept
+        pages[:: mmap.PAGESIZE] = bytes(len(pages) // mmap.PAGESIZE)
         os.write(write, str(in_use_nbytes(cpu) - before_nbytes).encode())
-        os._exit(not block)
+        os._exit(0)
     os.waitpid(child, 0)
     assert int(os.read(read, 64)) > 32 << 20
     os.close(read)

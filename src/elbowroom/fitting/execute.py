@@ -205,7 +205,7 @@ def observed(
         before_nbytes=last.ledger.before_nbytes,
         after_nbytes=last.ledger.after_nbytes,
         max_nbytes=last.ledger.max_nbytes,
-        ran_again=frozenset(last.ran_again),
+        ran_again=last.ran_again,
         unknown_sites=planner.plan is not None and bool(planner.plan.unknown_sites),
         watched=planner.meter is not None and planner.meter.step >= _steps(planner.meter),
         may_measure=may_measure(planner.model_state.device),

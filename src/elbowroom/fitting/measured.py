@@ -1,5 +1,6 @@
 """Transitions after a measured step, in each phase."""
 
+from collections import Counter
 from dataclasses import replace
 
 from elbowroom.fitting.attempts import Attempts
@@ -60,7 +61,7 @@ def _learned(state: FitState, seen: StepMeasured) -> Step:
         return _smaller_measured(state)
     if state.waits_to_hold(seen.static_nbytes + seen.max_nbytes, seen.ran_again):
         return state.with_unexpected(lower=state.unexpected.lower + 1), ()
-    state = state.with_unexpected(held_nbytes=0, others=frozenset(), lower=0)
+    state = state.with_unexpected(held_nbytes=0, others=Counter(), lower=0)
     if not state.saves_less(seen.before_nbytes):
         state = state.with_unexpected(smaller=0)
     if seen.peak is not None:

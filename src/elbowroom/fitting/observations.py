@@ -1,7 +1,8 @@
 """Observations of steps of one kind, and answers of planners: the inputs of all transitions."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -140,14 +141,14 @@ class UnexpectedStep:
 class HeldMore:
     """Observation: a settled forward held much more than the one that was measured.
 
-    Or other modules will run again in its backward, which hold then what they save.
+    Or other modules will run again in its backward, or save more, which is held then.
 
     held_nbytes  the most that it held, and what was resident before it
-    ran_again    modules whose forward runs again
+    ran_again    modules whose forward runs again, and how many tensors they save
     """
 
     held_nbytes: int
-    ran_again: frozenset[str] = frozenset()
+    ran_again: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class StepMeasured:
     preset          that it ended at
     before_nbytes of what it saved, in plain autograd; after_nbytes: as it was held
     max_nbytes   the most that was held
-    ran_again    modules whose forward ran again in its backward
+    ran_again    modules whose forward ran again in its backward, and how many tensors they saved
     unknown_sites     it saved tensors that are not in the plan
     watched       enough steps have been watched
     may_measure   steps can be measured here
@@ -225,7 +226,7 @@ class StepMeasured:
     before_nbytes: int = 0
     after_nbytes: int = 0
     max_nbytes: int = 0
-    ran_again: frozenset[str] = frozenset()
+    ran_again: Counter[str] = field(default_factory=Counter)
     unknown_sites: bool = False
     watched: bool = False
     may_measure: bool = True

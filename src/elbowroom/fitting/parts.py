@@ -1,6 +1,7 @@
 """Parts of the state of a fit: facts that are learned, and forgotten, together."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elbowroom.fitting.phase import Phase
@@ -17,10 +18,11 @@ class UnexpectedSteps:
     is_last  the current step is one, and is learned from
     nbytes   bytes that the last one saved, in plain autograd
     smaller  measured steps since then that saved less, and were not learned from
-    ran_again  modules that ran again in measured steps within the budget
+    ran_again  modules that ran again in measured steps within the budget, and the most tensors
+             that each saved
     surpassed   how many settled steps held much more than these, or ran other modules again
     held_nbytes  of the last one, and what was resident; 0: such a step was measured
-    others   modules that ran again in the last one, and in no measured step
+    others   modules that ran again in the last one, and did not, or saved fewer, in measured steps
     lower    measured steps since then that held less, and were not learned from
     varies   one step was within the budget, and another one, unlike it, was not
     """
@@ -30,10 +32,10 @@ class UnexpectedSteps:
     nbytes: int = 0
     smaller: int = 0
     varies: bool = False
-    ran_again: frozenset[str] = frozenset()
+    ran_again: Counter[str] = field(default_factory=Counter)
     surpassed: int = 0
     held_nbytes: int = 0
-    others: frozenset[str] = frozenset()
+    others: Counter[str] = field(default_factory=Counter)
     lower: int = 0
 
 

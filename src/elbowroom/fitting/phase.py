@@ -38,8 +38,9 @@ or began with more gradients (micro-batches), or if a restriction on plans was r
 inconclusive measurements, or five steps in a row that cannot be measured, lead to SETTLED; from the
 latter a step that is measured leads back to VERIFYING.
 
-If codes are withdrawn because they made gradients wrong, a settled plan is measured again: SETTLED
-leads to VERIFYING, or to GIVEN.
+A settled forward that holds much more than the measured one, or runs other modules again, leads
+back to VERIFYING, or GIVEN; without a plan to WRITING. If codes are withdrawn because they made
+gradients wrong, a settled plan is measured again: SETTLED leads to VERIFYING, or to GIVEN.
 
 In a settled step each forward is examined (*learning*: its script is recorded), replays its script
 (*replaying*), or runs without hooks if the script does nothing (*off*): see `session.py`.

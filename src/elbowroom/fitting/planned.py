@@ -10,6 +10,7 @@ If no plan of a profiled step fits, and none was followed, the smallest ones are
 come near, and the budget is refused otherwise.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
     profiled_at = state.profiled_at if profile is state.profile else None
     state = replace(state, chosen=seen.chosen, memory=seen.memory)
     state = replace(state, profile=profile, profiled_at=profiled_at)
-    state = state.with_unexpected(ran_again=frozenset())
+    state = state.with_unexpected(ran_again=Counter())
     return begun(state, seen.chosen.plan)
 
 

@@ -447,7 +447,7 @@ class Planner(StateView):
             saving.diverge()
         elif self.state.may_surpass(ledger.max_nbytes, saving.ran_again):
             held_nbytes = self.memory.static_nbytes + ledger.max_nbytes
-            self._tell(HeldMore(held_nbytes, frozenset(saving.ran_again)))
+            self._tell(HeldMore(held_nbytes, saving.ran_again))
         self._tell(ForwardEnded(saving.preset, saving.impossible, saving, ledger.before_nbytes))
         tracer = saving.tracer
         if tracer is None:

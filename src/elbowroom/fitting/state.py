@@ -9,7 +9,7 @@ from elbowroom.fitting.parts import Margins, UnexpectedSteps, Watched
 from elbowroom.fitting.phase import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
+    from collections import Counter
 
     from elbowroom.fitting.attempts import Chosen
     from elbowroom.fitting.observations import Fallbacks
@@ -366,10 +366,10 @@ class FitState:
             return False
         return self.headroom.is_exceeded(self.options, self.memory, max_nbytes)
 
-    def may_surpass(self, max_nbytes: int, ran_again: "AbstractSet[str]") -> bool:
+    def may_surpass(self, max_nbytes: int, ran_again: "Counter[str]") -> bool:
         """Returns whether a settled forward held so much that a step like it is to be measured.
 
-        So is one in whose backward other modules run again, which hold then what they save.
+        So is one in whose backward other modules run again, or save more, which is held then.
         """
         unexpected, headroom = self.unexpected, self.headroom
         if not (self.settled and headroom.held_nbytes) or unexpected.surpassed >= _MAX_SURPASSED:
@@ -393,7 +393,7 @@ class FitState:
             return False
         return self.saves_less(before_nbytes)
 
-    def waits_to_hold(self, held_nbytes: int, ran_again: frozenset[str]) -> bool:
+    def waits_to_hold(self, held_nbytes: int, ran_again: "Counter[str]") -> bool:
         """Returns whether a measured step tells nothing: a settled one has held much more.
 
         Steps may alternate. After several in a row that held less, the next one is learned from.

@@ -6,6 +6,7 @@ These are pure functions of values, which use neither PyTorch nor a clock nor a 
 answers of planners.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -299,13 +300,14 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     return state.with_unexpected(count=count, is_last=learns, nbytes=0, smaller=0), said
 
 
-def _held_more(state: FitState, held_nbytes: int, ran_again: frozenset[str]) -> Step:
+def _held_more(state: FitState, held_nbytes: int, ran_again: Counter[str]) -> Step:
     """Measures a step like this one: it took another path, and may be above the budget.
 
     Where nothing was planned it is profiled, so that there can be a plan.
     """
     before = state.unexpected
-    others, count = ran_again - before.ran_again, before.surpassed + 1
+    others = Counter({one: ran_again[one] for one in ran_again - before.ran_again})
+    count = before.surpassed + 1
     state = state.with_unexpected(surpassed=count, held_nbytes=held_nbytes, others=others, lower=0)
     phase = Phase.WRITING if state.plan is None else Phase.VERIFYING
     phase = Phase.GIVEN if state.follows_given else phase

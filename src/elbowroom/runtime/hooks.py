@@ -14,6 +14,7 @@ any order, on another thread, or never.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -137,7 +138,7 @@ class Packer(NodeChoice, ModuleCalls):
         self.context = context
         self._least = min_nbytes, context.taken  # as `left_alone` asks for them
         self.ledger: Ledger = Ledger() if after is None else after.ledger
-        self.ran_again: set[str] = set() if after is None else after.ran_again
+        self.ran_again = Counter[str]() if after is None else after.ran_again
         self._after = after
         self._calls: modules.Calls = weakref.WeakKeyDictionary()
         self._many = SmallTensors()

@@ -7,6 +7,7 @@ again: inside a checkpoint, if it is sharded, or if a second run would differ fr
 import logging
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -36,13 +37,13 @@ class ModuleCalls(ABC):
     """Base class of contexts, with what they do as a module is called.
 
     recompute  names of modules whose forward runs again in backward
-    ran_again  those that were called
+    ran_again  those that were called, and the most tensors that each has saved in a call
     """
 
     context: Context
     recorder: Recorder | None
     recompute: Container[str]
-    ran_again: set[str]
+    ran_again: Counter[str]
     min_nbytes: int
     _consumers: Consumers | None
     _listener: Listener
@@ -95,11 +96,14 @@ class ModuleCalls(ABC):
 
         consumers.call, self._region = region, name
         self._listener.saves()
-        ended = self._listener.region_ended
+
+        def ended(saves: int) -> None:
+            self.ran_again |= Counter({name: saves})
+            self._listener.region_ended(saves)
+
         try:
             given = args, kwargs, arguments, begin, ended, self._reading
             out = recomputed(module, call, *given, is_exact=self.is_exact())
-            self.ran_again.add(name)
         finally:
             begin()
         if bits and (why := why_another(module, out, bits)):
