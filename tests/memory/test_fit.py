@@ -16,6 +16,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -1408,7 +1409,9 @@ def test_what_is_left_when_no_plan_held_is_measured_and_said(caplog):
     planner.state = replace(planner.state, phase=Phase.LAST_RESORT)
     assert planner.state.wants_measuring
     ledger = types.SimpleNamespace(before_nbytes=0, after_nbytes=0, max_nbytes=0)
-    last = types.SimpleNamespace(climbed=False, preset=1, ledger=ledger, backward_began=True)
+    last = types.SimpleNamespace(
+        climbed=False, preset=1, ledger=ledger, ran_again=Counter(), backward_began=True
+    )
     memory = MemoryState(0)
     measured = types.SimpleNamespace(
         peak=3 << 20, profile=None, memory=memory, writes=False, makes_states=False
