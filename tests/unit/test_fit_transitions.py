@@ -165,3 +165,13 @@ assert "torch" not in sys.modules
 """
     where = str(Path(elbowroom.__file__).parent)
     subprocess.run([sys.executable, "-c", code, where], check=True)
+
+
+def test_a_plan_for_another_size_is_no_ground_to_refuse():
+    """A plan of its own may hold less, as a graph with more edges and fewer nodes shows."""
+    assert VERIFYING.may_refuse
+    assert not replace(VERIFYING, now=ONE, largest=TWO).may_refuse
+    assert not replace(VERIFYING, largest=TWO, now=TWO).may_refuse, (
+        "its profile is of a smaller one"
+    )
+    assert replace(FRESH, now=ONE, largest=TWO).may_refuse, "nothing was planned for another one"

@@ -278,8 +278,10 @@ class FitState:
 
         False once a step of this kind was measured within the budget: this one is an exception.
         False also while all is learned anew after such a step: the next may be an exception, too.
+        Nor is one refused that follows a plan for another size: a plan of its own may hold less.
         """
-        return not (self.has_fit or self.settled or self.unexpected.varies)
+        is_guess = self.plan is not None and self.is_scaled
+        return not (self.has_fit or self.settled or self.unexpected.varies or is_guess)
 
     @property
     def refuses_last_resort(self) -> bool:
