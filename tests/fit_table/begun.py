@@ -46,7 +46,7 @@ from elbowroom.fitting.observations import (
     UnexpectedStep,
 )
 from elbowroom.fitting.options import FitOptions, MemoryState
-from elbowroom.fitting.parts import UnexpectedSteps, Watched
+from elbowroom.fitting.parts import HigherSteps, UnexpectedSteps, Watched
 from elbowroom.fitting.state import ReplacedState
 from fit_table.values import (
     BEGIN,
@@ -402,37 +402,37 @@ ROWS = {
         (say(Line.LARGER_STEP, held_nbytes=0, learns=False),),
     ),
     "a settled forward that held much more is measured": Row(
-        replace(SETTLED, rounds=2, tries=3, unexpected=UnexpectedSteps(lower=2)),
+        replace(SETTLED, rounds=2, tries=3, higher=HigherSteps(lower=2)),
         HeldMore(800),
         {
             "phase": P.VERIFYING,
             "rounds": 0,
             "tries": 0,
-            "unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800),
+            "higher": HigherSteps(count=1, held_nbytes=800),
         },
     ),
     "so is one that runs a module again which saves more": Row(
-        replace(SETTLED, unexpected=UnexpectedSteps(ran_again=Counter(a=2, b=3))),
+        replace(SETTLED, higher=HigherSteps(ran_again=Counter(a=2, b=3))),
         HeldMore(400, Counter(a=2, b=4, c=1)),
         {
             "phase": P.VERIFYING,
-            "unexpected": UnexpectedSteps(
+            "higher": HigherSteps(
                 ran_again=Counter(a=2, b=3),
-                surpassed=1,
+                count=1,
                 held_nbytes=400,
                 others=Counter(b=4, c=1),
             ),
         },
     ),
     "where nothing is planned, it is profiled": Row(
-        replace(SETTLED, plan=None, unexpected=UnexpectedSteps(surpassed=1)),
+        replace(SETTLED, plan=None, higher=HigherSteps(count=1)),
         HeldMore(800),
-        {"phase": P.WRITING, "unexpected": UnexpectedSteps(surpassed=2, held_nbytes=800)},
+        {"phase": P.WRITING, "higher": HigherSteps(count=2, held_nbytes=800)},
     ),
     "of a given plan it is compared with that": Row(
         replace(SETTLED, plan=GIVEN, given=GIVEN),
         HeldMore(800),
-        {"phase": P.GIVEN, "unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800)},
+        {"phase": P.GIVEN, "higher": HigherSteps(count=1, held_nbytes=800)},
     ),
     "divergences that were said": Row(
         replace(SETTLED, unexpected=UnexpectedSteps(count=4)),

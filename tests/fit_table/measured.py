@@ -11,7 +11,7 @@ from elbowroom.fitting.commands import (
 )
 from elbowroom.fitting.headroom import Headroom
 from elbowroom.fitting.options import MemoryState
-from elbowroom.fitting.parts import Margins, UnexpectedSteps
+from elbowroom.fitting.parts import HigherSteps, Margins, UnexpectedSteps
 from fit_table.values import (
     CLIMBED,
     CORRECTING,
@@ -156,29 +156,29 @@ ROWS = {
     ),
     # A settled step has held more than this one, which held 450 with what was resident.
     "a step that holds less than the one that waits to be measured": Row(
-        replace(VERIFYING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=800, lower=2)),
+        replace(VERIFYING, higher=HigherSteps(count=1, held_nbytes=800, lower=2)),
         step(700),
-        {"unexpected": UnexpectedSteps(surpassed=1, held_nbytes=800, lower=3)},
+        {"higher": HigherSteps(count=1, held_nbytes=800, lower=3)},
     ),
     "a step in which those modules save less": Row(
-        replace(VERIFYING, unexpected=UnexpectedSteps(held_nbytes=400, others=Counter(b=4))),
+        replace(VERIFYING, higher=HigherSteps(held_nbytes=400, others=Counter(b=4))),
         step(700, ran_again=Counter(a=9, b=3)),
-        {"unexpected": UnexpectedSteps(held_nbytes=400, others=Counter(b=4), lower=1)},
+        {"higher": HigherSteps(held_nbytes=400, others=Counter(b=4), lower=1)},
     ),
     "a step in which they save as much": Row(
-        replace(WRITING, unexpected=UnexpectedSteps(held_nbytes=400, others=Counter(b=4))),
+        replace(WRITING, higher=HigherSteps(held_nbytes=400, others=Counter(b=4))),
         step(None, ran_again=Counter(b=4)),
-        {"unexpected": UnexpectedSteps()},
+        {"higher": HigherSteps()},
     ),
     "the ninth of those that do": Row(
-        replace(WRITING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=800, lower=8)),
+        replace(WRITING, higher=HigherSteps(count=1, held_nbytes=800, lower=8)),
         step(None),
-        {"unexpected": UnexpectedSteps(surpassed=1)},
+        {"higher": HigherSteps(count=1)},
     ),
     "a step that holds about as much": Row(
-        replace(WRITING, unexpected=UnexpectedSteps(surpassed=1, held_nbytes=455, lower=2)),
+        replace(WRITING, higher=HigherSteps(count=1, held_nbytes=455, lower=2)),
         step(None),
-        {"unexpected": UnexpectedSteps(surpassed=1)},
+        {"higher": HigherSteps(count=1)},
     ),
     # A step is written down.
     "a step at a preset is written down, and is within the budget": Row(

@@ -24,7 +24,7 @@ class Headroom:
                       what it holds was there before, and is no part of its peak (its inputs)
     guess_nbytes      at most so many, as long as that is None; None: there is no such guess
     seen_nbytes       what a measured step within the budget has left room for; 0: none has
-    held_nbytes       what that step held at most, beside what was resident before it, included
+    held_nbytes       the most that this step held, and the bytes that were resident before it
     """
 
     transient_nbytes: int | None = None

@@ -59,9 +59,9 @@ def _learned(state: FitState, seen: StepMeasured) -> Step:
     state = replace(state, memory=seen.memory, others_learn=seen.others_learn)
     if state.is_smaller(seen.before_nbytes):
         return _smaller_measured(state)
-    if state.waits_to_hold(seen.static_nbytes + seen.max_nbytes, seen.ran_again):
-        return state.with_unexpected(lower=state.unexpected.lower + 1), ()
-    state = state.with_unexpected(held_nbytes=0, others=Counter(), lower=0)
+    if state.waits_for_higher(seen.static_nbytes + seen.max_nbytes, seen.ran_again):
+        return state.with_higher(lower=state.higher.lower + 1), ()
+    state = state.with_higher(held_nbytes=0, others=Counter(), lower=0)
     if not state.saves_less(seen.before_nbytes):
         state = state.with_unexpected(smaller=0)
     if seen.peak is not None:
@@ -144,7 +144,7 @@ def _allowing(
     if slack < 0 or state.now != state.largest:
         return state
     most = seen.static_nbytes + new_nbytes + seen.max_nbytes
-    state = state.with_unexpected(ran_again=state.unexpected.ran_again | seen.ran_again)
+    state = state.with_higher(ran_again=state.higher.ran_again | seen.ran_again)
     return replace(state, headroom=state.headroom.fitting(most, slack))
 
 

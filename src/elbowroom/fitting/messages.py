@@ -390,10 +390,10 @@ def say_setting(
 
 
 def say_settings_vary(options: FitOptions) -> None:
-    """Logs that the setting of forwards will change again and again, so that it is not logged."""
+    """Logs that the setting of forwards has changed too often to be logged any more."""
     _log.info(
-        "budget %s: the setting of saved tensors changes from step to step, since steps take "
-        "different paths; this is not logged any more (er.summary(model) shows the last step's)",
+        "budget %s: the setting of saved tensors has changed again; that is not logged any more "
+        "(er.summary(model) shows the setting of the last step)",
         show_nbytes(options.budget_nbytes),
     )
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from elbowroom.fitting.phase import Phase
 
@@ -18,12 +18,6 @@ class UnexpectedSteps:
     is_last  the current step is one, and is learned from
     nbytes   bytes that the last one saved, in plain autograd
     smaller  measured steps since then that saved less, and were not learned from
-    ran_again  modules that ran again in measured steps within the budget, and the most tensors
-             that each saved
-    surpassed   how many settled steps held much more than these, or ran other modules again
-    held_nbytes  of the last one, and what was resident; 0: such a step was measured
-    others   modules that ran again in the last one, and did not, or saved fewer, in measured steps
-    lower    measured steps since then that held less, and were not learned from
     varies   one step was within the budget, and another one, unlike it, was not
     """
 
@@ -32,11 +26,30 @@ class UnexpectedSteps:
     nbytes: int = 0
     smaller: int = 0
     varies: bool = False
+
+
+@dataclass(frozen=True)
+class HigherSteps:
+    """Settled steps that held more than the measured ones, or ran other modules again in backward.
+
+    ran_again    modules that ran again in measured steps of the plan within the budget, and the
+                 most tensors that each saved
+    count        how many higher steps there were
+    held_nbytes  what the last one held, with what was resident before it; 0: no step like it is
+                 waited for
+    others       modules that ran again in it, and in measured steps did not, or saved fewer tensors
+    lower        measured steps since then that held less, and were not learned from
+    """
+
     ran_again: Counter[str] = field(default_factory=Counter)
-    surpassed: int = 0
+    count: int = 0
     held_nbytes: int = 0
     others: Counter[str] = field(default_factory=Counter)
     lower: int = 0
+
+    def forgotten(self) -> Self:
+        """Returns what holds under any plan: how many there were."""
+        return type(self)(count=self.count)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ If no plan of a profiled step fits, and none was followed, the smallest ones are
 come near, and the budget is refused otherwise.
 """
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,7 @@ def _held(state: FitState, seen: PlanMade | PlanTaken | Rehearsed) -> Step:
     profiled_at = state.profiled_at if profile is state.profile else None
     state = replace(state, chosen=seen.chosen, memory=seen.memory)
     state = replace(state, profile=profile, profiled_at=profiled_at)
-    state = state.with_unexpected(ran_again=Counter())
+    state = replace(state, higher=state.higher.forgotten())
     return begun(state, seen.chosen.plan)
 
 

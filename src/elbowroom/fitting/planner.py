@@ -445,7 +445,7 @@ class Planner(StateView):
         ledger = saving.ledger
         if self.state.holds_too_much(ledger.max_nbytes):
             saving.diverge()
-        elif self.state.may_surpass(ledger.max_nbytes, saving.ran_again):
+        elif self.state.is_higher(ledger.max_nbytes, saving.ran_again):
             held_nbytes = self.memory.static_nbytes + ledger.max_nbytes
             self._tell(HeldMore(held_nbytes, saving.ran_again))
         self._tell(ForwardEnded(saving.preset, saving.impossible, saving, ledger.before_nbytes))

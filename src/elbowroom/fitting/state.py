@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from elbowroom.fitting.attempts import Attempts
 from elbowroom.fitting.headroom import Headroom
-from elbowroom.fitting.parts import Margins, UnexpectedSteps, Watched
+from elbowroom.fitting.parts import HigherSteps, Margins, UnexpectedSteps, Watched
 from elbowroom.fitting.phase import Phase
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _MAX_SKIPPED = 8  # steps with fewer gradients or outputs, until one is measured
 _LITTLE = 0.01  # of the budget: a difference of gradients below this is ignored
 _MANY_SMALL = 0.05  # of the budget: if tensors below min_nbytes hold more, they may be planned, too
 _AS_MUCH = 0.9  # of the bytes that an unexpected step saved: a step with as many is learned from
-_MAX_SURPASSED = 4  # times that settled steps are measured again since one held much more
+_MAX_HIGHER = 4  # times that settled steps are measured again since one held much more
 _MAX_SMALLER = 8  # steps in a row that save less, until one is learned from all the same
 _NEAR = 0.75  # of the largest call: large enough to verify a plan by
 _ANY = 1 << 62  # bytes
@@ -102,7 +102,8 @@ class FitState:
 
     Steps that differ from those before:
 
-    unexpected    those that held more
+    unexpected    those that held more than the budget allows
+    higher        settled ones that held more than the measured ones, and are measured, too
     only_largest  measure calls of the largest size alone: scaled measurements did not suffice. From
                   then on the largest call is the one with the most elements (`most`)
     before        the settled state before a step had more forwards, or saved more
@@ -144,6 +145,7 @@ class FitState:
     was_rehearsed: bool = False
     watched: Watched = field(default_factory=Watched)
     unexpected: UnexpectedSteps = field(default_factory=UnexpectedSteps)
+    higher: HigherSteps = field(default_factory=HigherSteps)
     only_largest: bool = False
     most: "Signature | None" = None
     before: ReplacedState | None = None
@@ -162,6 +164,7 @@ class FitState:
             max_co_resident_nbytes=self.max_co_resident_nbytes,
             outputs_nbytes=self.outputs_nbytes,
             unexpected=replace(self.unexpected, is_last=False),
+            higher=self.higher.forgotten(),
             only_largest=self.only_largest,
             most=self.most,
             before=self.before,
@@ -195,6 +198,10 @@ class FitState:
     def with_unexpected(self, **fields: Any) -> Self:
         """Returns the state with some facts of unexpected steps replaced."""
         return replace(self, unexpected=replace(self.unexpected, **fields))
+
+    def with_higher(self, **fields: Any) -> Self:
+        """Returns the state with some facts of higher steps replaced."""
+        return replace(self, higher=replace(self.higher, **fields))
 
     def with_watched(self, **fields: Any) -> Self:
         """Returns the state with some facts of the noise of codes replaced."""
@@ -368,16 +375,16 @@ class FitState:
             return False
         return self.headroom.is_exceeded(self.options, self.memory, max_nbytes)
 
-    def may_surpass(self, max_nbytes: int, ran_again: "Counter[str]") -> bool:
+    def is_higher(self, max_nbytes: int, ran_again: "Counter[str]") -> bool:
         """Returns whether a settled forward held so much that a step like it is to be measured.
 
         So is one in whose backward other modules run again, or save more, which is held then.
         """
-        unexpected, headroom = self.unexpected, self.headroom
-        if not (self.settled and headroom.held_nbytes) or unexpected.surpassed >= _MAX_SURPASSED:
+        headroom = self.headroom
+        if not (self.settled and headroom.held_nbytes) or self.higher.count >= _MAX_HIGHER:
             return False
-        is_higher = headroom.is_surpassed(self.options, self.memory, max_nbytes)
-        return is_higher or not ran_again <= unexpected.ran_again
+        holds_more = headroom.is_surpassed(self.options, self.memory, max_nbytes)
+        return holds_more or not ran_again <= self.higher.ran_again
 
     def saves_less(self, before_nbytes: int) -> bool:
         """Returns whether a step saved less than the one that made learning begin anew.
@@ -395,16 +402,16 @@ class FitState:
             return False
         return self.saves_less(before_nbytes)
 
-    def waits_to_hold(self, held_nbytes: int, ran_again: "Counter[str]") -> bool:
+    def waits_for_higher(self, held_nbytes: int, ran_again: "Counter[str]") -> bool:
         """Returns whether a measured step tells nothing: a settled one has held much more.
 
         Steps may alternate. After several in a row that held less, the next one is learned from.
         """
-        unexpected = self.unexpected
-        if unexpected.lower >= _MAX_SMALLER:
+        higher = self.higher
+        if higher.lower >= _MAX_SMALLER:
             return False
-        least_nbytes = unexpected.held_nbytes - _LITTLE * self.options.budget_nbytes
-        return held_nbytes < least_nbytes or not unexpected.others <= ran_again
+        least_nbytes = higher.held_nbytes - _LITTLE * self.options.budget_nbytes
+        return held_nbytes < least_nbytes or not higher.others <= ran_again
 
     @property
     def added_gradient_nbytes(self) -> int:

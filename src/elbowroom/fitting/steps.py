@@ -75,7 +75,7 @@ def foresee(
 
 
 _AMPLE = 0.25  # of the budget
-_MOST_SETTINGS = 8  # lines about the setting of a kind of forward: learning takes six at most
+_MOST_SETTINGS = 8  # lines about the setting of a kind of forward
 _OTHER_NBYTES = 32 << 20  # less than this a process takes for Python itself
 HOOKS = "hooks"  # the setting of a step in which the program's own hooks hold what is saved
 

@@ -106,8 +106,8 @@ def advance(state: FitState, seen: Observation) -> Step:
             return _codes_withdrawn(state, profile)
         case UnexpectedStep(held_nbytes):
             return _diverged(state, held_nbytes)
-        case HeldMore(held_nbytes):
-            return _held_more(state, held_nbytes, seen.ran_again)
+        case HeldMore():
+            return _held_more(state, seen)
         case LayersHeldTooMuch():
             return _layers_held_too_much(state, seen.fallbacks)
         case RowsTakeTooMuch():
@@ -300,15 +300,14 @@ def _diverged(state: FitState, held_nbytes: int) -> Step:
     return state.with_unexpected(count=count, is_last=learns, nbytes=0, smaller=0), said
 
 
-def _held_more(state: FitState, held_nbytes: int, ran_again: Counter[str]) -> Step:
+def _held_more(state: FitState, seen: HeldMore) -> Step:
     """Measures a step like this one: it took another path, and may be above the budget.
 
     Where nothing was planned it is profiled, so that there can be a plan.
     """
-    before = state.unexpected
-    others = Counter({one: ran_again[one] for one in ran_again - before.ran_again})
-    count = before.surpassed + 1
-    state = state.with_unexpected(surpassed=count, held_nbytes=held_nbytes, others=others, lower=0)
+    known, count = state.higher.ran_again, state.higher.count + 1
+    others = Counter({name: seen.ran_again[name] for name in seen.ran_again - known})
+    state = state.with_higher(count=count, held_nbytes=seen.held_nbytes, others=others, lower=0)
     phase = Phase.WRITING if state.plan is None else Phase.VERIFYING
     phase = Phase.GIVEN if state.follows_given else phase
     return replace(state, phase=phase, rounds=0, tries=0), ()
