@@ -257,6 +257,7 @@ def _write_whole(terminalreporter: pytest.TerminalReporter) -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
         "passed": len(terminalreporter.stats.get("passed", [])),
     }
     WHOLE.write_text(json.dumps(found, indent=1) + "\n")
@@ -269,7 +270,8 @@ def _last_whole() -> str:
     found = json.loads(WHOLE.read_text())
     return (
         f"all of them, {found['passed']} tests in all, passed last on {found['date']} at commit "
-        f"{found['commit']} with torch {found['torch']}: ./scripts/test --all"
+        f"{found['commit']} with torch {found['torch']} (threads a process: {found['threads']}): "
+        "./scripts/test --all"
     )
 
 

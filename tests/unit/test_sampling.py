@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from zlib import crc32
 
 import pytest
+import torch
 
 from sampling import FEW, SHARE, Case, sample
 
@@ -172,7 +173,11 @@ def test_a_whole_run_that_passes_is_written_down_and_later_runs_say_when(
     assert not conftest.WHOLE.exists()
     said(Config(all=True))
     assert "all of them, 50 tests in all, passed last on 20" in said(sampled)
-    assert "at commit abc1234 with torch" in said(sampled)
+    threads = torch.get_num_threads()
+    assert (
+        f"at commit abc1234 with torch {torch.__version__} (threads a process: {threads})"
+        in said(sampled)
+    )
 
 
 def test_a_process_of_xdist_tells_what_it_left_out(conftest):
