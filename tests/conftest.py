@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 from elbowroom.measure.allocations import Allocations, is_busy
 from elbowroom.measure.background import Background
 from sampling import Case, Some, sample
-from turns import MIN_S, TURNS, by_file, costs, cpu_s, renewed, todays, turn_of_each, write
+from turns import MIN_S, TURNS, by_file, costs, cpu_s, current, renewed, turn_of_each, write
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -73,17 +73,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """All processes of `pytest -n` take the same turn, at midnight, too."""
+    """All processes of `pytest -n` take the same turn, when another one begins, too."""
     node.workerinput["turn"] = node.config.stash[_turn]
 
 
 def _turn_of(config: pytest.Config) -> int | None:
-    """The turn that is asked for; else the day's, in a run of everything. `--all` has all."""
+    """The turn that is asked for; else the hour's, in a run of everything. `--all` has all."""
     if (given := config.getoption("--turn")) is not None:
         return given
     chosen = config.option.keyword or config.option.markexpr
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
-    return todays() if everything else None
+    return current() if everything else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -219,7 +219,7 @@ def pytest_terminal_summary(
         turn = config.stash[_turn]
         terminalreporter.write_line(
             f"{dear - waiting} of {dear} tests of {MIN_S} s or more: turn {turn} of {TURNS}, "
-            f"which the date gives, or ./scripts/test --turn {turn}"
+            f"which the hour gives, or ./scripts/test --turn {turn}"
         )
     if left_out:
         terminalreporter.write_line(

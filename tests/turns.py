@@ -1,8 +1,8 @@
-"""Tests that take seconds run in turns: a sixth of them each day, another one the next.
+"""Tests that take seconds run in turns: a twelfth of them each half day, another one the next.
 
 Three quarters of the processor time of a run were in 4 % of its tests. Those are listed in
 `costs.json`, with the CPU seconds that each has taken, its processes included. A run of everything
-takes one turn of `TURNS`; the date (UTC) says which, or `--turn`, and the last lines of the run
+takes one turn of `TURNS`; the hour (UTC) says which, or `--turn`, and the last lines of the run
 tell. All of them run with `--all`, and where files or tests are named. A test that is not in the
 list, as any new one, runs each time.
 
@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-TURNS = 6
+TURNS = 12
 MIN_S = 0.5
 COSTS = Path(__file__).with_name("costs.json")
-_DAY_S = 24 * 3600
+_TURN_S = 12 * 3600
 
 
 def costs() -> dict[str, float]:
@@ -34,9 +34,9 @@ def costs() -> dict[str, float]:
     return found
 
 
-def todays() -> int:
-    """The turn of this day, which begins at midnight in UTC."""
-    return int(time.time() // _DAY_S) % TURNS
+def current() -> int:
+    """The turn of this half of the day, which begins at midnight or at noon in UTC."""
+    return int(time.time() // _TURN_S) % TURNS
 
 
 def turns(costs: Mapping[str, float]) -> dict[str, int]:

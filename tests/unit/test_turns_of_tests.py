@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import turns as turns_module
-from turns import MIN_S, TURNS, by_file, costs, renewed, todays, turn_of_each, turns
+from turns import MIN_S, TURNS, by_file, costs, current, renewed, turn_of_each, turns
 
 COSTS = {
     **{f"tests/a.py::test_cases[{n}]": 2.0 + n for n in range(7)},
@@ -48,17 +48,17 @@ def test_the_list_names_tests_that_there_are():
     assert len(gone) <= len(costs()) // 10, gone
 
 
-def test_the_date_says_which(monkeypatch):
-    day = 24 * 3600
-    clock = SimpleNamespace(time=lambda: 20_000 * day + 17.0)
+def test_the_hour_says_which(monkeypatch):
+    half_day = 12 * 3600
+    clock = SimpleNamespace(time=lambda: 40_000 * half_day + 17.0)
     monkeypatch.setattr(turns_module, "time", clock)
-    first = todays()
-    clock.time = lambda: 20_001 * day - 0.1
-    assert todays() == first, "until midnight"
+    first = current()
+    clock.time = lambda: 40_001 * half_day - 0.1
+    assert current() == first, "until noon"
     seen = {first}
     for later in range(1, TURNS):
-        clock.time = lambda later=later: (20_000 + later) * day + 5.0
-        seen.add(todays())
+        clock.time = lambda later=later: (40_000 + later) * half_day + 5.0
+        seen.add(current())
     assert seen == set(range(TURNS))
 
 
@@ -130,9 +130,9 @@ def test_all_turns_are_all_tests_and_a_run_says_which_it_took(conftest, monkeypa
     for turn, (one, lines) in enumerate(taken):
         assert lines[-1] == (
             f"{len(one) - 1} of {len(ids) - 1} tests of {MIN_S} s or more: turn {turn} of "
-            f"{TURNS}, which the date gives, or ./scripts/test --turn {turn}"
+            f"{TURNS}, which the hour gives, or ./scripts/test --turn {turn}"
         )
-    assert started(conftest, items)[0] == taken[todays()][0], "by the date"
+    assert started(conftest, items)[0] == taken[current()][0], "by the hour"
     for given in ({"all": True}, {"keyword": "cases"}, {"markexpr": "slow"}):
         assert started(conftest, items, **given)[0] == set(ids)
     assert started(conftest, items, "tests/b.py")[0] == set(ids), "files that are named"
