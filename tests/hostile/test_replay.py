@@ -821,7 +821,8 @@ def test_attention_that_comes_to_need_finer_codes_is_examined_rarely_and_not_mea
         net.off[0] = 1.05 * net.off[0] + 0.05
         step()
         examined += not isinstance(fitting._last, ReplayedForward)
-    assert 0 < examined <= 8
+    # Each of four or five doublings is examined two or three times, by the codes of the plan.
+    assert 0 < examined <= 12
     assert fitting.planner.settled
     assert isinstance(fitting._last, ReplayedForward)
     assert not caplog.records

@@ -24,4 +24,6 @@ counted = numba.njit(cache=True, error_model="numpy", nogil=True)
 leaf = numba.njit(forceinline=True, **_uncounted)
 # For sums over floats: a vector loop only if their order may change. NaN and Inf mean what they do.
 summing = numba.njit(fastmath={"reassoc", "nsz", "contract"}, **_uncounted)
+# For a line or two of scalars: numba infers the types of all that it inlines anew, and of what that
+# inlines, so functions of functions take it many seconds.
 inlined = numba.njit(inline="always", error_model="numpy")
