@@ -4,15 +4,16 @@ Tests marked `gpu` are skipped where there is no CUDA device. There, Triton's ke
 interpreter, on CPU tensors: that must be chosen before anything imports them. It takes up to a
 second for a call, so a sample of its cases runs (`sampling.py`), and all of them with `--all`.
 Tests that take seconds run in turns (`turns.py`). The last lines of a run say what it left out, and
-when all ran last: a run with `--all` that passes writes it down in `whole-matrix.json`.
+when all tests of each folder passed last: a run with `--all`, of everything or of folders that are
+named, writes it down in `whole-matrix.json`.
 """
 
 import gc
 import json
 import os
 import subprocess
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from elbowroom.measure.allocations import Allocations, is_busy
 from elbowroom.measure.background import Background
 from sampling import Case, Some, sample
-from turns import MIN_S, TURNS, by_file, costs, cpu_s, current, renewed, turn_of_each, write
+from turns import COSTS, MIN_S, TURNS, by_file, costs, cpu_s, current, renewed, turn_of_each, write
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,7 +37,8 @@ settings.load_profile("busy")
 
 collect_ignore = ["contract/sharding.py", "golden/make.py", "memory/capped.py"]  # no tests
 MANY = 100_000  # objects, of which each full collection takes 10 ms
-WHOLE = Path(__file__).with_name("whole-matrix.json")
+TESTS = Path(__file__).parent
+WHOLE = TESTS / "whole-matrix.json"
 _left_out = pytest.StashKey[tuple[int, int]]()  # cases, and of how many
 _turn = pytest.StashKey[int | None]()  # of this run; None where tests take no turns
 _waiting = pytest.StashKey[tuple[int, int]]()  # tests that wait for another turn, and of how many
@@ -211,8 +213,8 @@ def pytest_terminal_summary(
     if config.getoption("--costs"):
         whole = config.getoption("--all") and exitstatus == 0 and not _is_a_part(config)
         _tell_costs(terminalreporter, config.stash[_taken], whole=whole)
-    if exitstatus == 0 and _is_whole(config):
-        _write_whole(terminalreporter)
+    if exitstatus == 0 and (folders := _whole_folders(config)):
+        _write_whole(folders)
     left_out, cases = config.stash.get(_left_out, (0, 0))
     waiting, dear = config.stash.get(_waiting, (0, 0))
     if waiting:
@@ -238,10 +240,20 @@ def _tell_costs(
     write(renewed(costs(), taken, whole=whole))
 
 
-def _is_whole(config: pytest.Config) -> bool:
-    """Whether this is a run of everything that there is."""
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return config.getoption("--all") and everything and not _is_a_part(config)
+def _whole_folders(config: pytest.Config) -> list[str]:
+    """The folders of `tests` of which all tests ran: all, or those that are named."""
+    if not config.getoption("--all") or _is_a_part(config):
+        return []
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        return _folders()
+    asked = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
+    return [name for name in _folders() if TESTS / name in asked or TESTS in asked]
+
+
+def _folders() -> list[str]:
+    """The folders with tests; "." has files of its own. Those of frameworks are a run by itself."""
+    found = {file.relative_to(TESTS).parent.as_posix() for file in TESTS.rglob("test_*.py")}
+    return sorted(found - {"frameworks"})
 
 
 def _is_a_part(config: pytest.Config) -> bool:
@@ -252,36 +264,44 @@ def _is_a_part(config: pytest.Config) -> bool:
     return bool(chosen) or option.collectonly
 
 
-def _write_whole(terminalreporter: pytest.TerminalReporter) -> None:
-    found = {
+def _write_whole(folders: Iterable[str]) -> None:
+    """Writes down that all tests of these folders have passed."""
+    now = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "passed": len(terminalreporter.stats.get("passed", [])),
     }
-    WHOLE.write_text(json.dumps(found, indent=1) + "\n")
+    found = _known_whole() | dict.fromkeys(folders, now)
+    WHOLE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _known_whole() -> dict[str, dict[str, Any]]:
+    return json.loads(WHOLE.read_text()) if WHOLE.exists() else {}
 
 
 def _last_whole() -> str:
-    """When all cases ran, in words."""
-    if not WHOLE.exists():
-        return "all of them have not run yet: ./scripts/test --all"
-    found = json.loads(WHOLE.read_text())
-    return (
-        f"all of them, {found['passed']} tests in all, passed last on {found['date']} at commit "
-        f"{found['commit']} with torch {found['torch']} (threads a process: {found['threads']}): "
-        "./scripts/test --all"
-    )
+    """When all tests of each folder passed, in words."""
+    known = _known_whole()
+    when = defaultdict(list)
+    for name in _folders():
+        one = known.get(name)
+        when[f"on {one['date']} at {one['commit']}" if one else "never yet"].append(name)
+    parts = (f"{', '.join(names)} {time}" for time, names in when.items())
+    return f"all cases passed last (./scripts/test --all): {'; '.join(parts)}"
 
 
 def _commit() -> str:
-    """The commit that is checked out, with "+" if files differ from it."""
-    git = ["git", "-C", str(WHOLE.parent)]
+    """The commit that is checked out, with "+" if files differ from it that runs do not write."""
+    git = ["git", "-C", str(TESTS)]
+    written = (f":(exclude){file.name}" for file in (WHOLE, COSTS))
     try:
         commit, changes = (
             subprocess.run([*git, *verb], capture_output=True, text=True, check=True).stdout.strip()
-            for verb in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno"))
+            for verb in (
+                ("rev-parse", "--short", "HEAD"),
+                ("status", "--porcelain", "-uno", "--", "..", *written),
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

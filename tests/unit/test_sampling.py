@@ -1,6 +1,9 @@
 """The sample of a matrix of cases: the same every time, of every kernel, and never of all."""
 
+import json
+from datetime import UTC, datetime
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
 
@@ -83,6 +86,7 @@ class Config(SimpleNamespace):
         source = pytest.Config.ArgsSource.ARGS if arguments else pytest.Config.ArgsSource.TESTPATHS
         super().__init__(
             args=arguments or ("tests",),
+            invocation_params=SimpleNamespace(dir=Path(__file__).parents[2]),
             args_source=source,
             option=SimpleNamespace(**option),
             hook=hook,
@@ -136,47 +140,68 @@ def test_on_a_gpu_all_run(left, conftest, monkeypatch):
 
 
 class Reporter:
-    def __init__(self, passed=0):
-        self.stats, self.lines = {"passed": [None] * passed}, []
+    def __init__(self):
+        self.stats, self.lines = {}, []
 
     def write_line(self, line):
         self.lines.append(line)
 
 
-def test_a_whole_run_that_passes_is_written_down_and_later_runs_say_when(
-    conftest, monkeypatch, tmp_path
-):
+@pytest.fixture
+def said(conftest, monkeypatch, tmp_path):
+    """The last line of a run of everything that was left out in part, after this one has ended."""
     monkeypatch.setattr(conftest, "WHOLE", tmp_path / "whole-matrix.json")
     monkeypatch.setattr(conftest, "_commit", lambda: "abc1234")
+    monkeypatch.setattr(conftest, "_folders", lambda: [".", "memory", "unit"])
 
-    def said(config, exitstatus=0):
-        reporter = Reporter(passed=50)
-        conftest.pytest_terminal_summary(reporter, exitstatus, config)
-        return reporter.lines[-1]
+    def ended(config, exitstatus=0):
+        sampled, reporter = Config(), Reporter()
+        sampled.stash[conftest._left_out] = 16, 20
+        conftest.pytest_terminal_summary(Reporter(), exitstatus, config)
+        conftest.pytest_terminal_summary(reporter, 1, sampled)
+        return reporter.lines[-1].removeprefix("4 of 20 cases of large matrices, a sample; ")
 
-    sampled = Config()
-    sampled.stash[conftest._left_out] = 16, 20
-    assert said(sampled) == (
-        "4 of 20 cases of large matrices, a sample; all of them have not run yet: "
-        "./scripts/test --all"
-    )
+    return ended
+
+
+ALL_PASSED = "all cases passed last (./scripts/test --all): "
+
+
+def test_a_run_that_is_none_of_all_tests_or_fails_is_not_written_down(said, conftest):
     for part in (
         Config(),
-        Config("tests/unit", all=True),
+        Config("tests/unit"),
+        Config("tests/unit/test_sampling.py", all=True),
         Config(all=True, keyword="it"),
         Config(all=True, markexpr="gpu"),
         Config(all=True, collectonly=True),
+        Config("tests/unit", all=True, keyword="it"),
     ):
-        said(part)
-        assert not conftest.WHOLE.exists()
-    said(Config(all=True), exitstatus=1)
+        assert said(part) == ALL_PASSED + "., memory, unit never yet"
+    assert "never" in said(Config(all=True), exitstatus=1)
     assert not conftest.WHOLE.exists()
-    said(Config(all=True))
-    assert "all of them, 50 tests in all, passed last on 20" in said(sampled)
-    threads = torch.get_num_threads()
-    assert (
-        f"at commit abc1234 with torch {torch.__version__} (threads a process: {threads})"
-        in said(sampled)
+
+
+def test_a_run_of_all_tests_or_of_those_of_folders_is_written_down(said, conftest, monkeypatch):
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    assert said(Config("tests/unit", all=True)) == (
+        f"{ALL_PASSED}., memory never yet; unit on {today} at abc1234"
+    )
+    monkeypatch.setattr(conftest, "_commit", lambda: "def5678")
+    said(Config("tests/memory", "tests/unit/test_sampling.py", all=True))
+    assert said(Config()) == (
+        f"{ALL_PASSED}. never yet; memory on {today} at def5678; unit on {today} at abc1234"
+    )
+    for whole in (Config(all=True), Config("tests", all=True)):
+        assert said(whole) == f"{ALL_PASSED}., memory, unit on {today} at def5678"
+    found = json.loads(conftest.WHOLE.read_text())
+    assert {one["torch"] for one in found.values()} == {torch.__version__}
+    assert {one["threads"] for one in found.values()} == {torch.get_num_threads()}
+
+
+def test_all_folders_with_tests_are_named_but_that_of_frameworks(conftest):
+    assert {".", "contract", "golden", "hostile", "memory", "numerics", "unit"} == set(
+        conftest._folders()
     )
 
 
