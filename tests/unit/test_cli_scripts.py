@@ -162,6 +162,23 @@ for _ in range(4):
             p -= 0.1 * p.grad
 """
 
+# Each fold trains a model of its own; the first ones for so long that their steps are settled.
+FOLDS = """
+import gc, weakref, torch, torch.nn as nn
+weights = []
+for fold in range(10):
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(8 if fold < 2 else 1):
+        model(torch.randn(1024, 64)).square().mean().backward()
+        optimizer.step()
+    gc.collect()
+    print(sum(p() is not None for p in weights))
+    weights += [weakref.ref(p) for p in model.parameters()]
+    del layers, model, optimizer
+"""
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -387,6 +404,14 @@ def test_models_that_share_steps_are_told_as_one_and_keep_their_bits(folder):
     assert told["model"] == "Generator with Discriminator"
     assert told["last_nbytes"] <= 13 * 2**20
     assert told["last_setting"] != "keep", "there was room for all"
+
+
+def test_a_script_may_train_one_model_after_another(folder):
+    """Models of earlier folds are not counted, and their weights and gradients are freed."""
+    (folder / "folds.py").write_text(FOLDS)
+    ran = in_process("run", "--budget", "2MiB", "--exact", folder / "folds.py")
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.stdout.split() == ["0"] * 10, "weights of earlier folds that still exist"
 
 
 def test_a_loss_outside_of_the_model_is_found_and_planned(folder):

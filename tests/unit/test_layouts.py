@@ -195,3 +195,16 @@ def test_the_largest_is_counted_with_an_unknown_instruction_set(monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
         counted.append(copied_nbytes(y.grad_fn) // layer.weight.nbytes)
     assert counted == [8 * 8 + 1, 16 * 16 + 1, 16 * 16 + 1]
+
+
+@pytest.mark.parametrize("input_needs", [False, True])
+def test_a_gradient_of_a_gradient_takes_maps_of_the_sizes_that_it_gives(input_needs):
+    """Its first result, the gradient of the input, may be undefined, and has no shape then."""
+    layer = nn.Conv2d(1, 8, 3, padding=1)
+    x = torch.randn(2, 1, 14, 14, requires_grad=input_needs)
+    y = layer(x).relu().square().sum()
+    (given,) = torch.autograd.grad(y, layer.weight, create_graph=True)
+    fn: Any = given.grad_fn
+    assert fn.name().startswith("ConvolutionBackwardBackward")
+    of_input = x.numel() if input_needs else 0
+    assert copied_nbytes(fn) == 4 * (2 * 8 * 14 * 14 + layer.weight.numel() + of_input)

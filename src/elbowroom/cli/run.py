@@ -1,5 +1,6 @@
 """`elbowroom run`: trains a script that does not know of elbowroom inside a budget."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -342,6 +343,7 @@ class _ScriptRun:
     def _fit(self, model: nn.Module) -> None:
         name = type(model).__name__
         called = model if self.discovery.called is None else self.discovery.called
+        self._let_go()
         self._check_others(name, called)
         optimizers = self.discovery.optimizers_of(model)
         try:
@@ -364,9 +366,34 @@ class _ScriptRun:
         for loss in list(self._losses):
             self._cover(loss)
 
-    def _fitted(self) -> list[nn.Module]:
+    def _alive(self) -> list[_FoundModel]:
         """Returns the models that have been fitted, and still exist."""
-        return [model for one in self._models if (model := one.module()) is not None]
+        return [one for one in self._models if one.module() is not None]
+
+    def _fitted(self) -> list[nn.Module]:
+        return [model for one in self._alive() if (model := one.module()) is not None]
+
+    def _let_go(self) -> None:
+        """Ends the training of models that the script has freed, as after a fold or a trial.
+
+        Their engines stay for the summary, and would hold their weights until the script's end.
+        """
+        for one in self._models:
+            if one.module() is None:
+                one.fitting.finish()
+
+    def _why_apart(self, called: nn.Module) -> str | None:
+        """Returns why this model and the present ones cannot share the budget, or None."""
+        others = self._alive()
+        if not others:
+            return None
+        if self._plan is not None:
+            return "and a plan is for one; leave out --plan, "
+        if is_compiled(called) or isinstance(others[-1].fitting, CompiledFitting):
+            return "and a compiled one keeps to the budget alone; leave them uncompiled, "
+        if len(others) == _MAX_MODELS:
+            return f"more than the {_MAX_MODELS} that share a budget; "
+        return None
 
     def _cover(self, loss: nn.Module) -> bool:
         """Adds a loss outside of the models to their steps; returns whether it was added."""
@@ -380,17 +407,13 @@ class _ScriptRun:
 
     def _check_others(self, name: str, called: nn.Module) -> None:
         """Raises PlanError if another model cannot be fitted beside the present ones."""
-        if not self._models:
+        why = self._why_apart(called)
+        if why is not None:
+            gc.collect()  # trainers and compiled models are cycles, which Python frees late
+            why = self._why_apart(called)
+        if why is None:
             return
-        names = f"{', '.join(one.name for one in self._models)} and {name}"
-        if self._plan is not None:
-            why = "and a plan is for one; leave out --plan, "
-        elif is_compiled(called) or isinstance(self._models[-1].fitting, CompiledFitting):
-            why = "and a compiled one keeps to the budget alone; leave them uncompiled, "
-        elif len(self._models) == _MAX_MODELS:
-            why = f"more than the {_MAX_MODELS} that share a budget; "
-        else:
-            return
+        names = f"{', '.join(one.name for one in self._alive())} and {name}"
         raise _Refused(
             f"the script trains several models, {names}, {why}call all of them in the forward of "
             "one nn.Module, or put er.saving() around their forwards"

@@ -459,7 +459,10 @@ class Fitting(SharesSteps):
 
     def close(self) -> None:
         super().close()
-        self._repeats = None
+        # What holds weights: who asks for a summary later holds this engine.
+        self._repeats = self._opened = None
+        for one in (self.planner, *self._plan_cache):
+            one.forget_scripts()
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans model(*args, **kwargs), in training mode, before the training begins.

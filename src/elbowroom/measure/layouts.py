@@ -71,6 +71,8 @@ def copied_nbytes(fn: Any) -> int:
 
     fn: node of autograd
     """
+    if fn.name().startswith("ConvolutionBackwardBackward"):  # of a gradient of a gradient
+        return _given_nbytes(fn)
     if not fn.name().startswith("ConvolutionBackward"):
         return 0
     made, view = fn._input_metadata[0], _saved_input(fn)
@@ -92,6 +94,15 @@ def copied_nbytes(fn: Any) -> int:
     if not _copies_maps(fn):
         return of_weight
     return max(of_weight, *(_maps_nbytes(fn, shape, of) for of in _known()))
+
+
+def _given_nbytes(fn: Any) -> int:
+    """Returns the bytes of all gradients that a node gives: it reads and makes maps of their sizes.
+
+    What it takes may be undefined, and then has no shape.
+    """
+    each = (to._input_metadata[which] for to, which in fn.next_functions if to is not None)
+    return sum(_nbytes(made.shape, made) for made in each)
 
 
 def _input_shape(fn: Any) -> tuple[int, ...]:

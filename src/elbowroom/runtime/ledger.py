@@ -162,20 +162,42 @@ NOT_COUNTED = NoEntry()
 
 
 class _GraphToken:
-    """Token that lives as long as the graph of a forward's results, as a hook of its nodes."""
+    """Token that lives as long as the graph of a forward's results, as a hook of its nodes.
 
-    __slots__ = ("__weakref__", "backward_began", "ends", "over")
+    Where a backward makes a graph (create_graph=True), this graph may read what the forward has
+    saved when the results are gone. So the token becomes a hook of all nodes of the forward.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_known", "_numbers", "backward_began", "ends", "over")
+
+    def __init__(self, numbers: range) -> None:
+        """numbers: of the nodes that the forward has made."""
         self.backward_began = self.ends = False
         self.over: list[Callable[[], None]] = []
+        self._numbers, self._known = numbers, set[int]()
 
     def begins(self, *_: Any) -> None:
         """Called when backward has come to a result."""
         self.backward_began = True
+        self.comes()
+        if not self.ends:
+            self._follow_from(torch._C._current_autograd_node())
+
+    def comes(self, *_: Any) -> None:
+        """Called when a backward has come to one of the nodes."""
         if not torch.is_grad_enabled():  # else create_graph=True: another backward follows
             self.ends = True
             self.__del__()
+
+    def _follow_from(self, node: Any) -> None:
+        todo = [node]
+        while todo:
+            for fn, _ in todo.pop().next_functions:
+                nth = -1 if fn is None else fn._sequence_nr()
+                if nth in self._numbers and nth not in self._known:
+                    self._known.add(nth)
+                    fn.register_prehook(self.comes)
+                    todo.append(fn)
 
     def __del__(self) -> None:
         while self.over:
@@ -192,10 +214,11 @@ class Tally:
         self.after_nbytes = self.max_nbytes = held_nbytes
         self.before_nbytes = before_nbytes
         self._graph: weakref.ref[_GraphToken] | None = None
+        self._since = torch._C._autograd._get_sequence_nr()
 
     def follow(self, out: Any) -> None:
-        """Follows the graph of a forward that has ended with these results."""
-        graph = _GraphToken()
+        """Follows the graph of a forward that has run since this was made, with these results."""
+        graph = _GraphToken(range(self._since, torch._C._autograd._get_sequence_nr()))
         for x in (out,) if type(out) is Tensor else tree_leaves(out):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 x.grad_fn.register_prehook(graph.begins)

@@ -42,7 +42,8 @@ class Discovery:
     unmet   called before an optimizer's first steps, if it has gradients and no model was found
     loss    called with each outermost module without trained parameters; returns whether it has
             attached it
-    called  what the program called: the model itself, or what torch.compile made of it
+    called  what the program called, while its model is met: the model itself, or what torch.compile
+            made of it
     updated  an optimizer has begun a step with gradients, or a model was met that had some
     differentiated  a sentence, if torch.func took gradients of a model
     """
@@ -55,7 +56,7 @@ class Discovery:
         loss: Callable[[nn.Module], bool] | None = None,
     ) -> None:
         self._found, self._later, self._unmet, self._loss = found, later, unmet, loss
-        self.made_optimizers = self.updated = self._initializes = False
+        self.made_optimizers = self.updated = self._initializes = self._met = False
         self.called: nn.Module | None = None
         self.differentiated = ""
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -117,7 +118,7 @@ class Discovery:
         if self.updated or torch.compiler.is_compiling():
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            if self._unmet is not None and self.called is None:
+            if self._unmet is not None and not self._met:
                 if self._initializes:
                     self._initializes = False
                     return
@@ -151,8 +152,11 @@ class Discovery:
                     f"the script calls the forward method of {name} by itself, but elbowroom sees "
                     "only calls of modules; write model(x) instead of model.forward(x)"
                 )
-            self.called = module
-            self._found(model)
+            self.called, self._met = module, True
+            try:
+                self._found(model)
+            finally:
+                self.called = None  # or the script's own model would never be freed
         return True
 
     def _is_loss(self, module: nn.Module) -> bool:
