@@ -58,6 +58,23 @@ def test_it_tells_budget_peak_and_actions() -> None:
     assert len(table.splitlines()) == 2 + len(told.rows())
 
 
+def test_the_first_update_under_a_plan_is_among_the_highest_peaks() -> None:
+    """It makes the optimizer's states, so it is no later step's; it was left out altogether."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    er.fit(model, budget="8 MiB", optimizer=optimizer, exact=True)
+    model(torch.randn(1024, 64)).square().mean().backward()
+    optimizer.step()
+    model(torch.randn(1024, 64))  # ends the first step
+    told = er.summary(model)
+    assert told.last_nbytes is None
+    assert told.highest_nbytes is not None
+    assert 4 * 2**20 < told.highest_nbytes <= told.budget_nbytes
+    assert "highest peak" in str(told)
+
+
 def test_a_model_that_has_room_needs_nothing() -> None:
     model = er.fit(net(), budget="1 GiB", exact=True)
     train(model, 4)

@@ -204,8 +204,10 @@ class MeasuredSteps:
         planner = self.planner
         # A rehearsal of a model inside has ended it, which would happen in each step.
         self._skips_measuring = step.peak is None and self._neighbors.others_learn
-        if step.peak is not None and not (planner.plan is not None and step.makes_states):
-            self._note_peak(step.peak, last)
+        if step.peak is not None:
+            self._note_highest(step.peak)
+            if planner.plan is None or not step.makes_states:  # else it is no later step's
+                self._note_peak(step.peak, last)
         planner.learn(
             last, step, self.model_state.memory(), others_learn=self._neighbors.others_learn
         )
@@ -256,7 +258,7 @@ class MeasuredSteps:
         step.end()
         if step.peak is not None:
             self.peak_nbytes, self.peak_setting = step.peak, HOOKS
-            self.highest_nbytes = max(step.peak, self.highest_nbytes or 0)
+            self._note_highest(step.peak)
 
     @property
     def setting(self) -> str:
@@ -290,6 +292,9 @@ class MeasuredSteps:
 
     def _note_peak(self, peak_nbytes: int, last: FittedSaving | ReplayedForward) -> None:
         self.peak_nbytes, self.peak_setting = peak_nbytes, last.setting.name
+        self._note_highest(peak_nbytes)
+
+    def _note_highest(self, peak_nbytes: int) -> None:
         self.highest_nbytes = max(peak_nbytes, self.highest_nbytes or 0)
 
     def _note_later(self, step: Measurement) -> None:
