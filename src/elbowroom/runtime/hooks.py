@@ -267,7 +267,7 @@ class Packer(NodeChoice, ModuleCalls):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == (self._hook or self._pack)
 
-    def _needs_no_room(self, x: Tensor) -> bool:
+    def _makes_again(self, x: Tensor) -> bool:
         return self._serving.makes_again(x)
 
     def _pack(self, x: Tensor) -> Held:

@@ -38,7 +38,7 @@ class NodeChoice(ABC):
         """Returns whether this context gets what is saved now: its hooks are the innermost."""
 
     @abstractmethod
-    def _needs_no_room(self, x: Tensor) -> bool:
+    def _makes_again(self, x: Tensor) -> bool:
         """Returns whether exact tensors that are held make this one again."""
 
     def is_exact(self) -> bool:
@@ -67,7 +67,7 @@ class NodeChoice(ABC):
         if (
             direct.in_parts
             and not isinstance(self.policy, Plan)
-            and self._needs_no_room(call.first)
+            and self._makes_again(call.first)
         ):
             return direct.run
         if direct.in_parts:
