@@ -1,23 +1,24 @@
 """Counts the bytes that the backward of a convolution takes for copies in layouts of its library.
 
 On a CPU, oneDNN copies maps into layouts that have whole blocks of channels, 16 with AVX-512 and 8
-with AVX2. x and y are bytes of input and result, [x] and [y] those of their copies:
+with AVX2, or where blocks of 16 do not serve (`_is_narrow`). x and y are bytes of input and result,
+[x] and [y] those of their copies, w those of the weight and [w] of it in whole blocks:
 
-    gradient of the input     [x] + [y], and the gradient itself once that is over
+    gradient of the input     [x] + [y] + [w] - w, and the gradient itself once that is over
                               2 x with strides, if that is more
-    gradient of the weight    [x] + [y], beside the gradient of the input
-                              [x] has half a block of 16 if that is enough; of an image
-                              (3 channels) it is 0, because that is read as it lies
-                              with AVX2, the columns of one sample and 4 weights where blocks do
-                              not serve (`_multiplies_columns`)
+    gradient of the weight    [x] + [y] + [w] - w, beside the gradient of the input
+                              [x] of an image (3 channels) is 0, because that is read as it lies
+                              the columns of one sample and 4 w where blocks do not serve
+                              (`_multiplies_columns`)
 
+A transposed convolution is that of its result: x and y change places, so that [y] of an image is 0.
 torch writes out the windows of volumes that it does not give to oneDNN: x once for each tap of the
 kernel, for one sample, or for the batch (`_windows_nbytes`).
 
-No map is copied whose channels come last in memory; the weight is (`_weight_nbytes`).
+No map is copied whose channels come last in memory; the weight is (`_channels_last_nbytes`).
 
-(Measured with fp32; docs/log.md, "Copies of maps, by layout" for AVX-512, "What convolutions copy
-with AVX2" for AVX2.)
+(Measured with fp32; docs/log.md, "What transposed and grouped convolutions copy" for AVX-512, "What
+convolutions copy with AVX2" for AVX2.)
 """
 
 from collections.abc import Iterable
@@ -35,24 +36,21 @@ from elbowroom.runtime.slot import View
 class _Layouts:
     """Describes what oneDNN copies with one instruction set.
 
-    block        channels that copies are filled up to
-    least        channels that the copy of an input is filled up to, if it has no more
-    images       channels of inputs that are read as they lie
-    fills_all    weights of a single group are filled up, too, where channels come last
-    is_partial   only some gradients of weights are computed in blocks (`_multiplies_columns`)
+    block          channels that copies are filled up to
+    images         channels of inputs that are read as they lie
+    fills_images   weights of images are filled up, too, where channels come last
     """
 
     block: int
-    least: int
     images: tuple[int, ...]
-    fills_all: bool
-    is_partial: bool
+    fills_images: bool
 
 
 _LAYOUTS = {  # by what `torch.backends.cpu.get_cpu_capability` begins with
-    "AVX512": _Layouts(block=16, least=8, images=(1, 2, 3), fills_all=False, is_partial=False),
-    "AVX2": _Layouts(block=8, least=8, images=(3,), fills_all=True, is_partial=True),
+    "AVX512": _Layouts(block=16, images=(1, 2, 3), fills_images=True),
+    "AVX2": _Layouts(block=8, images=(3,), fills_images=False),
 }
+_NARROW = 8  # channels of the smallest blocks
 _SMALL_KERNEL = 3  # pixels a side
 _LONG_ROW = 13  # pixels
 _WRITES_WINDOWS = {  # of volumes; True: those of all samples at once
@@ -86,7 +84,9 @@ def copied_nbytes(fn: Any) -> int:
     if made.device.type != "cpu":
         return max(max(x, y) + (max(x, y) if given is None else x), of_weight)
     if view is not None and _has_channels_last(view):
-        of_copies = 0 if weight is None else max(_weight_nbytes(fn, shape, of) for of in _known())
+        of_copies = (
+            0 if weight is None else max(_channels_last_nbytes(fn, shape, of) for of in _known())
+        )
         return max(of_weight, of_copies)
     windows = _windows_nbytes(fn, shape)
     if windows is not None:
@@ -152,6 +152,9 @@ def _windows_nbytes(fn: Any, shape: tuple[int, ...]) -> int | None:
     )
     if backend.name not in _WRITES_WINDOWS:
         return None
+    is_product = _multiplies_pixels(fn) and fn._saved_groups == 1 and not fn._saved_transposed
+    if is_product and fn.next_functions[0][0] is None:
+        return 0
     samples = shape[0] if _WRITES_WINDOWS[backend.name] else 1
     maps = shape if fn._saved_transposed else made.shape
     channels = made.shape[1] if fn._saved_transposed else shape[1]
@@ -164,20 +167,89 @@ def _maps_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
     shape: of the input
     """
     made, given = fn._input_metadata[0], fn.next_functions[0][0]
-    x, y = _nbytes(shape, made), _blocked(_nbytes(made.shape, made), made.shape[1], of.block)
-    if of.is_partial and len(shape) == 5 and _multiplies_pixels(fn):
-        return 0 if given is None else x
+    x, y, groups = _nbytes(shape, made), _nbytes(made.shape, made), fn._saved_groups
+    if _multiplies_pixels(fn):
+        if len(shape) == 5:
+            return 0 if given is None and groups == 1 else x
+        if groups > 1 and not _uses_library(fn):
+            return (x + y) // groups if given is None else x + _weight_nbytes(fn)
+    of_weight = _for_weight_nbytes(fn, shape, of)
+    return of_weight if given is None else max(of_weight, _for_input_nbytes(fn, shape, of))
+
+
+def _for_weight_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
+    """Returns what the gradient of the weight takes; parameters as of `_maps_nbytes`."""
     if _multiplies_columns(fn, shape, of, channels_last=False):
-        of_weight = _columns_nbytes(fn, shape)
-    elif shape[1] in of.images:
-        of_weight = y
-    else:
-        of_weight = y + _blocked(x, shape[1], of.least if shape[1] <= of.least else of.block)
-    if given is None:
-        return of_weight
-    copy = _blocked(x, shape[1], of.block)
-    has_strides = max(fn._saved_stride) > 1 and not fn._saved_transposed
-    return max(of_weight, 2 * x if has_strides else copy + max(y - x, 0))
+        return _columns_nbytes(fn, shape)
+    made = fn._input_metadata[0]
+    ends = (shape, made.shape)
+    read, written = ends[::-1] if fn._saved_transposed else ends
+    block = _NARROW if _is_narrow(fn, shape, of) else of.block
+    copy = _blocked(_nbytes(written, made), written[1], block)
+    if read[1] in of.images:
+        return copy + _filled_nbytes(fn, block, 1)
+    return copy + _blocked(_nbytes(read, made), read[1], block) + _filled_nbytes(fn, block, block)
+
+
+def _for_input_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
+    """Returns what the gradient of the input takes; parameters as of `_maps_nbytes`."""
+    made, groups, is_up = fn._input_metadata[0], fn._saved_groups, fn._saved_transposed
+    x, y = _nbytes(shape, made), _nbytes(made.shape, made)
+    if is_up and len(shape) == 5 and 1 < groups == shape[1]:
+        return x + y
+    if max(fn._saved_stride) > 1 and not is_up:
+        return 2 * x
+    block = _NARROW if groups > 1 and _is_narrow(fn, shape, of) else of.block
+    copy = _blocked(x, shape[1], block)
+    if is_up and made.shape[1] in of.images:
+        return copy + (_filled_nbytes(fn, block, 1) if groups == 1 else 0)
+    if is_up and made.shape[1] < block:  # read as it lies
+        return copy - _weight_nbytes(fn)
+    filled = _filled_nbytes(fn, block, block) if groups == 1 else 0
+    return copy + max(_blocked(y, made.shape[1], block) - x, 0) + filled
+
+
+def _channels_of_group(fn: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns how many channels of a group are read, and how many are made of them.
+
+    A transposed convolution reads its result's.
+
+    shape: of the input
+    """
+    ends = shape[1] // fn._saved_groups, fn._input_metadata[0].shape[1] // fn._saved_groups
+    return ends[::-1] if fn._saved_transposed else ends
+
+
+def _is_narrow(fn: Any, shape: tuple[int, ...], of: _Layouts) -> bool:
+    """Returns whether blocks have 8 channels: with AVX2, and where few channels are read or made.
+
+    shape: of the input
+    """
+    read, made = _channels_of_group(fn, shape)
+    if of.block == _NARROW:
+        return True
+    if fn._saved_groups > 1:
+        return bool(read % of.block or made % of.block)
+    if read in of.images:
+        return False
+    return read <= _NARROW or (made <= _NARROW and read % of.block > 0)
+
+
+def _filled_nbytes(fn: Any, made: int, read: int) -> int:
+    """Returns the bytes by which a weight grows as its channels fill whole blocks.
+
+    made, read: channels of a block
+    """
+    weight, which = fn.next_functions[1]
+    if weight is None:
+        return 0
+    like = weight._input_metadata[which]
+    outs, ins, *pixels = like.shape
+    groups: int = fn._saved_groups
+    if _is_small_depthwise(outs, ins, pixels, groups):
+        return 0
+    nbytes = _nbytes(like.shape, fn._input_metadata[0])
+    return _blocked(_blocked(nbytes, ins, read), outs // groups, made) - nbytes
 
 
 def _multiplies_columns(
@@ -185,29 +257,31 @@ def _multiplies_columns(
 ) -> bool:
     """Returns whether oneDNN computes the gradient of a weight from columns of windows.
 
-    With AVX2 it does so for dilated kernels, in three dimensions with padding, where kernels are
-    higher than the maps or wider than 13 pixels, and for groups that fill no blocks, unless
-    channels come last or kernels are small and depthwise.
+    It does so where kernels are wider than 13 pixels, of dilated volumes, and for groups that fill
+    no blocks of 8, unless channels come last or kernels are small and depthwise. Of blocks of 8, it
+    does so for all dilated kernels and in three dimensions with padding; with AVX2, also where
+    kernels are higher than the maps.
 
     shape: of the input
     """
     weight, which = fn.next_functions[1]
-    if weight is None or not of.is_partial:
+    if weight is None:
         return False
     outs, ins, *pixels = weight._input_metadata[which].shape
-    maps = fn._input_metadata[0].shape if fn._saved_transposed else shape
     if max(pixels) == 1:
         return False
-    is_volume = len(pixels) > 2 and (fn._saved_transposed or max(fn._saved_padding) > 0)
-    if max(fn._saved_dilation) > 1 or is_volume or pixels[-1] > _LONG_ROW:
+    is_narrow, is_volume = _is_narrow(fn, shape, of), len(pixels) > 2
+    if pixels[-1] > _LONG_ROW or (max(fn._saved_dilation) > 1 and (is_narrow or is_volume)):
         return True
-    groups: int = fn._saved_groups
-    if _is_small_depthwise(outs, ins, pixels, groups):
+    if is_narrow and is_volume and max(fn._saved_padding) > 0:
+        return True
+    if not is_volume and _is_small_depthwise(outs, ins, pixels, fn._saved_groups):
         return False
-    if len(pixels) > 1 and pixels[0] > maps[2]:
+    maps = fn._input_metadata[0].shape if fn._saved_transposed else shape
+    if of.block == _NARROW and len(pixels) > 1 and pixels[0] > maps[2]:
         return True
-    is_partly_filled = bool(ins % of.block or outs // groups % of.block)
-    return groups > 1 and not channels_last and is_partly_filled
+    is_partly_filled = any(channels % _NARROW for channels in _channels_of_group(fn, shape))
+    return fn._saved_groups > 1 and not channels_last and is_partly_filled
 
 
 def _columns_nbytes(fn: Any, shape: tuple[int, ...]) -> int:
@@ -217,6 +291,14 @@ def _columns_nbytes(fn: Any, shape: tuple[int, ...]) -> int:
     _, ins, *pixels = like.shape
     maps = shape if fn._saved_transposed else made.shape
     return _nbytes((ins, *pixels, *maps[2:][-2:]), made) + 4 * _nbytes(like.shape, made)
+
+
+def _weight_nbytes(fn: Any) -> int:
+    """Returns the bytes of the weight; 0 for one without a gradient."""
+    weight, which = fn.next_functions[1]
+    if weight is None:
+        return 0
+    return _nbytes(weight._input_metadata[which].shape, fn._input_metadata[0])
 
 
 def _is_small_depthwise(outs: int, ins: int, pixels: list[int], groups: int) -> bool:
@@ -232,7 +314,7 @@ def _blocked(nbytes: int, channels: int, block: int) -> int:
     return nbytes // max(channels, 1) * -(-channels // block) * block
 
 
-def _weight_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
+def _channels_last_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
     """Returns what oneDNN takes for the weight's gradient where channels come last in memory.
 
     It copies the weight, unless its channels come last, too, and computes the gradient in square
@@ -258,8 +340,8 @@ def _weight_nbytes(fn: Any, shape: tuple[int, ...], of: _Layouts) -> int:
     if _is_small_depthwise(outs, ins, pixels, groups):
         return 2 * nbytes
     filled = nbytes
-    if groups > 1 or (of.fills_all and ins not in of.images):
-        filled = _blocked(_blocked(nbytes, ins, of.block), outs // groups, of.block)
+    if groups > 1 or of.fills_images or ins not in of.images:
+        filled += _filled_nbytes(fn, of.block, of.block)
     return filled + (1 if lies else 2) * nbytes
 
 
@@ -272,16 +354,21 @@ def _copies_maps(fn: Any) -> bool:
     known, maps are taken to be copied.
     """
     made = fn._input_metadata[0]
+    is_product = _multiplies_pixels(fn) and fn._saved_groups == 1
+    return _uses_library(fn) or not is_product or prod(made.shape[2:]) == 1
+
+
+def _uses_library(fn: Any) -> bool:
+    """Returns whether PyTorch gives a convolution to oneDNN whatever its kernel."""
+    made = fn._input_metadata[0]
     is_flat = len(made.shape) < 5 and made.dtype is torch.float32
-    uses_library = made.shape[0] >= _LIBRARY_SAMPLES or torch.get_num_threads() > 1
-    is_product = is_flat and _multiplies_pixels(fn)
-    return uses_library or not is_product or prod(made.shape[2:]) == 1
+    return not is_flat or made.shape[0] >= _LIBRARY_SAMPLES or torch.get_num_threads() > 1
 
 
 def _multiplies_pixels(fn: Any) -> bool:
-    """Returns whether each pixel is multiplied by one matrix, which has a gradient, alone."""
+    """Returns whether each pixel is multiplied by a matrix, which has a gradient, alone."""
     weight, which = fn.next_functions[1]
-    if weight is None or fn._saved_groups != 1:
+    if weight is None:
         return False
     return {*weight._input_metadata[which].shape[2:], *fn._saved_stride} == {1}
 

@@ -5,7 +5,8 @@
 
 Two things are not left to the compiler. bf16 is read and written as its bits: directed rounding
 needs them anyway, and Triton's interpreter rounds wrongly (3.7). Division is `div_rn`: a plain `/`
-is approximate on NVIDIA.
+is approximate on NVIDIA. What a comparison of two scalars masks is chosen by `tl.where`, and not by
+`&`: Triton's interpreter takes such a comparison for a number (3.9).
 """
 
 import triton

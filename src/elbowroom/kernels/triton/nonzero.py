@@ -145,7 +145,7 @@ def _quantize(
     b_x = load_float(p_x + b_place, o_e < n, KIND)  # the non-zeros, in order
 
     p_zero = p_bounds + 2 * i_t + tl.arange(0, 2)
-    tl.store(p_zero, tl.zeros([2], tl.int16), mask=n == 0)
+    tl.store(p_zero, tl.zeros([2], tl.int16), mask=tl.zeros([2], tl.int32) == n)
     p_tile, _ = tile_payload(p_payload, p_spill, p_starts, i_t, i_t >= 0, N_PAYLOAD, MOST)
     p_ranges = p_tile + 2 * tl.arange(0, G)[None, :]
     p_bounds += 2 * i_t + tl.zeros([1], tl.int32)
@@ -174,7 +174,7 @@ def _dequantize(
     n = tl.max(b_count, axis=0)
     o_e = tl.where(m_e, b_count - 1, 0)  # place among the non-zeros
     p_tile, m_t = tile_payload(p_payload, p_spill, p_starts, i_t, i_t >= 0, N_PAYLOAD, MOST)
-    m_g = m_e & m_t
+    m_g = tl.where(m_t, m_e, False)
     b_low, b_step = load_grid(p_tile + 2 * (o_e // S), p_bounds + 2 * i_t, m_g, n > 0, LEVELS)
     b_code = unpack(p_tile + 2 * ((n + S - 1) // S), n, o_e, m_g, LEVELS)
     b_u = uniform(tile_key(i_t, seed_low, seed_high), o_e)

@@ -179,14 +179,16 @@ def encode_side(
     b_place, n = places(m_side)
     b_x = load_float(p_x + b_place, o_e < n, KIND)  # its values, in order
     p_zero = p_bounds + tl.arange(0, 2)
-    tl.store(p_zero, tl.zeros([2], tl.int16), mask=n == 0)
+    tl.store(p_zero, tl.zeros([2], tl.int16), mask=tl.zeros([2], tl.int32) == n)
     p_bounds += tl.zeros([1], tl.int32)
     if F == 1:
         store_codes(p_x, p_part, p_bounds, b_x, b_place, n, o_u, b_key, LEVELS, S, KIND)
     else:
         b_mean = mean_of(b_x, o_e < n, n)
         p_head = p_part + tl.arange(0, 2)
-        tl.store(p_head, (b_mean >> 8 * tl.arange(0, 2)).to(tl.uint8), mask=n > 0)
+        tl.store(
+            p_head, (b_mean >> 8 * tl.arange(0, 2)).to(tl.uint8), mask=tl.zeros([2], tl.int32) < n
+        )
         b_u = uniform(b_key, o_u + o_e)
         m_real = b_mean != NAN_BF16  # else one NaN, which poisons this side of the tile
         b_x = sign(b_u) * (b_x - bf16_value(b_mean))
@@ -279,9 +281,10 @@ def decode_side(
     b_count = tl.cumsum(m_side.to(tl.int32), axis=0)
     n = tl.max(b_count, axis=0)
     o_e = tl.where(m_side, b_count - 1, 0)  # place among its values
-    m_g, b_mean, b_sign = m_side & m_t, 0.0, 1.0
+    m_g, b_mean, b_sign = tl.where(m_t, m_side, False), 0.0, 1.0
     if F > 1:
-        p_byte, m_some = p_part + tl.zeros([1], tl.int32), m_t & (n > 0)
+        p_byte = p_part + tl.zeros([1], tl.int32)
+        m_some = tl.where(m_t, tl.zeros([1], tl.int32) < n, False)
         b_bits = tl.load(p_byte, mask=m_some, other=0).to(tl.int32)
         b_bits |= tl.load(p_byte + 1, mask=m_some, other=0).to(tl.int32) << 8
         b_mean, b_sign = bf16_value(b_bits), sign(uniform(b_key, o_u + o_e))

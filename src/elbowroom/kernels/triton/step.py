@@ -245,7 +245,7 @@ def _step(
     o_e = tl.arange(0, GROUP)[None, :]
     m_e = (i_g < groups) & (o_g + o_e < row)
     if p_skip is not None:
-        m_e = m_e & (tl.load(p_skip) == 0)
+        m_e = tl.where(tl.load(p_skip) == 0, m_e, False)
     o_x = i_r * row + o_g + o_e
     o_m, o_v = i_r * m_width + (o_g >> M_SHIFT), i_r * v_width + (o_g >> V_SHIFT)
 

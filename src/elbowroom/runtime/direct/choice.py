@@ -64,11 +64,7 @@ class NodeChoice(ABC):
             self.context.waited_in.add(self._module)
         if direct.coded is None or self._keeps_bits(direct, call):
             return direct.run
-        if (
-            direct.in_parts
-            and not isinstance(self.policy, Plan)
-            and self._makes_again(call.first)
-        ):
+        if direct.in_parts and not isinstance(self.policy, Plan) and self._makes_again(call.first):
             return direct.run
         if direct.in_parts:
             call.reads, call.in_parts = Reads.SAMPLES, True
