@@ -208,6 +208,8 @@ def pytest_terminal_summary(
 
     Those show no header (`pytest_report_header`).
     """
+    if hasattr(config, "workeroutput"):  # a process of pytest -n, whose own tests alone it knows
+        return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     terminalreporter.write_line(f"torch {torch.__version__}, {device}")
     if config.getoption("--costs"):
