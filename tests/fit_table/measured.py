@@ -82,6 +82,16 @@ ROWS = {
         },
         (above(1100),),
     ),
+    "no preset fits if the gradients that it has made stay, which zero_grad() may free": Row(
+        FRESH,
+        replace(step(900), memory=MemoryState(300, gradient_nbytes=200)),
+        {
+            "phase": P.WRITING,
+            "memory": MemoryState(300, gradient_nbytes=200),
+            "headroom": Headroom(500),
+            "takes_anything": True,
+        },
+    ),
     "no preset fits": Row(
         FRESH,
         step(1100),

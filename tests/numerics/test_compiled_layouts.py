@@ -54,6 +54,44 @@ def test_sums_over_groups_of_channels_that_fill_no_vector_are_said(norm, channel
         assert all("exact=True. Take a multiple of 16" in one.getMessage() for one in warned)
 
 
+class Mixing(nn.Module):
+    """Layers around a Fourier transform along this dimension, which is the innermost in memory."""
+
+    def __init__(self, dim: int | None) -> None:
+        super().__init__()
+        self.dim = dim
+        layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+        self.before, self.after = nn.Sequential(*layers[:2]), nn.ModuleList(layers[2:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        if self.dim is not None:
+            x = torch.fft.irfft(torch.fft.rfft(x, dim=self.dim), dim=self.dim, n=x.shape[self.dim])
+        for layer in self.after:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_sums_over_what_a_fourier_transform_has_laid_out_are_said(dim) -> None:
+    """The gradient of a last bias had other bits than plain's, with exact=True and in silence."""
+    torch.manual_seed(0)
+    net, x = Mixing(dim), torch.randn(512, 64)
+
+    def decide(room: int | None) -> Decision:
+        torch._dynamo.reset()
+        found: list[Decision] = []
+        with listening(found.append):
+            torch.compile(net, backend=without_codegen(Partitioner(room)))(x).sum().backward()
+        return found[0]
+
+    plain = decide(None)
+    assert not plain.is_uncertain
+    tight = decide(int(0.8 * plain.plain_nbytes))
+    assert not tight.is_plain
+    assert tight.is_uncertain == (dim == 0)
+
+
 class Block(nn.Module):
     """A residual sum over a convolution and a GroupNorm, behind a checkpoint if that is asked."""
 

@@ -115,3 +115,22 @@ def test_plain_code_is_written_for_a_refusal_only_where_it_may_be_lower(
     with pytest.raises(BudgetTooSmall):
         region.fit(starts())
     assert region.tried[-len(tried) :] == tried
+
+
+def test_a_least_that_is_refused_for_a_higher_one_is_not_replaced_by_plains(cache) -> None:
+    """An MLP with exact=False was told to give plain's 7.6 MiB, where 2.7 do."""
+
+    class Rising(Region):
+        def compile(self, tight, check, *, fills):
+            if tight is not None and tight < 1300:
+                self.tried.append(tight)
+                least = 1200 if tight < 1200 else 1300
+                raise BudgetTooSmall("too little", least_nbytes=least, parts={"saved": least})
+            return super().compile(tight, check, fills=fills)
+
+    region = Rising(more=1.1)
+    with pytest.raises(BudgetTooSmall) as refused:
+        region.fit(starts())
+    assert refused.value.least_nbytes == 1430
+    assert sum(refused.value.parts.values()) == 1430
+    assert 1300 in region.tried

@@ -50,7 +50,7 @@ def _packages() -> list[tuple[str, str, str]]:
     """Returns a row for each package that is used; packages are looked up, not imported."""
     meanings = {
         "elbowroom": "",
-        "torch": "tested with 2.13 and 2.14; needs 2.11 or later",
+        "torch": "tested with 2.13, 2.14 and 2.15; needs 2.11 or later",
         "numpy": "",
         "numba": "the fast kernels on a CPU; without it, plain torch runs",
         "scipy": "the planner's solver",

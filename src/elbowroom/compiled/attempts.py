@@ -169,6 +169,12 @@ class _RegionAttempts:
             if self._sure and self._plain_is_higher(room):
                 break
             made = self.run(tight, waits=True)
+            for _ in range(_ATTEMPTS):
+                if tight is None or not isinstance(made, _Missed) or made.over_nbytes is not None:
+                    break
+                # The least is found from a room, and from another one it may be a little higher.
+                self._refused, tight = made, made.planned
+                made = self.run(tight, waits=True)
             if isinstance(made, _Missed):
                 self._sure.append(made)
             elif self.check.is_complete and (above := self.check.above_nbytes()):  # from a cache

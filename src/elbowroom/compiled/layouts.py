@@ -39,7 +39,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from elbowroom.compiled.collect import Kind, known_size
+from elbowroom.compiled.collect import Kind, known_size, ops_named, packet_of
 from elbowroom.compiled.exponents import source_of
 from elbowroom.compiled.joint import Joint, Step
 from elbowroom.compiled.rounding import is_read
@@ -50,6 +50,7 @@ _RULE = "find_nodes_prefer_channels_last"  # of Inductor's lowering; private to 
 _LAYOUT = "elbowroom_layout"  # in a node's meta
 _lock = threading.RLock()
 _VECTOR = 16  # floats of the longest vectors of a CPU
+_TRANSFORMS = ops_named("_fft_r2c _fft_c2r _fft_c2c")
 
 
 class Layout(NamedTuple):
@@ -93,6 +94,37 @@ def sums_up_groups(joint: Joint) -> bool:
         for node, fact in joint.facts.items()
         if fact.kind is Kind.REDUCTION
         for read in node.all_input_nodes
+    )
+
+
+def sums_up_transforms(joint: Joint) -> bool:
+    """Returns whether a sum is over values that a Fourier transform has laid out across its order.
+
+    They lie in memory as the transform gives them, the summed dimension within the others. Which
+    loop adds them up decides in which order it does so.
+    """
+    if not any(packet_of(node) in _TRANSFORMS for node in joint.facts):
+        return False
+    return any(
+        _is_across(node, node.args[0])
+        for node, fact in joint.facts.items()
+        if fact.kind is Kind.REDUCTION and packet_of(node) is torch.ops.aten.sum
+    )
+
+
+def _is_across(reduction: fx.Node, read: Any) -> bool:
+    """Returns whether a summed dimension lies within one that is kept and comes later."""
+    value = read.meta.get("val") if isinstance(read, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or len(reduction.args) < 2:
+        return False
+    dims: Any = reduction.args[1]
+    summed = {int(dim) % value.dim() for dim in dims}
+    strides = [known_size(stride) for stride in value.stride()]
+    return any(
+        strides[kept] > strides[dim] and known_size(value.shape[kept]) > 1
+        for dim in summed
+        for kept in range(dim + 1, value.dim())
+        if kept not in summed
     )
 
 

@@ -40,7 +40,7 @@ from elbowroom.compiled.decision import Decision as Decision
 from elbowroom.compiled.decision import HeldAtBackward, too_small
 from elbowroom.compiled.expand import expand
 from elbowroom.compiled.joint import Joint, Step
-from elbowroom.compiled.layouts import mark_layouts, sums_up_groups
+from elbowroom.compiled.layouts import mark_layouts, sums_up_groups, sums_up_transforms
 from elbowroom.compiled.lossy import Least, code, code_all
 from elbowroom.compiled.ops import DRAW
 from elbowroom.compiled.order import gradients_first
@@ -469,7 +469,7 @@ def _report_decision(
         is_lossy=any(n.target is DRAW for n in joint.graph.nodes),
         is_plain=step is plain,
         fuses_alike=fuses_alike,
-        is_uncertain=step is not plain and sums_up_groups(joint),
+        is_uncertain=step is not plain and (sums_up_groups(joint) or sums_up_transforms(joint)),
         is_tailed=is_tailed,
         noise=noise,
         away_nbytes=sum(nbytes_of(n) for n in joint.graph.nodes if is_away(n)),

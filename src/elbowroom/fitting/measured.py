@@ -162,6 +162,8 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
     new_nbytes, budget_nbytes = _new_resident_nbytes(state, seen), state.options.budget_nbytes
     peak_nbytes = _with_states(state, seen, own_nbytes + new_nbytes)
     fits = peak_nbytes <= budget_nbytes
+    gone_nbytes = min(new_nbytes, state.memory.gradient_nbytes)  # if zero_grad() frees it
+    may_fit = 0 < gone_nbytes >= own_nbytes + new_nbytes - budget_nbytes
     phase = Phase.IDLE if state.phase is Phase.IDLE else Phase.WRITING
     backward_nbytes = own_nbytes if seen.seen is None else seen.seen.backward_peak
     state = _with_transients(state, seen, backward_nbytes)
@@ -173,6 +175,10 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
         if not seen.may_measure:
             return state, (RefusePresets(seen.saving),)
         state = replace(state, infeasible=True)  # no preset fits, but a plan may
+    elif found is None and seen.may_measure and may_fit:
+        # Gradients that the step has made stand in the next forward. They may go before backward
+        # (zero_grad() after forward), which makes them anew: no ground to refuse it unmeasured.
+        state = replace(state, takes_anything=True)
     lossy = found is not None and not state.options.presets[found].exact
     preset = seen.preset if found is None or lossy else found  # a plan may do with exact ones
     if preset == seen.preset:

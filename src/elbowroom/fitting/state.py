@@ -90,8 +90,9 @@ class FitState:
                      that, or with fewer outputs of earlier forwards
     others_learn  another model that is not settled yet ran inside the last step
     infeasible    the strictest preset holds too much, or a step had more forwards: rehearse
-    takes_anything  backward runs inside of forward, so that nothing can be rehearsed: steps are
-                    measured whatever they take, from a preset on, until the smallest plans were
+    takes_anything  backward runs inside of forward, so that nothing can be rehearsed, or gradients
+                    of before may go before it: steps are measured whatever they take, from a preset
+                    on, until the smallest plans were
     has_fit       a step of this kind was measured within the budget
     proven        the calls that the plan was measured to fit for, until it is for the largest
     exceeded      elements of a call that was above the budget although a smaller one had shown, by
