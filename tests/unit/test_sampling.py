@@ -179,6 +179,9 @@ def test_a_run_that_is_none_of_all_tests_or_fails_is_not_written_down(said, conf
     ):
         assert said(part) == ALL_PASSED + "., memory, unit never yet"
     assert "never" in said(Config(all=True), exitstatus=1)
+    of_xdist = Config("tests/unit", all=True)  # one whose own tests have passed
+    of_xdist.workeroutput = {}
+    assert "never" in said(of_xdist)
     assert not conftest.WHOLE.exists()
 
 
