@@ -190,8 +190,8 @@ class Regions:
                     "compiled region %d: it sums up groups of channels whose number is no multiple "
                     "of 16, as GroupNorm does, or results of Fourier transforms, possibly in "
                     "another order than plain torch.compile. Gradients may differ by a rounding, "
-                    "though exact=True. Take a multiple of 16, or fit the model without "
-                    "torch.compile",
+                    "though exact=True. Take a multiple of 16 channels, or fit the model "
+                    "without torch.compile",
                     len(self.decisions),
                 )
             if decision.is_lossy:

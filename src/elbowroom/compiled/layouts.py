@@ -118,6 +118,8 @@ def _is_across(reduction: fx.Node, read: Any) -> bool:
     if not isinstance(value, torch.Tensor) or len(reduction.args) < 2:
         return False
     dims: Any = reduction.args[1]
+    if not dims or value.dim() == 0:  # all are summed
+        return False
     summed = {int(dim) % value.dim() for dim in dims}
     strides = [known_size(stride) for stride in value.stride()]
     return any(

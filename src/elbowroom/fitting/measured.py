@@ -163,7 +163,7 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
     peak_nbytes = _with_states(state, seen, own_nbytes + new_nbytes)
     fits = peak_nbytes <= budget_nbytes
     gone_nbytes = min(new_nbytes, state.memory.gradient_nbytes)  # if zero_grad() frees it
-    may_fit = 0 < gone_nbytes >= own_nbytes + new_nbytes - budget_nbytes
+    may_fit = gone_nbytes > 0 and own_nbytes + new_nbytes - gone_nbytes <= budget_nbytes
     phase = Phase.IDLE if state.phase is Phase.IDLE else Phase.WRITING
     backward_nbytes = own_nbytes if seen.seen is None else seen.seen.backward_peak
     state = _with_transients(state, seen, backward_nbytes)
