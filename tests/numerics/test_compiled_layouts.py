@@ -16,6 +16,7 @@ from elbowroom.compiled import Regions, Settings
 from elbowroom.compiled.decision import Decision
 from elbowroom.compiled.layouts import laid_out_as_plain
 from elbowroom.compiled.partition import Partitioner, listening
+from elbowroom.fitting.summary import summary_of_regions
 from uncompiled import nothing_compiled as nothing_compiled
 from uncompiled import without_codegen
 
@@ -93,6 +94,11 @@ def test_sums_over_what_a_fourier_transform_has_laid_out_are_said(dim) -> None:
     tight = decide(int(0.8 * plain.plain_nbytes))
     assert not tight.is_plain
     assert tight.is_uncertain == (dim == 0)
+    state: Any = SimpleNamespace(device=x.device)
+    options: Any = SimpleNamespace(budget_nbytes=1)
+    said = str(summary_of_regions("Mixing", state, options, 0, [tight], 1))
+    assert ("may differ from plain torch.compile by a rounding" in said) == (dim == 0)
+    assert ("no bit of a gradient changed" in said) == (dim != 0)
 
 
 class Block(nn.Module):

@@ -42,6 +42,7 @@ class Summary:
     exact_now         the current setting changes none, even if codes of earlier steps did
     rows_wait         large gathered rows, as messages of graph networks, are computed as they are
                       read; then nothing is known of plain autograd
+    may_round         inside torch.compile, sums may run in another order than in its plain code
     steps             forwards that recorded gradients
     lines             what the plan does, where it does something
     trained           False where "elbowroom run" saw forwards alone: no backward, and no update
@@ -68,6 +69,7 @@ class Summary:
     rows_wait: bool = False
     plain_is_rough: bool = False
     plain_is_low: bool = False
+    may_round: bool = False
 
     def __str__(self) -> str:
         """Returns a table, one row a figure."""
@@ -110,6 +112,8 @@ class Summary:
             gradients = "codes added noise to gradients of earlier steps; steps are exact by now"
         if self.exact and self.setting == "compiled":
             gradients += " against plain torch.compile"
+        if self.exact and self.may_round:
+            gradients = "gradients may differ from plain torch.compile by a rounding"
         if self.exact and ran_eagerly():  # compiled kernels round differently
             gradients += " against eager PyTorch; compiled code ran eagerly, and gives other bits"
         rows.append(("exact" if self.exact else "lossy", "", "", gradients))
@@ -257,6 +261,7 @@ def summary_of_regions(
         slowdown=None,
         noise=_noise(regions),
         exact=not any(one.is_lossy for one in regions),
+        may_round=any(one.is_uncertain for one in regions),
         steps=steps,
         lines=(),
     )
