@@ -384,15 +384,13 @@ def test_the_options_of_the_profiled_step_are_what_it_held(kind: str) -> None:
 
 @pytest.mark.sampled(2)
 @KINDS
-@pytest.mark.parametrize("exact", [True, None])
+@pytest.mark.parametrize("menu_of", [{"exact": True}, {}, {"codecs": ["group"]}], ids=str)
 def test_what_backward_reads_as_it_is_held_is_not_restored(
-    kind: str, exact: bool | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, menu_of: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So many tensors fewer are restored as the options say."""
     profile = profiled(kind)
-    plan = next(
-        plan for share in (0.5, 0.7, 0.9, 1.0) if (plan := planned(kind, share, exact=exact))
-    )
+    plan = next(plan for share in (0.5, 0.7, 0.9, 1.0) if (plan := planned(kind, share, **menu_of)))
     said = 0
     for storage in profile.storages:
         names = {save.site.name for save in storage.saves} & plan.sites.keys()

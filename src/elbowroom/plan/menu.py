@@ -147,6 +147,7 @@ class _StoredForm(NamedTuple):
     mapped it is rebuilt from a code, element by element
     rows   that were normalized before, each by its own mean and std
     normalized  by these, or by the statistics of the norm that it is the input of
+    of_xhat by these statistics alone: what that norm's backward reads (`runtime/normal.py`)
     travels bytes of the code that are moved over `link`; None: those of the tensor
     """
 
@@ -165,6 +166,7 @@ class _StoredForm(NamedTuple):
     zeros: bool = False
     rows: Rows | None = None
     normalized: bool = False
+    of_xhat: bool = False
 
     def serves(self, need: Need) -> bool:
         if need is Need.SHAPE:
@@ -190,7 +192,7 @@ class _StoredForm(NamedTuple):
             case Reads.BITS:
                 return not (self.bits_nbytes or self.zeros or isinstance(self.codec, BitMask))
             case Reads.CODE:
-                return not isinstance(self.codec, Dither)
+                return self.codec is None or not self.of_xhat
             case Reads.GRADIENT:
                 return exact or self.codec is None
             case Reads.PLACE:
@@ -464,7 +466,7 @@ def _encoded(
     rows = None if site.consumer in NORMS else site.rows
     if rows is not None:
         codec, rows = coded_rows(rows, codec, by_size=site.by_size)
-    is_mapped = rows is not None or site.consumer in NORMS
+    is_normalized = not codec.lossless and facts.error_bound is None
     nbytes = (
         nbytes_with_mask(codec, prod(site.shape))
         if isinstance(codec, Sided) and is_gated
@@ -483,7 +485,8 @@ def _encoded(
         codec=codec,
         zeros=held.zeros or has_bitmap,
         rows=rows,
-        normalized=is_mapped and not codec.lossless and facts.error_bound is None,
+        normalized=is_normalized and (rows is not None or site.consumer in NORMS),
+        of_xhat=is_normalized and site.consumer in NORMS and not facts.has_zeros,
         link="",
         travels=None,
     )

@@ -104,7 +104,7 @@ class Reads(Enum):
 
     RESTORED = "restored"  # the tensor, which takes memory of its own until it is read
     BITS = "bits"  # a bitmap (ReLU, dropout)
-    CODE = "code"  # a dithered code, a tile at a time (batch norm)
+    CODE = "code"  # that of the normalized input, decoded to its gradient (batch norm)
     SAMPLES = "samples"  # what is decoded, a few samples at a time (convolution)
     GRADIENT = "gradient"  # what is decoded to where the gradient will be (layer norm, GELU, SiLU)
     PLACE = "place"  # the tensor, decoded or rebuilt to where the gradient will be (products)
