@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elbowroom.codecs._checks import finite, one_of, within
 from elbowroom.codecs.affine import ABSENT, Affine
-from elbowroom.codecs.base import FLOATS, Buffers, Codec, Encoded, Expected, Layout, Seed
+from elbowroom.codecs.base import FLOATS, PART, Buffers, Codec, Encoded, Expected, Layout, Seed
 from elbowroom.codecs.facts import Facts
 from elbowroom.codecs.graph_form import GraphForm
 from elbowroom.kernels import aten, ops
@@ -38,6 +38,7 @@ class Group(Codec):
     id: ClassVar[str] = "group"
     lossless: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
+    has_parts: ClassVar[bool] = True
 
     bits: int = 2
     group_size: int = 256
@@ -86,10 +87,16 @@ class Group(Codec):
         out: Tensor,
         affine: Affine | None = None,
         bits: Tensor | None = None,
+        start: int = 0,
     ) -> None:
-        settings = 1 << self.bits, self.group_size
-        ops.group_dequantize(*encoded.buffers, *settings, out, *(affine or ABSENT), bits)
+        by = *(affine or ABSENT), bits, start // PART
+        ops.group_dequantize(*encoded.buffers, 1 << self.bits, self.group_size, out, *by)
 
     # Its kernels do an affine in the same pass.
     _encode_mapped = _encode
     _decode_mapped = _decode_into
+
+    def _decode_part(
+        self, encoded: Encoded, start: int, out: Tensor, affine: Affine | None, bits: Tensor | None
+    ) -> None:
+        self._decode_into(encoded, out, affine, bits, start)

@@ -43,8 +43,8 @@ any shape, and lie in any order, but without gaps.
 `group`, `dither`, `nonzero` and `sided` do an affine in the same pass. With scale, shift [C] and
 inner, what they quantize is x * scale + shift, not rounded to x's dtype; what they dequantize is
 scaled and shifted before it is rounded, then made 0 where a bit of `mask` [ceil(N / 8)] is unset.
-`dither`, `nonzero` and `sided` can do a part: `out` begins with tile `first`, and ends with a tile,
-or with the tensor; scale, shift and mask are those of all of it.
+They can do a part, too: `out` begins with tile `first`, and ends with a tile, or with the tensor;
+scale, shift and mask are those of all of it.
 
 The seed of a codec's op is a number, or lies in a tensor on the device of x (int64 [1]): then a
 CUDA graph that has captured a launch draws other noise each time, if the tensor has changed.

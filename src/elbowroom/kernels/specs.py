@@ -69,7 +69,8 @@ SPECS: dict[str, OpSpec] = {
     "places_unpack": OpSpec("(Tensor packed, int[] window, int[] maps, Tensor(a!) out) -> ()"),
     "group_quantize": OpSpec(_QUANTIZE, lambda x, seed, *settings: outputs.group(x, *settings[:2])),
     "group_dequantize": OpSpec(
-        f"(Tensor codes, Tensor step, Tensor low, int levels, int group_size, {_RESTORED}) -> ()"
+        f"(Tensor codes, Tensor step, Tensor low, int levels, int group_size, {_RESTORED}, "
+        "int first=0) -> ()"
     ),
     "dither_quantize": OpSpec(
         _QUANTIZE, lambda x, seed, *settings: outputs.dither(x, *settings[:2])

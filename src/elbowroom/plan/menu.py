@@ -21,7 +21,7 @@ from functools import cache, partial
 from math import inf, prod
 from typing import NamedTuple
 
-from elbowroom.codecs import BitMask, Codec, Dither, Sided
+from elbowroom.codecs import BitMask, Codec, Sided
 from elbowroom.codecs.names import setting_name, setting_named
 from elbowroom.plan.action import Encode, Keep, Offload, Rebuild
 from elbowroom.plan.composed import LEAN_LEVELS, is_composed, is_no_worse, nbytes_with_mask
@@ -144,7 +144,7 @@ class _StoredForm(NamedTuple):
     value  "" for nothing, "exact", "lossy"
     codec  of the code that the value comes from, if it does
     zeros  that code has a bitmap of them, which serves as bits
-    mapped it is rebuilt from a code, element by element
+    mapped it is rebuilt from a code that has parts, element by element
     rows   that were normalized before, each by its own mean and std
     normalized  by these, or by the statistics of the norm that it is the input of
     of_xhat by these statistics alone: what that norm's backward reads (`runtime/normal.py`)
@@ -198,7 +198,8 @@ class _StoredForm(NamedTuple):
             case Reads.PLACE:
                 return not (self.rebuilt or (self.codec is not None and bool(self.value)))
             case Reads.SAMPLES:
-                return exact or not (isinstance(self.codec, Dither) or self.mapped)
+                has_parts = self.codec is not None and self.codec.has_parts
+                return exact or not (has_parts or self.mapped)
             case Reads.SIZES:
                 return False
         return True
@@ -428,7 +429,7 @@ def _served(
                 nbytes=0,
                 restore_s=storage.producer_s + profile.fixed_s.get(RESTORE, 0.0),
                 rebuilt=True,
-                mapped=not is_exact and site.producer in MAPS,
+                mapped=not is_exact and site.producer in MAPS and _has_parts(preset, site),
                 codec=None,
                 link="",
                 travels=None,
@@ -518,6 +519,12 @@ def _as_made(preset: Preset, site: Site) -> Site:
     if is_made and (exactly or site.consumer == ATTENTION):
         return replace(site, rebuildable=Rebuildable.NO)
     return site
+
+
+def _has_parts(preset: Preset, site: Site) -> bool:
+    """Returns whether codes of the preset, such as one that a site is rebuilt from, have parts."""
+    action = preset.policy(replace(site, rebuildable=Rebuildable.NO))
+    return isinstance(action, Encode) and action.codec.has_parts
 
 
 def _moved(held: _StoredForm, nbytes: int, profile: Profile) -> _StoredForm:

@@ -104,7 +104,7 @@ def group_restored(
     steps, lows = array_at(code, G, np.int16), array_at(code + 2 * G, G, np.int16)
     codes = array_at(code + 4 * G, nbytes - 4 * G, u8)
     by = rows_at(scale, R, C), rows_at(shift, R, C), (inner, row), array_at(mask, mask_nbytes, u8)
-    _dequantize_group(codes, steps, lows, levels, S, *by, array_at(out, N, i32), 0)
+    _dequantize_group(codes, steps, lows, levels, S, *by, array_at(out, N, i32), 0, 0)
     return True
 
 

@@ -50,10 +50,11 @@ def group_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
     source = array(codes), patterns(step), patterns(low)
-    by = *channels(scale, shift, inner, out.numel()), mask_array(mask)
-    _dequantize(*source, levels, group_size, *by, *words(out))
+    by = *channels(scale, shift, inner, first * TILE + out.numel()), mask_array(mask)
+    _dequantize(*source, levels, group_size, *by, *words(out), first)
 
 
 @jit
@@ -94,10 +95,10 @@ def _quantize(x, kind, scale, shift, runs, seed_low, seed_high, levels, S, out, 
 
 
 @parallel
-def _dequantize(codes, steps, lows, levels, S, scale, shift, runs, mask, out, kind):
+def _dequantize(codes, steps, lows, levels, S, scale, shift, runs, mask, out, kind, first):
     N = out.shape[0]
     T = (N + TILE - 1) // TILE
-    P = codes_nbytes(levels, TILE)
+    P, G = codes_nbytes(levels, TILE), TILE // S  # of a tile: bytes of codes, groups
     for i_c in prange((T + CHUNK - 1) // CHUNK):
         b_x, b_zero = np.empty(TILE, f32), np.zeros(TILE, f32)
         b_code, b_flag = np.empty(TILE + SLACK, u8), np.empty(TILE, np.int8)
@@ -105,13 +106,14 @@ def _dequantize(codes, steps, lows, levels, S, scale, shift, runs, mask, out, ki
         for i_t in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, T)):
             start = i_t * TILE
             n = min(TILE, N - start)
-            unpack(codes[i_t * P : i_t * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
+            i_w = first + i_t  # in the whole tensor
+            unpack(codes[i_w * P : i_w * P + codes_nbytes(levels, n)], levels, b_code[: n + SLACK])
             for i_g in range((n + S - 1) // S):
                 b_low[i_g], b_step[i_g] = (
-                    bf16_value(lows[start // S + i_g]),
-                    bf16_value(steps[start // S + i_g]),
+                    bf16_value(lows[i_w * G + i_g]),
+                    bf16_value(steps[i_w * G + i_g]),
                 )
             values = target(out[start : start + n], kind, b_x[:n])
             dequantize(b_code, b_zero, S, b_low, b_step, values)
-            map_restored(values, start, scale, shift, runs, mask, b_flag)
+            map_restored(values, i_w * TILE, scale, shift, runs, mask, b_flag)
             from_restored(values, kind, out[start : start + n])

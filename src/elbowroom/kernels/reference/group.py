@@ -13,7 +13,7 @@ step^2 / 6 on average (arXiv 2104.14129, eq. 3). A group with a NaN, an Inf, or 
 import torch
 from torch import Tensor
 
-from elbowroom.kernels.layout import tiles
+from elbowroom.kernels.layout import TILE, tiles
 from elbowroom.kernels.reference.affine import mapped
 from elbowroom.kernels.reference.codes import pack_codes, unpack_codes
 from elbowroom.kernels.reference.noise import uniform
@@ -62,9 +62,14 @@ def group_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """Inverse of `group_quantize`: out [N] is written."""
-    q = unpack_codes(codes, out.numel(), levels).float()
-    each = torch.arange(out.numel(), device=codes.device) // group_size
+    """Inverse of `group_quantize`: out [N] is written.
+
+    If out is part of a larger tensor, it is the part that begins with tile `first`.
+    """
+    n = first * TILE + out.numel()
+    q = unpack_codes(codes, n, levels).float()
+    each = torch.arange(n, device=codes.device) // group_size
     y = low.float()[each] + step.float()[each] * q
-    store(mapped(y, scale, shift, inner, mask), out)
+    store(mapped(y, scale, shift, inner, mask)[first * TILE :], out)

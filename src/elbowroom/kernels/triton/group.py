@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from elbowroom.kernels import outputs
+from elbowroom.kernels.layout import TILE as TILE_SIZE
 from elbowroom.kernels.layout import tiles
 from elbowroom.kernels.triton.affine import blank_unset, channels, is_short, mapped, scale_tile
 from elbowroom.kernels.triton.device import (
@@ -53,10 +54,11 @@ def group_dequantize(
     shift: Tensor | None = None,
     inner: int = 1,
     mask: Tensor | None = None,
+    first: int = 0,
 ) -> None:
     target, kind = words(out)
-    by = channels(scale, shift, inner, mask, out.numel())
-    args = codes, patterns(step), patterns(low), target, out.numel(), *by
+    by = channels(scale, shift, inner, mask, first * TILE_SIZE + out.numel())
+    args = codes, patterns(step), patterns(low), target, out.numel(), first, *by
     constants = {"LEVELS": levels, "S": group_size, "KIND": kind, "SHORT": is_short(scale, inner)}
     launch(_dequantize, tiles(out.numel()), *args, **constants)
 
@@ -88,15 +90,17 @@ def _quantize(
     pack(p_x, p_codes, n[:, None], b_key, b_low, b_scale, None, LEVELS, S, KIND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _dequantize(
-    p_codes, p_step, p_low, p_out, N, p_scale, p_shift, p_mask, inner, C, share,
+    p_codes, p_step, p_low, p_out, N, first, p_scale, p_shift, p_mask, inner, C, share,
     LEVELS: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = TILE // S
     i_t, n = program_tiles(N, R)
     i_t, n = i_t[:, None, None], n[:, None, None]
+    p_out += i_t * TILE
+    i_t += first  # in the whole tensor
     o_e = group_elements(S)
     m_e = o_e < n
     o_g = tl.arange(0, G)[None, :, None]
@@ -107,4 +111,4 @@ def _dequantize(
     b_x = b_low + b_step * b_code.to(tl.float32)
     b_x = scale_tile(b_x, i_t, o_e, m_e, p_scale, p_shift, inner, C, share, SHORT)
     b_x = blank_unset(b_x, i_t, o_e, m_e, p_mask)
-    store_restored(p_out + i_t * TILE + o_e, b_x, m_e, KIND)
+    store_restored(p_out + o_e, b_x, m_e, KIND)
