@@ -39,6 +39,7 @@ from elbowroom.fitting.observations import (
     NotRepeatable,
     OptionsChanged,
     OutputsHeld,
+    PlanOutgrown,
     Rehearsed,
     RehearsedInVain,
     RowsTakeTooMuch,
@@ -338,6 +339,18 @@ ROWS = {
             "phase": P.VERIFYING,
             "options": FitOptions(900),
             "attempts": Attempts().knowing(Profile()),
+            "measured_least": 1100,
+        },
+        (FORGET, MakePlan(replans=True)),
+    ),
+    "other options in the last resort, by which steps may take less": Row(
+        LAST,
+        OptionsChanged(FitOptions(900, exact=True)),
+        {
+            "phase": P.VERIFYING,
+            "options": FitOptions(900, exact=True),
+            "preset": 1,
+            "attempts": Attempts().knowing(Profile()),
         },
         (FORGET, MakePlan(replans=True)),
     ),
@@ -554,6 +567,9 @@ ROWS = {
         },
         (BEGIN,),
     ),
+    "a forward holds too much for a plan of another one": Row(
+        GUESSED, PlanOutgrown(), replace(FRESH, infeasible=True), (FORGET,)
+    ),
     "before the first step all may be kept": Row(GUESSED, NothingToDo(), FRESH, (FORGET,)),
     "before the first step another plan is found than the given one": Row(
         replace(GIVENS, profiled=ONE),
@@ -602,6 +618,9 @@ ROWS = {
     ),
     "more plans than leave out whole classes": Row(
         replace(FRESH, infeasible=True), NoPlanLeft(MORE), FRESH, (FORGET, BLAME_NO_CLASSES)
+    ),
+    "more plans than were measured, which may take less": Row(
+        replace(WRITING, attempts=TRIED), NoPlanLeft(MORE), FRESH, (FORGET, BLAME_NO_CLASSES)
     ),
     "more plans once rows wait": Row(
         replace(WRITING, is_recurrent=True),

@@ -55,9 +55,21 @@ ROWS = {
         step(900),
         {"phase": P.WRITING, "has_fit": True, "headroom": Headroom(500, None, 550, 450)},
     ),
-    "a lossy preset is not taken: a plan may do with exact ones": Row(
+    "a lossy preset is taken where a forward would climb to it": Row(
         FRESH,
         step(1100, preset_within=lambda _: 4),
+        {"phase": P.WRITING, "headroom": Headroom(700), "preset": 4},
+        (above(1100),),
+    ),
+    "a lossy preset is not taken where a forward may hold anything": Row(
+        replace(FRESH, takes_anything=True),
+        step(1100, preset_within=lambda _: 4),
+        {"phase": P.WRITING, "headroom": Headroom(700)},
+        (above(1100),),
+    ),
+    "a lossy preset is not taken where the step ran at a stricter one": Row(
+        replace(FRESH, preset=5),
+        step(1100, preset=5, preset_within=lambda _: 4),
         {"phase": P.WRITING, "headroom": Headroom(700)},
         (above(1100),),
     ),

@@ -588,7 +588,7 @@ ROWS = {
     "the last resort does not fit, and the step that begins has gradients that none had": Row(
         LAST,
         replace(step(1200), memory=GRADIENTS),
-        replace(FRESH, memory=GRADIENTS),
+        replace(FRESH, memory=GRADIENTS, measured_least=1100),
         (above(1200), FORGET),
     ),
     "the last resort does not hold either, but other steps have fit": Row(
@@ -627,7 +627,7 @@ ROWS = {
             unexpected=UnexpectedSteps(count=1, is_last=True),
         ),
         StepBegan(MEMORY, ONE),
-        replace(FRESH, unexpected=UnexpectedSteps(count=1)),
+        replace(FRESH, unexpected=UnexpectedSteps(count=1), measured_least=1100),
         (FORGET,),
     ),
 }

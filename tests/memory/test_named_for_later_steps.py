@@ -5,7 +5,7 @@ Later steps may begin with gradients (zero_grad() after forward, or accumulation
 the first step makes, or with those of an optimizer that `fit` was not given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -128,6 +128,10 @@ def plain_nbytes(made: Callable[[], Training]) -> int:
 
 def adamw(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3, foreach=False)  # type: ignore[arg-type]
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.01)  # type: ignore[arg-type]
 
 
 def amsgrad(parameters: object) -> torch.optim.Optimizer:
@@ -283,3 +287,89 @@ def test_a_refusal_says_that_other_models_may_share_the_step():
         first(torch.randn(512, 128))
     for one in (first, second):
         er.release(one)
+
+
+class Heads(nn.Module):
+    """A trunk with three heads, whose gradients the program takes apart and adds up itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU())
+        self.heads = nn.ModuleList(nn.Linear(512, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.trunk(x)
+        return [head(hidden) for head in self.heads]
+
+
+class ByHand(Training):
+    def run(self, x: Tensor, *_: Tensor) -> None:
+        weights = list(self.model.trunk.parameters())
+        losses = [F.cross_entropy(out, torch.arange(len(out)) % 4) for out in self.model(x)]
+        taken = [torch.autograd.grad(loss, weights, retain_graph=True) for loss in losses]
+        self.optimizer.zero_grad()
+        for weight, *gradients in zip(weights, *taken, strict=True):
+            weight.grad = torch.stack(gradients).sum(0)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_what_a_step_was_measured_to_take_is_named_although_learning_began_anew(exact):
+    """No forward tells of gradients that the program holds. The second step begins with some."""
+
+    def made() -> Training:
+        return ByHand(Heads(), rows(1024, 64), adamw)
+
+    least = named(made, int(0.5 * plain_nbytes(made)), exact=exact)
+    holds(made, least, exact=exact)
+
+
+class Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.head = nn.Linear(64, 10)
+        self.rounds = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            x = x + self.cell(x)
+        self.rounds = 16
+        return self.head(x)
+
+
+def test_a_second_forward_that_loops_more_is_planned_anew_and_not_refused():
+    """Its shapes are those of the first one, whose plan keeps more of a round than it can."""
+
+    def made() -> Training:
+        return Training(Loops(), rows(512, 64), adamw, "before")
+
+    holds(made, int(0.3 * plain_nbytes(made)))
+
+
+class Scaled(nn.Module):
+    """It cannot begin again: an iterator that it is handed would have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, scales: Iterator[float]) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) * next(scales)
+        return x
+
+
+class WithScales(Training):
+    def loss(self, x: Tensor) -> Tensor:
+        return self.model(x, iter((1.0, 0.5, 0.25, 0.125))).square().mean()
+
+
+def test_a_forward_that_climbs_names_what_one_takes_that_begins_with_its_codes():
+    def made() -> Training:
+        return WithScales(Scaled(), rows(512, 256), sgd, "before")
+
+    least = named(made, int(0.4 * plain_nbytes(made)), exact=None)
+    holds(made, least, exact=None)

@@ -179,8 +179,12 @@ def _preset_measured(state: FitState, seen: StepMeasured, own_nbytes: int) -> St
         # Gradients that the step has made stand in the next forward. They may go before backward
         # (zero_grad() after forward), which makes them anew: no ground to refuse it unmeasured.
         state = replace(state, takes_anything=True)
-    lossy = found is not None and not state.options.presets[found].exact
-    preset = seen.preset if found is None or lossy else found  # a plan may do with exact ones
+    # A forward that climbs to codes is not profiled, and holds more than one that begins with them.
+    # If it need not climb, none are taken: a plan may do with exact actions.
+    climbs = found is not None and found > seen.preset and not state.takes_anything
+    preset = seen.preset
+    if found is not None and (climbs or state.options.presets[found].exact):
+        preset = found
     if preset == seen.preset:
         state = _allowing(state, seen, peak_nbytes, new_nbytes)
     return replace(state, preset=preset), ()

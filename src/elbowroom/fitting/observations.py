@@ -320,6 +320,14 @@ class NothingToDo:
 
 
 @dataclass(frozen=True)
+class PlanOutgrown:
+    """Observation: a forward holds more than its plan, made for another one, leaves room for.
+
+    Nothing was measured of that plan. The forward has been undone, and begins again.
+    """
+
+
+@dataclass(frozen=True)
 class ForwardProfiled:
     """Observation: a forward has run without holding tensors."""
 
@@ -371,6 +379,7 @@ Observation = (
     | NoPlan
     | SmallestMade
     | NothingToDo
+    | PlanOutgrown
     | ForwardProfiled
     | Rehearsed
     | RehearsedInVain

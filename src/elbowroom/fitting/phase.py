@@ -32,8 +32,9 @@
     IDLE         a larger call was profiled                  VERIFYING
 
 From every phase, a larger call, another budget or more resident bytes beside the model lead back to
-VERIFYING, with the same profile; without a profile, they lead to GIVEN, WRITING or GUESSING. The
-phase after a step is GUESSING if the step held more than those before it, ran its model more often,
+VERIFYING, with the same profile; without a profile, they lead to GIVEN, WRITING or GUESSING. To
+GUESSING leads a forward, too, that holds too much for a plan that was never measured. The phase
+after a step is GUESSING if the step held more than those before it, ran its model more often,
 or began with more gradients (micro-batches), or if a restriction on plans was relaxed. Five
 inconclusive measurements, or five steps in a row that cannot be measured, lead to SETTLED; from the
 latter a step that is measured leads back to VERIFYING.

@@ -59,7 +59,7 @@ _LITTLE = 0.005  # of a step: a plan that saves less time is not worth a measure
 def learn_anew(state: FitState) -> Step:
     """Discards all measurements, and learns again from steps of the largest size."""
     largest = state.most or state.largest
-    state = replace(state.fresh(), only_largest=True, largest=largest, most=None)
+    state = replace(state.fresh(), only_largest=True, largest=largest, most=None, measured_least=0)
     return state, (ForgetScripts(),)
 
 
@@ -201,21 +201,25 @@ def _comes_near(state: FitState, seen: NoPlan) -> bool:
 
 def tries_more(state: FitState, fallbacks: Fallbacks) -> Step | None:
     """Relaxes a restriction where no plan fits, and learns again; None: none is left."""
+    relaxed: tuple[Command, ...] | None = None
     if fallbacks.blamed_classes:
-        return state.fresh(), (ForgetScripts(), BLAME_NO_CLASSES)
-    if fallbacks.rows:
-        return state.fresh(), (ForgetScripts(), LET_ROWS_WAIT)
-    if fallbacks.products:
-        return state.fresh(), (ForgetScripts(), RUN_PRODUCTS_AGAIN)
-    if fallbacks.checkpoints:
-        return state.fresh(), (ForgetScripts(), say(Line.OPENS), OPEN_CHECKPOINTS)
-    if state.is_recurrent and fallbacks.layers:
-        return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=False))
-    if state.has_many_small and fallbacks.small:
-        return state.fresh(), (ForgetScripts(), TAKE_SMALL)
-    if state.is_recurrent and fallbacks.stretches:
-        return state.fresh(), (ForgetScripts(), *run_layers_again(rounds=True))
-    return None
+        relaxed = (BLAME_NO_CLASSES,)
+    elif fallbacks.rows:
+        relaxed = (LET_ROWS_WAIT,)
+    elif fallbacks.products:
+        relaxed = (RUN_PRODUCTS_AGAIN,)
+    elif fallbacks.checkpoints:
+        relaxed = say(Line.OPENS), OPEN_CHECKPOINTS
+    elif state.is_recurrent and fallbacks.layers:
+        relaxed = run_layers_again(rounds=False)
+    elif state.has_many_small and fallbacks.small:
+        relaxed = (TAKE_SMALL,)
+    elif state.is_recurrent and fallbacks.stretches:
+        relaxed = run_layers_again(rounds=True)
+    if relaxed is None:
+        return None
+    # What steps took before says nothing of those to come.
+    return replace(state.fresh(), measured_least=0), (ForgetScripts(), *relaxed)
 
 
 def run_layers_again(*, rounds: bool) -> tuple[Command, ...]:

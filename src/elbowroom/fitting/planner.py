@@ -75,6 +75,7 @@ from elbowroom.fitting.observations import (
     Observation,
     OptionsChanged,
     OutputsHeld,
+    PlanOutgrown,
     RowsTakeTooMuch,
     StepBegan,
     UnexpectedStep,
@@ -218,6 +219,10 @@ class Planner(StateView):
         """Replans without what was found not to be possible (`repeatable`)."""
         profile = self.profile
         self._tell(NotRepeatable(None if profile is None else repeatable(self, profile)))
+
+    def outgrow(self) -> None:
+        """Discards a plan that a forward, which was undone since, has held too much for."""
+        self._tell(PlanOutgrown())
 
     def context_of(
         self,

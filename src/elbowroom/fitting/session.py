@@ -325,7 +325,8 @@ class Fitting(SharesSteps):
             return self._replayed(forward, script)
         self._repeats = None
         follows = not planner.state.may_rehearse or self._step is None
-        if follows and not planner.takes_trials():
+        outgrows = follows and self._step is not None and planner.state.may_be_outgrown
+        if follows and not planner.takes_trials() and not outgrows:
             return self._forward(forward)
         undo = Undo(model, (), given, copies=self._copies)
         forward = undo.watching(forward)
@@ -338,11 +339,17 @@ class Fitting(SharesSteps):
             return self._learned(forward, undo, given)
         except Unrepeatable:
             undo.back()
+            learn = planner.leave_out_unrepeatable
+        except BudgetTooSmall:
+            if not (outgrows and planner.redoes):
+                raise
+            undo.back()
+            learn = planner.outgrow
         finally:
             planner.redoes = False
             undo.close()
         self._stop()
-        planner.leave_out_unrepeatable()
+        learn()
         self._measure(given)
         return self._run(model, forward, given)
 

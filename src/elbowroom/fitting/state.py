@@ -85,6 +85,8 @@ class FitState:
     tries         steps that were measured under a plan, or profiled
     unmeasured    steps in a row that could not be measured
     attempts      plans that were measured, and profiles to make smaller plans from
+    measured_least  the least that plans were measured to take before learning last began anew; 0:
+                  none was, or one was within the budget, or restrictions were relaxed since
     gradient_nbytes  the most bytes of gradients that a measured step has begun with
     skipped_steps    steps that were not measured because they began with fewer gradients than
                      that, or with fewer outputs of earlier forwards
@@ -134,6 +136,7 @@ class FitState:
     tries: int = 0
     unmeasured: int = 0
     attempts: Attempts = field(default_factory=Attempts)
+    measured_least: int = 0
     gradient_nbytes: int = 0
     skipped_steps: int = 0
     others_learn: bool = False
@@ -162,6 +165,7 @@ class FitState:
             is_recurrent=self.is_recurrent,
             small_nbytes=self.small_nbytes,
             takes_anything=self.takes_anything,
+            measured_least=self.taken_nbytes,
             max_co_resident_nbytes=self.max_co_resident_nbytes,
             outputs_nbytes=self.outputs_nbytes,
             unexpected=replace(self.unexpected, is_last=False),
@@ -292,6 +296,14 @@ class FitState:
         return not (self.has_fit or self.settled or self.unexpected.varies or is_guess)
 
     @property
+    def may_be_outgrown(self) -> bool:
+        """True if a forward that holds too much for its plan is planned anew, not refused.
+
+        The plan was made for another forward, and never measured: this one may loop more often.
+        """
+        return self.may_refuse and self.plan is not None and not self.attempts.taken
+
+    @property
     def refuses_last_resort(self) -> bool:
         """True if the budget is refused where the last resort, a uniform preset, exceeds it, too.
 
@@ -315,8 +327,10 @@ class FitState:
 
         A refusal that names less, by an estimate, could be followed by one by a measurement.
         """
-        least = self.attempts.least
-        return 0 if least is None or self.has_fit else least.peak_nbytes
+        if self.has_fit:
+            return 0
+        least, before = self.attempts.least, self.measured_least
+        return min(least.peak_nbytes, before or least.peak_nbytes) if least else before
 
     @property
     def waits_for_others(self) -> bool:

@@ -47,6 +47,7 @@ from elbowroom.fitting.observations import (
     OptionsChanged,
     OutputsHeld,
     PlanMade,
+    PlanOutgrown,
     PlanTaken,
     Rehearsed,
     RehearsedInVain,
@@ -72,7 +73,7 @@ from elbowroom.fitting.planned import (
 from elbowroom.fitting.state import SAFEST_EXACT, FitState, ReplacedState
 
 if TYPE_CHECKING:
-    from elbowroom.fitting.options import MemoryState
+    from elbowroom.fitting.options import FitOptions, MemoryState
     from elbowroom.plan.profile import Profile
 
 _MUCH = 0.01  # of the budget: if this much more is resident beside the model, it is replanned
@@ -97,7 +98,7 @@ def advance(state: FitState, seen: Observation) -> Step:
         case StepMeasured():
             return step_measured(state, seen)
         case OptionsChanged(options):
-            return _plan_again(replace(state, options=options), 1.0)
+            return _options_changed(state, options)
         case LargerKnown(headroom):
             return replace(state, headroom=state.headroom.inherited(headroom)), ()
         case NotRepeatable(profile):
@@ -116,6 +117,8 @@ def advance(state: FitState, seen: Observation) -> Step:
             return tries_more(state, fallbacks) or (state, ())
         case NothingToDo():
             return state.fresh(), (ForgetScripts(),)
+        case PlanOutgrown():
+            return replace(state.fresh(), infeasible=True), (ForgetScripts(),)
         case CannotRehearse():
             return _cannot_rehearse(state)
         case ForwardProfiled():
@@ -238,6 +241,14 @@ def _outputs_held(state: FitState, nbytes: int) -> Step:
     attempts = Attempts().knowing(profile)
     state = replace(state, phase=Phase.VERIFYING, rounds=0, tries=0, attempts=attempts)
     return state, (ForgetScripts(), MakePlan(replans=True))
+
+
+def _options_changed(state: FitState, options: "FitOptions") -> Step:
+    """Replans by other options; what steps took by the old ones bounds another budget alone."""
+    alike = replace(options, budget_nbytes=state.options.budget_nbytes) == state.options
+    measured_least = state.taken_nbytes if alike else 0
+    state = replace(state, options=options, attempts=Attempts(), measured_least=measured_least)
+    return _plan_again(state, 1.0)
 
 
 def _plan_again(state: FitState, growth: float) -> Step:
