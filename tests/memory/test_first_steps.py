@@ -471,3 +471,48 @@ def test_no_more_is_refused_than_plain_autograd_takes_where_tensors_have_no_line
         torch.equal(p.grad, q.grad)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
+
+
+class DeeplySupervised(nn.Module):
+    """A result at full resolution, and one at half of it, which is made last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(given: int, made: int, stride: int = 1) -> nn.Module:
+            conv = nn.Conv2d(given, made, 3, stride, padding=1)
+            return nn.Sequential(conv, nn.InstanceNorm2d(made), nn.LeakyReLU())
+
+        self.first, self.down, self.middle = block(1, 16), block(16, 32, 2), block(32, 16)
+        self.up, self.last = nn.ConvTranspose2d(16, 16, 2, 2), block(32, 16)
+        self.whole, self.halved = nn.Conv2d(16, 2, 1), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x)
+        middle = self.middle(self.down(first))
+        main = self.whole(self.last(torch.cat([self.up(middle), first], 1)))
+        return main, self.halved(middle)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_first_step_counts_each_result_that_a_loss_can_read(exact, caplog):
+    """By the result made last alone, half of the net would have no backward."""
+    torch.manual_seed(0)
+    model = DeeplySupervised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        x, labels = torch.randn(4, 1, 64, 64), torch.randint(0, 2, (4, 64, 64))
+        main, half = model(x)
+        loss = F.cross_entropy(main, labels) + F.cross_entropy(half, labels[:, ::2, ::2])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    plain = peak(step)
+    er.fit(model, budget=int((0.7 if exact else 0.65) * plain), optimizer=optimizer, exact=exact)
+    for _ in range(2):  # the second one ends the measurement of the first
+        step()
+    assert opener_of(model).highest_nbytes <= 1.06 * er.summary(model).budget_nbytes
+    er.release(model)

@@ -643,3 +643,23 @@ def test_a_rehearsal_makes_nothing_again_from_bits_alone():
     (read,) = [one for one in sites if one.consumer == "mul" and one.shape == (256, 64)]
     assert read.producer == "leaky_relu"
     assert read.rebuildable is Rebuildable.NO
+
+
+def test_the_least_that_a_loss_reads_are_results_that_no_other_one_is_made_of():
+    w = torch.randn(4, 4, requires_grad=True)
+    hidden = torch.tanh(w)
+    main, extra = hidden.exp(), hidden.sin()
+
+    def names(*results: Tensor) -> set[str]:
+        graph = graph_of(results)
+        return {graph.nodes[at].name for at, _ in graph.least_roots}
+
+    assert names(hidden, main) == names(main, hidden) == {"ExpBackward0"}
+    assert names(main, extra, hidden) == {"ExpBackward0", "SinBackward0"}
+    assert names(main, main.view(16)) == {"ViewBackward0"}
+    values, indices = w.max(0)
+    assert names(values) == {"MaxBackward0"}
+    assert not graph_of([indices.float()]).least_roots
+    assert names(main, extra.sum()) == {"SumBackward0"}  # one number is the loss
+    pair = torch.linalg.qr(w)  # two results of one node
+    assert len(graph_of(pair).least_roots) == 1

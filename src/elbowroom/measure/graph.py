@@ -54,10 +54,28 @@ def graph_of(
     ranges = sorted(one for region in hidden for one in region if one[0] < one[1])
     nodes = tuple(_node(fn, found, ranges, since) for fn in found)
     roots = tuple(sorted((found[fn], which) for fn, which in starts))
-    last = tuple(sorted(roots, key=lambda root: nodes[root[0]].nth)[-1:])
+    least = _not_led_to(nodes, roots)
     if recorder is None:
-        return Graph(nodes, roots, last_roots=last)
-    return Graph(nodes, roots, recorder.asks(), hidden, last)
+        return Graph(nodes, roots, least_roots=least)
+    return Graph(nodes, roots, recorder.asks(), hidden, least)
+
+
+def _not_led_to(
+    nodes: tuple[BackwardOp, ...], roots: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    """Returns the roots, the one made last first, to which no other one leads."""
+    found, reached = [], set[int]()
+    for root in sorted(roots, key=lambda root: nodes[root[0]].nth, reverse=True):
+        if root[0] in reached:
+            continue
+        found.append(root)
+        waiting = [root[0]]
+        while waiting:
+            at = waiting.pop()
+            if at not in reached:
+                reached.add(at)
+                waiting += [to for to, _ in nodes[at].gives if to >= 0]
+    return tuple(found)
 
 
 def _is_in(ranges: list[tuple[int, int]], nth: int) -> bool:

@@ -143,7 +143,8 @@ class Graph:
     """The ops that backward will run.
 
     roots   (node, which of its tensors) that gradients come into
-    last_roots  of each forward the one made last, if the loss reads no other
+    least_roots  those that no other one leads to: the least that a loss reads of a forward, if it
+            is not to leave saved tensors unread
     asks    for each saved storage, the `nth` of the node that has made each save
     hidden  for each checkpoint of the user's the ranges of `nth`, from and up to, of nodes that its
             hooks hold for; it puts all of that back at once
@@ -153,7 +154,7 @@ class Graph:
     roots: tuple[tuple[int, int], ...] = ()
     asks: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[tuple[tuple[int, int], ...], ...] = ()
-    last_roots: tuple[tuple[int, int], ...] = ()
+    least_roots: tuple[tuple[int, int], ...] = ()
 
     def followed_by(self, later: "Graph") -> "Graph":
         """Returns this graph joined with that of a forward that ran after this one.
@@ -185,14 +186,14 @@ class Graph:
             seen.add(at)
             read |= {(places[to], k) for to, k in later.nodes[at].gives}
             waiting += [to for to, _ in later.nodes[at].gives]
-        mine, last_of_mine = (
+        mine, least_of_mine = (
             tuple(root for root in roots if root not in read)
-            for roots in (self.roots, self.last_roots)
+            for roots in (self.roots, self.least_roots)
         )
         roots = mine + tuple((to + shift, k) for to, k in later.roots)
         asks, hidden = self.asks + later.asks, self.hidden + later.hidden
-        last = last_of_mine + tuple((to + shift, k) for to, k in later.last_roots)
-        return Graph((*self.nodes, *moved), roots, asks, hidden, last)
+        least = least_of_mine + tuple((to + shift, k) for to, k in later.least_roots)
+        return Graph((*self.nodes, *moved), roots, asks, hidden, least)
 
     def begins_at(self, other: "Graph") -> bool:
         """Returns whether gradients come into any root of another graph, which this begins with."""

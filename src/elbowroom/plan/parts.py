@@ -74,11 +74,11 @@ def _joined(part: StepPart) -> ForwardProfile:
         if nth in part.waits:
             left.update(range(first, first + nodes))
         first += nodes
-    roots, last_roots = (
+    roots, least_roots = (
         tuple(root for root in some if root[0] not in left)
-        for some in (joined.graph.roots, joined.graph.last_roots)
+        for some in (joined.graph.roots, joined.graph.least_roots)
     )
-    return replace(joined, graph=replace(joined.graph, roots=roots, last_roots=last_roots))
+    return replace(joined, graph=replace(joined.graph, roots=roots, least_roots=least_roots))
 
 
 def _unasked(step: Profile, first: int, count: int, last: int) -> Profile:

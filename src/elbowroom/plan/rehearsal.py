@@ -10,11 +10,11 @@ Its ops and sizes were recorded. Its backward is estimated here, node by node:
                of forward; with care, what forward gives, besides, as the program may hold it
 
 Workspaces inside of libraries are not known, so CAREFUL leaves a little for them; MIDDLE takes the
-graph at its word, LIKELY also supposes that the loss reads one tensor, which nobody holds, and
-LEAST, for refusals, that the loss takes less. An op that saves a workspace (an LSTM) takes 0.4 to
-2.4 times as much for that of its backward. The plan that comes of it is corrected by the first
-measurement. Where a forward gives nothing that a graph is found from, what it saves is taken for
-one chain of ops.
+graph at its word, LIKELY also supposes that the loss reads no result that others were made of, and
+that nobody holds what it reads, and LEAST, for refusals, that the loss takes less. An op that saves
+a workspace (an LSTM) takes 0.4 to 2.4 times as much for that of its backward. The plan that comes
+of it is corrected by the first measurement. Where a forward gives nothing that a graph is found
+from, what it saves is taken for one chain of ops.
 """
 
 from bisect import bisect_left, bisect_right
@@ -41,7 +41,8 @@ class Care(NamedTuple):
     ops         times what the graph says that an op takes
     workspaces  times the workspace that an op has saved, for that of its backward
     any_loss    the loss may read all that forward gives, and the program may hold that until
-                backward has ended; else the loss reads one tensor, and is all that holds it
+                backward has ended; else the loss reads what nothing else was made of, and is all
+                that holds it
     loss        times its input that a loss outside of forward takes beside that: what it saves of
                 it, the gradient of that, and its own
     """
@@ -190,7 +191,7 @@ def with_backward(
     graph = forward_profile.graph if forward_profile.graph.roots else _chain(storages)
     loss_nbytes = int(care.loss * forward_profile.loss_nbytes[0])
     if not care.any_loss:
-        graph = replace(graph, roots=graph.last_roots or graph.roots)
+        graph = replace(graph, roots=graph.least_roots or graph.roots)
         loss_nbytes = int(care.loss * forward_profile.loss_nbytes[1])
     moments = _moments(graph, care)
     born = sum(gradient.nbytes for gradient in gradients)
