@@ -19,6 +19,7 @@ from elbowroom.fitting.compiled_steps import MeasuredStep
 from elbowroom.fitting.twin import _leaves_alone
 from elbowroom.fitting.uncompiled import Examined
 from elbowroom.fitting.why_eager import NothingCompiled
+from elbowroom.measure.background import Background
 from elbowroom.measure.peak import mark, memory_curve
 
 needs_a_compiler = pytest.mark.skipif(
@@ -79,6 +80,30 @@ def test_where_no_plan_takes_less_the_first_comes_back_and_a_warning_says_what_i
     assert room.unplanned_nbytes == 0
     assert not plans.measured.wants(plans.twins[0], 50)
     assert plans.measured.wants(plans.twins[0], 51)
+
+
+def test_where_a_correction_is_refused_the_least_is_planned_and_judged(monkeypatch) -> None:
+    plans, room, _ = plans_of(monkeypatch, (1030, True), (1012, True))
+    plans.judge()
+    assert not plans.try_least(1030)  # no less than what was measured
+    assert plans.try_least(1015)
+    assert room.unplanned_nbytes == 25
+    plans.twins.append(FakeTwin())  # type: ignore[arg-type]
+    assert not plans.try_least(1010)  # once
+    with pytest.warns(UserWarning, match=r"takes 1,?012 B \(measured\)"):
+        plans.judge()
+    assert not plans.are_corrected
+
+
+def test_plans_for_the_least_that_take_no_less_give_way_to_those_before(monkeypatch) -> None:
+    plans, room, twins = plans_of(monkeypatch, (1030, True), (1030, True))
+    plans.judge()
+    assert plans.try_least(1015)
+    plans.twins.append(FakeTwin())  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=r"takes 1\.01 KiB \(measured\)"):
+        plans.judge()
+    assert plans.twins == twins
+    assert room.unplanned_nbytes == 0
 
 
 def test_a_first_step_may_take_a_twentieth_more_and_is_said_above(monkeypatch) -> None:
@@ -166,6 +191,22 @@ def test_a_loss_outside_of_the_graph_is_said_and_nothing_stays_of_the_refusal() 
         peaks.append(max(level for t, level in levels if within[0] <= t <= within[1]))
     assert max(peaks) <= 1.01 * peaks[1]  # the first, too: no copy of the input stands in it
     assert max(peaks) > least.value.least_nbytes - sum(p.nbytes for p in net.parameters())
+
+
+@needs_a_compiler
+def test_a_refused_micro_batch_lets_other_models_be_measured() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net, x = Layers(), torch.randn(2048, 32)
+    with pytest.raises(er.errors.BudgetTooSmall) as least:
+        er.fit(torch.compile(net), budget="400 KiB", exact=True)(x)
+    er.release(net)
+    torch._dynamo.reset()
+    fitted = er.fit(torch.compile(net), budget=least.value.least_nbytes, exact=True)
+    fitted(x).sum().backward()
+    with pytest.raises(er.errors.BudgetTooSmall):  # beside gradients
+        fitted(x)
+    assert Background.running is None
 
 
 class Deep(nn.Module):

@@ -8,7 +8,8 @@ A model that was fitted first, and is called compiled later, gets there at that 
 The model's forwards run through a compiled twin, whose backend is `elbowroom.compiled`. The memory
 that the step may use is known before it is compiled (`compiled_room.py`). What it has taken is
 measured until a settled step has kept to the budget (`compiled_steps.py`). After one that has not,
-the model is compiled again for as much less; where no plan takes less, a warning says it.
+the model is compiled again for as much less, or for the least; where that is above the budget, a
+warning says it.
 
 Each shape that Dynamo compiles gets a plan of its own. A graph with symbols in its sizes serves
 many: its plan holds for calls of N elements as long as peak * (N / planned)^2 stays inside the
@@ -397,7 +398,9 @@ class CompiledFitting:
         """
         if self._plans.are_corrected and _may_go_back(undo):
             undo.back()
-            self._plans.take_back()
+            least = error.least_nbytes if isinstance(error, BudgetTooSmall) else None
+            if least is None or not self._plans.try_least(least):
+                self._plans.take_back()
             return
         is_final = isinstance(error, BudgetTooSmall) and not self._may_go_eager(error)
         if is_final and not self._plans.is_one_graph and _may_go_back(undo):
@@ -405,6 +408,7 @@ class CompiledFitting:
             error = refusal_that_holds(error, self, run, undo)
         refusal = self._refused_most(error)
         if not self._may_go_eager(error) or not _may_go_back(undo):
+            self._plans.measured.close()  # or no other model's step could be measured
             raise refusal from (None if refusal is not error else error.__cause__)
         undo.back()
         self._go_eager(model, error)

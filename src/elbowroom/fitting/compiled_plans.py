@@ -2,7 +2,9 @@
 
 A measured step may have taken more than the budget, since library calls, or code outside of the
 compiled regions, take more than was planned. Then all plans are made anew for as much less. Where
-there are none, those from before come back, and a warning says what a step takes.
+there are none, they are made for the least that the refusal names, if that is below what was
+measured. Else, or if a step by these takes no less, those from before come back. A warning says
+what a step takes.
 """
 
 import warnings
@@ -24,12 +26,14 @@ class _RejectedPlans:
     """Plans that a measured step has shown to be too high, and that step.
 
     kinds: of calls that these serve; unplanned_nbytes: of the room, as they were made
+    tried_least: plans were made for the least that a refusal has named
     """
 
     twins: list[Twin]
     kinds: set[Hashable]
     unplanned_nbytes: int
     seen: MeasuredStep
+    tried_least: bool = False
 
 
 class Plans:
@@ -99,6 +103,11 @@ class Plans:
         elif share <= EXACTLY:
             self.measured.settle(seen)
             self._before = None
+        elif self._before is not None and self._before.tried_least:
+            if seen.peak_nbytes < self._before.seen.peak_nbytes:
+                self._accept(seen)
+            else:
+                self.take_back()
         elif seen.twin in self.twins and self._corrections < _MAX_CORRECTIONS:
             self._correct(seen)
         else:
@@ -121,6 +130,24 @@ class Plans:
         self.measured.settle(seen)
         self._before = None
         warnings.warn(_says_above(seen, self._room.options.budget_nbytes), stacklevel=7)
+
+    def try_least(self, least_nbytes: int) -> bool:
+        """Has plans made for the budget that the refusal of a correction names.
+
+        Returns False if that is no less than what the plans before it take.
+        """
+        before, room = self._before, self._room
+        assert before is not None
+        above = least_nbytes - room.options.budget_nbytes
+        room_is_less = before.unplanned_nbytes < room.unplanned_nbytes - above
+        if before.tried_least or least_nbytes >= before.seen.peak_nbytes or not room_is_less:
+            return False
+        before.tried_least = True
+        room.unplanned_nbytes -= above
+        self.twins.clear()
+        self._kinds.clear()
+        self.measured.close()
+        return True
 
     def take_back(self) -> None:
         """Goes back to the plans before a correction, of which none takes less."""
