@@ -363,3 +363,26 @@ def _nodes_of(node: Any) -> set[str]:
         found += below
         seen |= below
     return {one.name() for one in found}
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_memory_of_a_backward_whose_heads_share_keys_is_known(heads: int, mask: bool) -> None:
+    """Torch has no fused kernel for them: weights in full, and a copy of k and v for each head."""
+    torch.manual_seed(0)
+    each = [torch.randn(4, n, 192, 32) for n in (6, heads, heads)]
+    if heads > 1:  # which broadcast in another way, as some decoders have them
+        each[0], each[1:] = (
+            each[0].view(4, heads, 3, 192, 32),
+            [x.unsqueeze(2) for x in each[1:]],
+        )
+    given = [x.requires_grad_() for x in each]
+    allowed = torch.ones(192, 192, dtype=torch.bool).tril() if mask else None
+    with er.saving():
+        out = F.scaled_dot_product_attention(*(x * 1.0 for x in given), attn_mask=allowed)
+        node = out.grad_fn
+    said = getattr(node, "workspace_nbytes", None)
+    assert said is not None, node
+    grad = torch.ones_like(out)
+    taken = er.peak(lambda: out.backward(grad)) - sum(x.nbytes for x in given)
+    assert 0.75 * taken < said < 1.35 * taken

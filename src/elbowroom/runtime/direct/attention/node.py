@@ -202,14 +202,17 @@ def _workspace_nbytes(
     Without a fused kernel, they were measured on a CPU.
     """
     learned_nbytes = mask.nbytes if mask is not None and mask.requires_grad else 0
-    if not (how.dropout_p or learned_nbytes or q.dim() != 4):
+    # Heads that share a key and a value take torch's math path, too, which copies both for each.
+    shares = k.shape[:-2] != q.shape[:-2]
+    if how.backend != _MATH and not (how.dropout_p or learned_nbytes or q.dim() != 4):
         given = one_pass.AttentionArguments(q, k, v, mask, how.is_causal, how.scale)
         return one_pass.workspace_nbytes(k.shape, v.shape) if given.fits else 0
     draws_again = how.dropout_p and not isinstance(drawn, DrawnBits)
     matrices = 4 if draws_again or q.dim() != 4 else 3
     wide = max(q.itemsize, 4)  # the math path computes in float32 where q has fewer bits
     nbytes = matrices * (q.numel() // q.shape[-1]) * k.shape[-2] * wide
-    return nbytes - learned_nbytes  # the mask's own gradient is one of them
+    copies = 2 * (q.numel() // q.shape[-2]) * k.shape[-2] * wide if shares else 0
+    return nbytes + copies - learned_nbytes  # the mask's own gradient is one of the matrices
 
 
 class _Attention(Node):
