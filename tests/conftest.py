@@ -243,13 +243,18 @@ def _tell_costs(
 
 
 def _whole_folders(config: pytest.Config) -> list[str]:
-    """The folders of `tests` of which all tests ran: all, or those that are named."""
+    """The folders of `tests` of which all tests ran: all, or those that are named.
+
+    Of "." that is so, too, where each of its own files is named.
+    """
     if not config.getoption("--all") or _is_a_part(config):
         return []
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         return _folders()
     asked = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
-    return [name for name in _folders() if TESTS / name in asked or TESTS in asked]
+    of_root = set(TESTS.glob("test_*.py")) <= asked
+    folders = [name for name in _folders() if TESTS / name in asked or TESTS in asked]
+    return [".", *folders] if of_root and "." not in folders else folders
 
 
 def _folders() -> list[str]:

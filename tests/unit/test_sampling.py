@@ -202,6 +202,14 @@ def test_a_run_of_all_tests_or_of_those_of_folders_is_written_down(said, conftes
     assert {one["threads"] for one in found.values()} == {torch.get_num_threads()}
 
 
+def test_all_files_beside_the_folders_are_one_of_them(said, conftest):
+    """A run of all tests takes over an hour, and nobody names "." itself."""
+    files = sorted(f"tests/{file.name}" for file in conftest.TESTS.glob("test_*.py"))
+    assert len(files) > 1
+    assert said(Config(files[0], all=True)) == f"{ALL_PASSED}., memory, unit never yet"
+    assert said(Config(*files, all=True)).startswith(f"{ALL_PASSED}memory, unit never yet; . on ")
+
+
 def test_all_folders_with_tests_are_named_but_that_of_frameworks(conftest):
     assert {".", "contract", "golden", "hostile", "memory", "numerics", "unit"} == set(
         conftest._folders()
