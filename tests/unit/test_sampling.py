@@ -207,7 +207,9 @@ def test_all_files_beside_the_folders_are_one_of_them(said, conftest):
     files = sorted(f"tests/{file.name}" for file in conftest.TESTS.glob("test_*.py"))
     assert len(files) > 1
     assert said(Config(files[0], all=True)) == f"{ALL_PASSED}., memory, unit never yet"
-    assert said(Config(*files, all=True)).startswith(f"{ALL_PASSED}memory, unit never yet; . on ")
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    after = said(Config(*files, all=True))
+    assert after == f"{ALL_PASSED}. on {today} at abc1234; memory, unit never yet"
 
 
 def test_all_folders_with_tests_are_named_but_that_of_frameworks(conftest):
