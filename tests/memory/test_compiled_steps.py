@@ -155,8 +155,8 @@ class Layers(nn.Module):
         return self.layers(x)
 
 
-@needs_a_compiler
-def test_a_loss_outside_of_the_graph_is_said_and_nothing_stays_of_the_refusal() -> None:
+def refused() -> tuple[nn.Module, Tensor, int]:
+    """Returns a model, its input, and the least budget that a refusal has named for both."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     net, x = Layers(), torch.randn(2048, 32)
@@ -164,7 +164,13 @@ def test_a_loss_outside_of_the_graph_is_said_and_nothing_stays_of_the_refusal() 
         er.fit(torch.compile(net), budget="400 KiB", exact=True)(x)
     er.release(net)
     torch._dynamo.reset()
-    fitted = er.fit(torch.compile(net), budget=least.value.least_nbytes, exact=True)
+    return net, x, least.value.least_nbytes
+
+
+@needs_a_compiler
+def test_a_loss_outside_of_the_graph_is_said_and_nothing_stays_of_the_refusal() -> None:
+    net, x, least = refused()
+    fitted = er.fit(torch.compile(net), budget=least, exact=True)
     peaks, gc_was_on = [], gc.isenabled()
     gc.disable()  # what a cycle holds stays then
 
@@ -190,19 +196,13 @@ def test_a_loss_outside_of_the_graph_is_said_and_nothing_stays_of_the_refusal() 
         levels = zip(curve.times_s, curve.nbytes, strict=True)
         peaks.append(max(level for t, level in levels if within[0] <= t <= within[1]))
     assert max(peaks) <= 1.01 * peaks[1]  # the first, too: no copy of the input stands in it
-    assert max(peaks) > least.value.least_nbytes - sum(p.nbytes for p in net.parameters())
+    assert max(peaks) > least - sum(p.nbytes for p in net.parameters())
 
 
 @needs_a_compiler
 def test_a_refused_micro_batch_lets_other_models_be_measured() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    net, x = Layers(), torch.randn(2048, 32)
-    with pytest.raises(er.errors.BudgetTooSmall) as least:
-        er.fit(torch.compile(net), budget="400 KiB", exact=True)(x)
-    er.release(net)
-    torch._dynamo.reset()
-    fitted = er.fit(torch.compile(net), budget=least.value.least_nbytes, exact=True)
+    net, x, least = refused()
+    fitted = er.fit(torch.compile(net), budget=least, exact=True)
     fitted(x).sum().backward()
     with pytest.raises(er.errors.BudgetTooSmall):  # beside gradients
         fitted(x)

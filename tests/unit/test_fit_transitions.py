@@ -175,3 +175,11 @@ def test_a_plan_for_another_size_is_no_ground_to_refuse():
         "its profile is of a smaller one"
     )
     assert replace(FRESH, now=ONE, largest=TWO).may_refuse, "nothing was planned for another one"
+
+
+def test_a_plan_is_outgrown_only_if_it_was_neither_measured_nor_given():
+    assert GUESSED.may_be_outgrown
+    assert not replace(GUESSED, attempts=LAST.attempts).may_be_outgrown
+    assert not replace(GUESSED, has_fit=True).may_be_outgrown, "it is an exception"
+    assert not GIVENS.may_be_outgrown
+    assert not FRESH.may_be_outgrown

@@ -299,9 +299,11 @@ class FitState:
     def may_be_outgrown(self) -> bool:
         """True if a forward that holds too much for its plan is planned anew, not refused.
 
-        The plan was made for another forward, and never measured: this one may loop more often.
+        The plan was made for another forward, and never measured: this one may loop more often. A
+        plan that was given is not dropped so: nobody would hear of it.
         """
-        return self.may_refuse and self.plan is not None and not self.attempts.taken
+        follows = self.plan is not None and not self.follows_given
+        return self.may_refuse and follows and not self.attempts.taken
 
     @property
     def refuses_last_resort(self) -> bool:

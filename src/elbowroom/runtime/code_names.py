@@ -70,7 +70,7 @@ def names_set_in(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names of globals and attributes that a function, or one inside it, sets."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     own = []
-    if not _OPCODES.isdisjoint(code.co_code[::2]):  # to disassemble takes 20 us an instruction
+    if not _OPCODES.isdisjoint(code.co_code[::2]):  # most set none, and to disassemble takes long
         own += [i.argval for i in dis.get_instructions(code) if i.opname in _SETS]
     own += [] if _SETS_BY_WORD.isdisjoint(code.co_names) else _words_in(code)
     return tuple({*own, *(name for c in inner for name in names_set_in(c))})
